@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.modules.quant_kernels import packed_bytes
-from meshllm.model.shape import KeptShape, ModelShape
+from meshllm.model.shape import CachedShape, ModelShape
 from meshllm.model.split.anatomy import PROBE, run_on_meta, stubbed
 from meshllm.model.split.kv_cache import SpanCache, WindowLayer, tensors_in
 from meshllm.model.split.rope import context_of
@@ -33,7 +33,7 @@ def shape_of(
         ModelError: transformers cannot build it.
     """
     if cache is not None:
-        kept = KeptShape(source.folder, cache, None if dtype is None else str(dtype), quant)
+        kept = CachedShape(source.folder, cache, None if dtype is None else str(dtype), quant)
         if known := kept.read(source.name):
             return known
         kept.write(shape := shape_of(source, dtype, quant))

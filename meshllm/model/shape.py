@@ -57,7 +57,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptShape:
+class CachedShape:
     """The cached shape of a model, readable without torch."""
 
     folder: Path

@@ -178,7 +178,7 @@ def _step_seconds(
     part, packed = Part(span, embed=False, head=False), dtype == stored_dtype(source)
     shard = _random_shard(skeleton, part, packed=packed, quant=quant, device=device)
     runner, cache = Runner(shard, few, skip_trial), shard.new_cache()
-    if not runner.is_steady:
+    if not runner.is_row_invariant:
         return {}
     runner.step(_hidden(shard, 1), cache)
 

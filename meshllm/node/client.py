@@ -17,13 +17,13 @@ from blake3 import blake3
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.requests.router import Desk
+from meshllm.node.requests.router import RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.membership.codec import Talk, Why
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
@@ -39,30 +39,30 @@ REDIAL_S = 1.0  # s between two checks for a linked node, and two dials of the i
 
 
 class MeshClient:
-    """A running client; created by `open_thin`."""
+    """A running client; created by `open_mesh_client`."""
 
-    def __init__(self, keyring: Keyring, credential: Credential, dialer: NodeDialer) -> None:
-        self._me = keyring.key.node
+    def __init__(self, store: StateStore, credential: Credential, dialer: NodeDialer) -> None:
+        self._me = store.key.node
         self._linked = asyncio.Event()
         self._bug: BaseException | None = None
         machine = Mesh(
-            keyring.key,
+            store.key,
             credential,
             dialer.own.instance,
             now=asyncio.get_running_loop().time(),
             wall_s=time.time(),
         )
         self.links = Links(dialer, machine, _NoAdmission(), self)
-        self.desk = Desk(self._me, self, self.links.post, asks_ingress=True)
+        self.router = RequestRouter(self._me, self, self.links.post, asks_ingress=True)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Send a request to a node of the mesh; see `Backend`."""
-        return self.desk.generate(request)
+        return self.router.generate(request)
 
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
-            for job in (self.links.run([]), self.desk.run(), self._redial(ticket)):
+            for job in (self.links.run([]), self.router.run(), self._redial(ticket)):
                 group.create_task(job)
             await asyncio.sleep(0)  # let the links start
             if link is not None:
@@ -76,7 +76,7 @@ class MeshClient:
             self._bug = error
             self._linked.set()
             for peer in self.links.lines:
-                self.desk.lost(peer)
+                self.router.lost(peer)
 
     async def _redial(self, ticket: Ticket) -> None:
         """Dial the inviter whenever no node is linked, until cancelled."""
@@ -114,11 +114,11 @@ class MeshClient:
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client
-        self.desk.receive(peer, message, is_client=False)
+        self.router.receive(peer, message, is_client=False)
 
     def lost(self, peer: NodeId) -> None:
         """Fail the requests that the node served."""
-        self.desk.lost(peer)
+        self.router.lost(peer)
 
     def dropped(self, peer: NodeId, why: Why) -> None:
         """Do nothing: the loss itself is reported by `lost`."""
@@ -137,7 +137,7 @@ class _NoAdmission:
 
 
 @asynccontextmanager
-async def open_thin(
+async def open_mesh_client(
     text: str, state: Path, transport: Transport | None = None
 ) -> AsyncIterator[MeshClient]:
     """Run a client of a mesh inside the context; concurrent ones in a folder use different keys.
@@ -155,31 +155,31 @@ async def open_thin(
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
-        keyring, is_first = stack.enter_context(_free_keyring(ticket, state))
-        instance, link = keyring.next_incarnation(), None
-        prepare(transports, keyring.key)
-        if (credential := keyring.credential) is None:
+        store, is_first = stack.enter_context(_free_keyring(ticket, state))
+        instance, link = store.next_incarnation(), None
+        prepare(transports, store.key)
+        if (credential := store.credential) is None:
             try:
-                link = await dial_inviter(keyring, ticket, transports, instance)
+                link = await dial_inviter(store, ticket, transports, instance)
             except NotAuthorised as error:
                 if is_first:
                     raise
                 raise _too_many() from error
-            credential = keyring.join(granted(link), ticket)
-        own = Own(keyring.key, instance, credential)
-        client = MeshClient(keyring, credential, NodeDialer(by_scheme(transports), own))
+            credential = store.join(granted(link), ticket)
+        own = Own(store.key, instance, credential)
+        client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own))
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(ticket, link))
         stack.push_async_callback(_ended, running)
         running.add_done_callback(client.ended)
         supervisor.failed.add_done_callback(client.ended)
-        beacon = open_beacon(credential.mesh, keyring.key.node, client.links.hint)
+        beacon = open_beacon(credential.mesh, store.key.node, client.links.hint)
         (await stack.enter_async_context(beacon)).send()
         yield client
 
 
 @contextmanager
-def _free_keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]:
+def _free_keyring(ticket: Ticket, state: Path) -> Iterator[tuple[StateStore, bool]]:
     """Lock a key that no other process uses; yield it, and whether it is the ticket's first.
 
     A mesh accepts one link per key, and the node of this folder may run at the same time.
@@ -187,12 +187,12 @@ def _free_keyring(ticket: Ticket, state: Path) -> Iterator[tuple[Keyring, bool]]
     name = blake3(ticket.psk).hexdigest(8)
     with ExitStack() as stack:
         for place in range(1, MAX_CLIENTS + 1):
-            keyring = Keyring.open(state / f"client-{name}-{place}")
+            store = StateStore.open(state / f"client-{name}-{place}")
             try:
-                stack.enter_context(keyring.locked())
+                stack.enter_context(store.locked())
             except UserError:
                 continue
-            yield keyring, place == 1
+            yield store, place == 1
             return
     raise _too_many()
 

@@ -155,7 +155,7 @@ class NodeControl:
                 )
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request; see `router.Desk.generate`."""
+        """Yield the events of a request; see `router.RequestRouter.generate`."""
         if self.snapshot().is_leaving:
             raise UserError("This node is leaving the mesh", hint="ask another node")
         return self.answer(request)
@@ -193,12 +193,12 @@ def control_of(node: MeshNode) -> NodeControl:
     """Build the control of a node."""
     return NodeControl(
         node.view,
-        node.keyring.key,
+        node.store.key,
         node.invite,
         node.expel,
-        node.standing.changes,
-        node.desk.generate,
-        lambda: measure(node.standing.rank),
+        node.ring_member.changes,
+        node.router.generate,
+        lambda: measure(node.ring_member.rank),
     )
 
 

@@ -25,10 +25,10 @@ from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
 from meshllm.names import MeshId, NodeId
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.founding import amend, names_in, resolve_names
-from meshllm.node.membership.admission import Gate
+from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
@@ -38,8 +38,8 @@ from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
-from meshllm.node.requests.router import Desk
-from meshllm.node.standing import Standing
+from meshllm.node.requests.router import RequestRouter
+from meshllm.node.ring_member import RingMember
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
@@ -79,30 +79,30 @@ class MeshNode:
     def __init__(
         self,
         options: NodeOptions,
-        keyring: Keyring,
+        store: StateStore,
         preparation: Preparation,
         endpoints: Endpoints,
         own: Membership,
         off_loop: OffLoop,
     ) -> None:
-        self.keyring = keyring
+        self.store = store
         self.endpoints = endpoints
-        self.me = keyring.key.node
+        self.me = store.key.node
         self.name = options.name or platform.node() or "node"
         self.name = self.name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
         self.version = __version__
         self.since = time.monotonic()
         self.incarnation = own.incarnation
         self.machine = Mesh(
-            keyring.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
+            store.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
         )
-        self.machine.restore(load_records(keyring), self.now())
-        side = Own(keyring.key, own.incarnation, own.credential)
+        self.machine.restore(load_records(store), self.now())
+        side = Own(store.key, own.incarnation, own.credential)
         dialer = NodeDialer(endpoints.schemes, side)
-        self._gate = Gate(keyring, own.credential, self.machine.removals, off_loop)
+        self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = Links(dialer, self.machine, self._gate, self)
-        self.standing = Standing(self.machine, self.links, self._plan_reason)
-        self.desk = Desk(self.me, self.standing, self.links.post)
+        self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
+        self.router = RequestRouter(self.me, self.ring_member, self.links.post)
         self.planner = Planner(self._view, self._agreed, off_loop)
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,7 +146,7 @@ class MeshNode:
 
     def view(self) -> NodeView:
         """Take a snapshot for the status."""
-        machine, standing, lines = self.machine, self.standing, self.links.lines
+        machine, ring_member, lines = self.machine, self.ring_member, self.links.lines
         return NodeView(
             self.me,
             self.name,
@@ -179,27 +179,25 @@ class MeshNode:
             },
             agreement=self.agreement,
             advice=self.planner.advice,
-            plan=standing.plan,
-            is_served=standing.standing_entry() is not None,
-            reason=standing.reason(),
-            trouble=str(standing.trouble or ""),
-            sessions=standing.sessions,
-            counts=replace(self.desk.counts),
-            execution=str(standing.rank.runners[0].execution) if standing.rank else "",
+            plan=ring_member.plan,
+            is_served=ring_member.serving_entry() is not None,
+            reason=ring_member.reason(),
+            trouble=str(ring_member.trouble or ""),
+            sessions=ring_member.sessions,
+            counts=replace(self.router.counts),
+            execution=str(ring_member.rank.runners[0].execution) if ring_member.rank else "",
             warnings=(self.trouble,) if self.trouble else (),
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
         """Create a ticket; None is no limit."""
         addresses = self.endpoints.addresses
-        return self.keyring.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
+        return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        save_records(
-            self.keyring, SavedRecords.of(self.machine)
-        )  # on disk before the caller returns
+        save_records(self.store, SavedRecords.of(self.machine))  # on disk before the caller returns
 
     def leave(self) -> None:
         """Finish running requests, announce that this node leaves, and stop."""
@@ -212,7 +210,7 @@ class MeshNode:
         async with self._jobs, AsyncExitStack() as stack:
             for part in (
                 self._run_links,
-                self.desk.run,
+                self.router.run,
                 self.planner.run,
                 self._redial,
                 self._serve,
@@ -222,7 +220,7 @@ class MeshNode:
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # let the links start
             self._publish(profile=self._profile)
-            self.standing.publish()
+            self.ring_member.publish()
             if self._own.link is not None:
                 self.links.adopt(self._own.link)
             if self._options.discovery:
@@ -240,7 +238,7 @@ class MeshNode:
         """Write records to disk that are not written yet."""
         if self._unsaved.is_set():
             with self._warned():
-                save_records(self.keyring, SavedRecords.of(self.machine))
+                save_records(self.store, SavedRecords.of(self.machine))
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Pass a bug that ended the node on to `stopped`."""
@@ -257,18 +255,18 @@ class MeshNode:
 
     async def ring(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
-        if self.standing.runtime is None:
+        if self.ring_member.runtime is None:
             await link.close()
         else:
-            await self.standing.runtime.arrive(link, link.peer)
+            await self.ring_member.runtime.arrive(link, link.peer)
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
         """Handle a message about a request."""
-        self.desk.receive(peer, message, is_client=is_client)
+        self.router.receive(peer, message, is_client=is_client)
 
     def lost(self, peer: NodeId) -> None:
         """Fail requests that depend on the lost peer."""
-        self.desk.lost(peer)
+        self.router.lost(peer)
 
     def dropped(self, peer: NodeId, why: Why) -> None:
         """Log why a peer closed the link; stop if another process uses the same key."""
@@ -287,7 +285,7 @@ class MeshNode:
                 self._charter_known.set()
             self.planner.invalidate()
             self._withdraw()
-            self.standing.publish()
+            self.ring_member.publish()
 
     def _view(self) -> View | None:
         """Take a snapshot of the records for planning; None before there is a charter."""
@@ -300,10 +298,10 @@ class MeshNode:
         )  # fmt: skip
 
     def _agreed(self) -> None:
-        self.standing.agreement = self.agreement
+        self.ring_member.agreement = self.agreement
         self._schedule_follow()
         self._amend()
-        self.standing.publish()
+        self.ring_member.publish()
 
     def _schedule_follow(self) -> None:
         """Schedule following the plan once it has been stable for a while.
@@ -320,16 +318,16 @@ class MeshNode:
 
     def _follow(self, pending: tuple[Plan | None, bool]) -> None:
         plan, _ = pending
-        if pending != self._pending or not (runtime := self.standing.runtime):
+        if pending != self._pending or not (runtime := self.ring_member.runtime):
             return
         if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
             return  # older than the plan that this node follows; a newer one will come
         runtime.follow(plan)
-        self.standing.publish()
+        self.ring_member.publish()
 
     def _amend(self) -> None:
         """Amend the charter if the names in the options resolve to other nodes now."""
-        charter, model = self.machine.charter, self.standing.model
+        charter, model = self.machine.charter, self.ring_member.model
         if self._names.is_complete or charter is None or model is None:
             return
         if self._resolve_options():
@@ -376,7 +374,7 @@ class MeshNode:
 
         After running out of memory, the next offer is too small for that span.
         """
-        trouble = self.standing.trouble
+        trouble = self.ring_member.trouble
         if trouble is None or not self._profile.layer_s:
             return
         if isinstance(trouble, OutOfMemory):
@@ -388,10 +386,10 @@ class MeshNode:
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _offer_again(self) -> None:
-        trouble, self.standing.trouble = self.standing.trouble, None
+        trouble, self.ring_member.trouble = self.ring_member.trouble, None
         self._offer(is_open=not self._hang)
-        if self.standing.runtime and not isinstance(trouble, OutOfMemory):
-            self.standing.runtime.reload()  # the plan may still be the same
+        if self.ring_member.runtime and not isinstance(trouble, OutOfMemory):
+            self.ring_member.runtime.reload()  # the plan may still be the same
 
     def _offer(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it."""
@@ -417,12 +415,12 @@ class MeshNode:
             self._hang = f"the compute thread has hung for {hung_s:.0f} s"
             logger.warning("%s: this node retracts its offer until it responds", self._hang)
             self._offer(is_open=False)
-            self.standing.publish()
+            self.ring_member.publish()
             while worker.hung_s:  # noqa: ASYNC110  # a hung thread sets no event
                 await asyncio.sleep(WATCH_S)
             self._hang = ""
             logger.warning("the compute thread responds again")
-            if not self.standing.trouble:
+            if not self.ring_member.trouble:
                 self._offer(is_open=True)
 
     async def _serve(self) -> None:
@@ -445,7 +443,7 @@ class MeshNode:
         self._measured = offered
         self._profile = replace(offered, addresses=self.endpoints.addresses)  # may have changed
         self._publish(profile=self._profile)
-        runtime = self.standing.begin(model)
+        runtime = self.ring_member.begin(model)
         self._pending = None  # follow the plan that was agreed on before
         self.changed()
         await runtime.run()
@@ -479,7 +477,7 @@ class MeshNode:
             await asyncio.sleep(SAVE_S)
             records = SavedRecords.of(self.machine)
             with self._warned():
-                await self._off_loop(save_records, self.keyring, records)
+                await self._off_loop(save_records, self.store, records)
             if records == SavedRecords.of(self.machine):
                 self._unsaved.clear()
 
@@ -497,11 +495,11 @@ class MeshNode:
         try:
             async with asyncio.timeout(DRAIN_S):
                 # Polled: it happens once in the life of a node, not worth an event per session.
-                while self.desk.counts.active or self.standing.sessions:  # noqa: ASYNC110
+                while self.router.counts.active or self.ring_member.sessions:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError:
             logger.warning("requests still running after %d s", DRAIN_S)
-        self.standing.has_left = True
+        self.ring_member.has_left = True
         await self.links.leave()
         self._stop(None)
 
@@ -552,21 +550,21 @@ async def open_node(
         NotAuthorised: the ticket is rejected.
         PluginError: a transport is missing or broken.
     """
-    keyring = Keyring.open(options.state)
+    store = StateStore.open(options.state)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
-        stack.enter_context(keyring.locked())
+        stack.enter_context(store.locked())
         with supervisor.scope():
             if worker is None:
                 worker = await stack.enter_async_context(
                     compute_thread(options.inference.threads or 1)
                 )
             endpoints = await stack.enter_async_context(
-                open_endpoints(options, keyring.key, transport)
+                open_endpoints(options, store.key, transport)
             )
-            own = await enter(keyring, options, endpoints.transports)
+            own = await enter(store, options, endpoints.transports)
             preparation = prepare(options, worker, cache_path())
-            node = MeshNode(options, keyring, preparation, endpoints, own, off_loop)
+            node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

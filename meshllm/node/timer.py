@@ -8,12 +8,12 @@ from typing import Self
 AFTER_ERROR_S = 0.5  # s; a heartbeat
 
 
-class Alarm:
+class DeadlineTimer:
     """Calls ``expire`` soon after ``deadline()``, in loop time, has passed.
 
     The callback runs on the loop, never inside ``reset``, and may be early: a deadline that is
     extended by every message needs no new timer each time. Its errors go to the exception handler
-    of the loop, in the context in which the alarm was created, and do not stop the alarm.
+    of the loop, in the context in which the timer was created, and do not stop it.
     """
 
     def __init__(self, deadline: Callable[[], float | None], expire: Callable[[], None]) -> None:

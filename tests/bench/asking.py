@@ -5,13 +5,13 @@ from contextlib import aclosing
 
 from meshllm.node.compute.gauge import Measured
 from meshllm.node.ring.local_ring import LocalRing
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 
 
 async def ask(ring: LocalRing, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
     """Generate ``tokens`` tokens; return them and the measured times."""
-    order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    order = GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     text: list[int] = []
     async with aclosing(ring.entry.generate(order)) as outputs:
         async for output in outputs:

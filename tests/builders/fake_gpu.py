@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from meshllm.model.steps import cuda_graph
-from meshllm.model.steps.attention import attend_alone
+from meshllm.model.steps.attention import decode_attention
 
 GPU = torch.device("meta")
 ONCE = ["there", "back", "wait"]
@@ -106,7 +106,7 @@ def attend_by_table(
                 held[:, :, place] = new[:, :, row]
                 seen.append(held[:, :, : place + 1])
             own = query[:, :, row : row + 1]
-            mixed[:, row] = attend_alone(own, seen[0], seen[1], scale, window)[:, 0]
+            mixed[:, row] = decode_attention(own, seen[0], seen[1], scale, window)[:, 0]
     return mixed
 
 

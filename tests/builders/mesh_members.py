@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from meshllm.names import NodeId
-from meshllm.node.membership.admission import Gate
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.admission import MemberAdmission
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
@@ -24,16 +24,16 @@ class House:
     """A member: its links, its machine, and the messages it received."""
 
     def __init__(
-        self, name: str, keyring: Keyring, credential: Credential, transport: Transport, life: int
+        self, name: str, store: StateStore, credential: Credential, transport: Transport, life: int
     ) -> None:
         now = asyncio.get_running_loop().time()
-        self.name, self.keyring, self.transport = name, keyring, transport
-        self.me = keyring.key.node
+        self.name, self.store, self.transport = name, store, transport
+        self.me = store.key.node
         self.credential = credential
-        self.machine = Mesh(keyring.key, credential, life, now=now, wall_s=time.time())
-        self.own = Own(keyring.key, life, credential)
+        self.machine = Mesh(store.key, credential, life, now=now, wall_s=time.time())
+        self.own = Own(store.key, life, credential)
         self.dialer = NodeDialer(dict.fromkeys(transport.schemes, transport), self.own)
-        gate = Gate(keyring, credential, self.machine.removals)
+        gate = MemberAdmission(store, credential, self.machine.removals)
         self.links = Links(self.dialer, self.machine, gate, self)
         self.talked: list[tuple[NodeId, Talk, bool]] = []
         self.rings: list[SecureLink] = []
@@ -95,16 +95,16 @@ class Town:
 
     async def add(self, name: str, role: Role = Role.NODE, life: int = 1) -> House:
         """Start a member of the mesh."""
-        keyring = Keyring.open(self.folder / name)
+        store = StateStore.open(self.folder / name)
         founder = next(iter(self.houses.values()), None)
         if founder is None:
-            credential = keyring.found()
-        elif (kept := keyring.credential) is not None:
+            credential = store.found()
+        elif (kept := store.credential) is not None:
             credential = kept
         else:
-            key, node = founder.keyring.key, keyring.key.node
-            credential = keyring.join(issue(key, founder.credential, node, role))
-        house = House(name, keyring, credential, self.transport, life)
+            key, node = founder.store.key, store.key.node
+            credential = store.join(issue(key, founder.credential, node, role))
+        house = House(name, store, credential, self.transport, life)
         self.houses[f"{name} {life}"] = house
         await house.open()
         return house

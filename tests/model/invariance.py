@@ -13,7 +13,7 @@ def require_row_invariant(runner: Runner) -> None:
     With our own GEMM nothing depends on the library; otherwise its kernels may use another
     summation order for a few rows.
     """
-    if runner.is_steady:
+    if runner.is_row_invariant:
         return
     assert not use_own_gemm(), runner.execution.reason
     assert runner.shard.quant is Quant.NONE, runner.execution.reason

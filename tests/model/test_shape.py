@@ -11,7 +11,7 @@ import torch
 
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
-from meshllm.model.shape import KeptShape
+from meshllm.model.shape import CachedShape
 from meshllm.names import Quant
 from meshllm.testing.models import tiny_model
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_cached_shape_has_the_requested_name(folder: Path, tmp_path: Path) -> None:
     cache, source = tmp_path / "cache", resolve(str(folder))
     for dtype, quant in ((None, Quant.NONE), (torch.bfloat16, Quant.INT8)):
-        kept = KeptShape(folder, cache, None if dtype is None else str(dtype), quant)
+        kept = CachedShape(folder, cache, None if dtype is None else str(dtype), quant)
         assert kept.read("other") is None
 
         measured = shape_of(source, dtype, quant, cache)
@@ -39,7 +39,7 @@ def test_another_config_has_another_shape(folder: Path, tmp_path: Path) -> None:
 
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
 
-    assert KeptShape(folder, tmp_path / "cache").read("x") is None
+    assert CachedShape(folder, tmp_path / "cache").read("x") is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"layers": "many"}', "[1]", "3"])
@@ -49,9 +49,9 @@ def test_a_damaged_record_counts_as_none(folder: Path, tmp_path: Path, text: str
     (record,) = cache.glob("*.json")
     record.write_text(text)
 
-    assert KeptShape(folder, cache).read("x") is None
+    assert CachedShape(folder, cache).read("x") is None
     assert shape_of(source, cache=cache) == measured
-    assert KeptShape(folder, cache).read(source.name) == measured
+    assert CachedShape(folder, cache).read(source.name) == measured
 
 
 def test_planning_for_a_cached_shape_loads_no_torch(tmp_path: Path) -> None:

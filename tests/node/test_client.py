@@ -11,9 +11,15 @@ import pytest
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node import client as thin_module
-from meshllm.node.client import REDIAL_S, MeshClient, _NoAdmission, _transports_for, open_thin
+from meshllm.node.client import (
+    REDIAL_S,
+    MeshClient,
+    _NoAdmission,
+    _transports_for,
+    open_mesh_client,
+)
 from meshllm.node.net import beacon
-from meshllm.node.requests.router import Desk
+from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import Talk, Why
 from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.handshake import Purpose
@@ -53,8 +59,8 @@ class Inn(House):
 
     async def serve(self) -> None:
         """Begin to answer."""
-        self.desk = Desk(self.me, self, self.links.post)
-        running = asyncio.ensure_future(self.desk.run())
+        self.router = RequestRouter(self.me, self, self.links.post)
+        running = asyncio.ensure_future(self.router.run())
 
         async def end() -> None:
             running.cancel()
@@ -65,11 +71,11 @@ class Inn(House):
 
     def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
         super().talk(peer, message, is_client=is_client)
-        self.desk.receive(peer, message, is_client=is_client)
+        self.router.receive(peer, message, is_client=is_client)
 
     def lost(self, peer: NodeId) -> None:
         super().lost(peer)
-        self.desk.lost(peer)
+        self.router.lost(peer)
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +103,11 @@ async def inn(town: Town, life: int = 1) -> Inn:
 
 
 def ticket(house: House, role: Role = Role.CLIENT, uses: int | None = None) -> str:
-    return house.keyring.invite([house.address], role, lasts_s=None, uses=uses).encode()
+    return house.store.invite([house.address], role, lasts_s=None, uses=uses).encode()
 
 
 def client(town: Town, text: str) -> Any:
-    return open_thin(text, town.folder / "client", town.transport)
+    return open_mesh_client(text, town.folder / "client", town.transport)
 
 
 async def ask(thin: MeshClient) -> list[Event]:
@@ -126,7 +132,7 @@ def test_a_client_comes_back_without_a_ticket(run: Run) -> None:
             async with client(town, text) as thin:
                 assert await ask(thin) == ANSWER
             await asyncio.sleep(2)
-        (invitation,) = a.keyring.invitations()
+        (invitation,) = a.store.invitations()
         assert len(invitation.guests) == 1
 
     run(story)
@@ -141,7 +147,7 @@ def test_several_clients_of_one_folder_run_at_once(run: Run) -> None:
         await asyncio.sleep(2)
         async with client(town, text) as one, client(town, text) as two:
             assert list(await asyncio.gather(ask(one), ask(two))) == [ANSWER, ANSWER]
-        (invitation,) = a.keyring.invitations()
+        (invitation,) = a.store.invitations()
         assert len(invitation.guests) == 2
 
     run(story)
@@ -150,8 +156,8 @@ def test_several_clients_of_one_folder_run_at_once(run: Run) -> None:
 def test_a_client_runs_next_to_the_node_of_its_folder(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
-        with a.keyring.locked():
-            async with open_thin(ticket(a), a.keyring.folder, town.transport) as thin:
+        with a.store.locked():
+            async with open_mesh_client(ticket(a), a.store.folder, town.transport) as thin:
                 assert await ask(thin) == ANSWER
 
     run(story)
@@ -237,7 +243,7 @@ def test_closing_ends_the_answer(run: Run) -> None:
             async with aclosing(thin.generate(REQUEST)) as events:
                 await anext(events)
             await asyncio.sleep(1)
-            assert (a.asked, a.desk._served) == (1, {})
+            assert (a.asked, a.router._served) == (1, {})
 
     run(story)
 
@@ -259,7 +265,7 @@ def test_a_rejection_is_reported(run: Run) -> None:
         async with client(town, text):
             pass
         with pytest.raises(NotAuthorised, match="used up"):
-            async with open_thin(text, town.folder / "other", town.transport):
+            async with open_mesh_client(text, town.folder / "other", town.transport):
                 pass
 
     run(story)
@@ -272,7 +278,7 @@ def test_a_removed_client_gets_no_more_answers(run: Run) -> None:
             await ask(thin)
             (peer,) = (peer for peer, _, _ in a.talked[:1])
             now = asyncio.get_running_loop().time()
-            removal = remove(a.keyring.key, a.credential.mesh, peer, 1)
+            removal = remove(a.store.key, a.credential.mesh, peer, 1)
             a.links.act(a.machine.remove(removal, now))
             await asyncio.sleep(20)
             assert thin.links.lines == {}
@@ -327,7 +333,7 @@ def test_addresses_without_a_transport_are_reported(
 
 async def test_a_mistyped_ticket_is_reported_before_any_file_is_created(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Invalid ticket"):
-        async with open_thin("nonsense", tmp_path / "client"):
+        async with open_mesh_client("nonsense", tmp_path / "client"):
             pass
 
     assert not (tmp_path / "client").exists()

@@ -16,7 +16,7 @@ from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.names import Span
 from meshllm.node import node as node_module
-from meshllm.node.client import open_thin
+from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
@@ -65,7 +65,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 async def until(claim: Callable[[], bool], node: MeshNode) -> None:
     """Wait for changes of a node until the claim holds."""
     async with asyncio.timeout(PATIENCE_S):
-        async for _ in node.standing.changes():
+        async for _ in node.ring_member.changes():
             if claim():
                 return
 
@@ -156,7 +156,7 @@ async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:
     ticket = a.ticket
     b = await mesh.start("b", join=ticket)
     await until(lambda: len(spans(a)) == 2, a)
-    me, first = b.me, a.standing.plan
+    me, first = b.me, a.ring_member.plan
     text = await ask(control_of(a))
 
     await mesh.kill("b")
@@ -167,8 +167,8 @@ async def test_a_lost_node_is_replaced_and_can_return(mesh: Mesh) -> None:
     assert (alone, await ask(control_of(b))) == (text, text)
     assert b.me == me
     assert first is not None
-    assert a.standing.plan is not None
-    assert a.standing.plan.epoch > first.epoch
+    assert a.ring_member.plan is not None
+    assert a.ring_member.plan.epoch > first.epoch
 
 
 async def test_a_running_answer_survives_the_loss_of_a_node(mesh: Mesh) -> None:
@@ -252,11 +252,11 @@ async def test_a_client_needs_no_model(mesh: Mesh) -> None:
     ticket = a.invite(Role.CLIENT, 60, 1)
 
     for _ in range(2):  # the ticket is for one client, which may reconnect
-        async with open_thin(ticket, mesh.folder / "thin", mesh.network) as thin:
+        async with open_mesh_client(ticket, mesh.folder / "thin", mesh.network) as thin:
             assert await ask(thin) == await reference()
 
     with pytest.raises(MeshError):
-        async with open_thin(ticket, mesh.folder / "another", mesh.network):
+        async with open_mesh_client(ticket, mesh.folder / "another", mesh.network):
             pass
 
 

@@ -1,7 +1,7 @@
 import asyncio
 from contextvars import ContextVar
 
-from meshllm.node.timer import AFTER_ERROR_S, Alarm
+from meshllm.node.timer import AFTER_ERROR_S, DeadlineTimer
 from meshllm.testing.clock import run_virtual
 
 
@@ -11,7 +11,7 @@ class Machine:
     def __init__(self, deadline: float | None) -> None:
         self.deadline = deadline
         self.expired: list[float] = []
-        self.alarm = Alarm(lambda: self.deadline, self.expire)
+        self.alarm = DeadlineTimer(lambda: self.deadline, self.expire)
 
     def expire(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -83,7 +83,7 @@ def test_an_error_does_not_stop_an_alarm_and_is_reported_in_its_context() -> Non
             raise ValueError
 
         where.set("here")
-        alarm = Alarm(lambda: 1.0 + len(calls) if len(calls) < 3 else None, expire)
+        alarm = DeadlineTimer(lambda: 1.0 + len(calls) if len(calls) < 3 else None, expire)
         where.set("elsewhere")
         async with alarm:
             await asyncio.sleep(10)
@@ -102,7 +102,7 @@ def test_an_alarm_pauses_after_an_error_if_its_deadline_is_past() -> None:
             assert len(calls) < 50  # else a busy loop
             raise ValueError
 
-        async with Alarm(lambda: 1.0, expire):
+        async with DeadlineTimer(lambda: 1.0, expire):
             await asyncio.sleep(1.0 + 3 * AFTER_ERROR_S)
         return calls
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import httpx2
 
 from meshllm.api.unix import SOCKET, is_answered
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import Role
 
 WAIT_S = 60.0  # timeout for what takes seconds on an idle machine
@@ -166,10 +166,10 @@ class Fleet:
     def found(self, name: str, *addresses: str) -> str:
         """Create the state of a founder, and return a ticket of its mesh."""
         node = self.node(name)
-        keyring = Keyring.open(node.state)
-        keyring.found()
+        store = StateStore.open(node.state)
+        store.found()
         at = addresses or (f"ws://{node.address}",)
-        return keyring.invite(at, Role.NODE, lasts_s=3600, uses=None).encode()
+        return store.invite(at, Role.NODE, lasts_s=3600, uses=None).encode()
 
     def form(self) -> float:
         """Wait until all running nodes report one ring of all of them; return the seconds."""

@@ -13,7 +13,7 @@ import pytest
 
 from meshllm import __version__
 from meshllm.errors import LinkLost
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import BeaconCodec
 from meshllm.node.net.secure import HandshakeClosed, secure_dial
 from meshllm.protocol.trust.credential import Role, found
@@ -144,9 +144,9 @@ def test_an_unknown_peer_learns_only_that_a_port_is_open(node: Node) -> None:
 
 
 async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
-    keyring = Keyring.open(node.state)
-    open_one = keyring.invite([node.address], Role.NODE, lasts_s=None, uses=None)
-    leaked = keyring.invite([node.address], Role.NODE, lasts_s=-1, uses=None)
+    store = StateStore.open(node.state)
+    open_one = store.invite([node.address], Role.NODE, lasts_s=None, uses=None)
+    leaked = store.invite([node.address], Role.NODE, lasts_s=-1, uses=None)
     mesh = bytes.fromhex(node.status()["mesh"])
 
     for ticket in (open_one, leaked):

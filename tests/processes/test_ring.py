@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import MESHLLM, Fleet, ask, environment, meshllm
 
@@ -51,7 +51,7 @@ def test_a_client_with_a_ticket_needs_no_torch(
 def test_no_log_holds_a_prompt_an_answer_or_a_secret(trio: Fleet) -> None:
     ingress = trio.node("cellar")
     ticket = meshllm("ring", "ticket", state=ingress.state).stdout.strip()
-    rings = [Keyring.open(node.state) for node in trio.nodes.values()]
+    rings = [StateStore.open(node.state) for node in trio.nodes.values()]
     keys = [(ring.folder / "node.key").read_text().strip() for ring in rings]
     tickets = [each.secret.hex() for ring in rings for each in ring.invitations()]
 

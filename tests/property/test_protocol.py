@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshllm.errors import IntegrityFault, PeerFault
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
-from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session import actions as tasks
 from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, Pick, Task
 from meshllm.protocol.session.blob import check, seal, session_key
@@ -145,8 +145,8 @@ class Rank:
 def test_the_caches_of_a_stage_have_no_gap_for_any_input(
     number: int, heard: list[SessionMessage | None]
 ) -> None:
-    shelf = Shelf(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
-    stage = Stage(number, 3, epoch=5, max_sessions=1, context=12, shelf=shelf)
+    index = PrefixIndex(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
+    stage = Stage(number, 3, epoch=5, max_sessions=1, context=12, index=index)
     rank = Rank()
 
     for message in heard:

@@ -49,7 +49,7 @@ async def read(node: MeshNode, asked: Asked, fault: Callable[[str], None]) -> No
 async def _read(node: MeshNode, asked: Asked, fault: Callable[[str], None]) -> str:
     text, tokens = reference(asked.request)
     pieces = 0
-    async with aclosing(node.desk.generate(asked.request)) as events:
+    async with aclosing(node.router.generate(asked.request)) as events:
         async for event in events:
             if isinstance(event, Piece):
                 asked.text += event.text

@@ -37,7 +37,7 @@ class Checks:
     def _are_rivals(self, one: int, other: int) -> bool:
         """Return whether two connected nodes follow two plans of one epoch."""
         world, nodes = self._world, self._world.nodes
-        plan, rival = nodes[one].standing.plan, nodes[other].standing.plan
+        plan, rival = nodes[one].ring_member.plan, nodes[other].ring_member.plan
         if plan is None or rival is None or plan == rival or plan.epoch != rival.epoch:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
@@ -66,7 +66,7 @@ class Checks:
         ):
             if key in those:
                 self._world.fault(f"for {number} {gone} is {name}, and is removed")
-        plan = node.standing.plan
+        plan = node.ring_member.plan
         if knows_s > FOLLOW_S and plan and plan.rank(key) is not None:
             self._world.fault(f"{number} follows a plan with {gone}, which is removed")
 
@@ -111,18 +111,18 @@ class Checks:
 
     def _no_ring(self) -> str | None:
         here = {node.me for node in self.here.values()}
-        plans = {number: node.standing.plan for number, node in self.here.items()}
+        plans = {number: node.ring_member.plan for number, node in self.here.items()}
         for number, plan in plans.items():
             node = self.here[number]
             if plan is None:
-                return f"{number} follows no plan: {node.standing.reason()}"
+                return f"{number} follows no plan: {node.ring_member.reason()}"
             if plan != plans[min(plans)]:
                 return f"{number} follows another plan"
             if not all(stage.node in here for stage in plan.stages):
                 return f"{number} follows a plan with nodes that are not here"
-            if node.standing.standing_entry() is None:
+            if node.ring_member.serving_entry() is None:
                 return f"{number} sees no ring"
-            runtime = node.standing.runtime
+            runtime = node.ring_member.runtime
             is_rank = plan.rank(node.me) is not None
             if not runtime or is_rank is not bool(runtime.entry or runtime.stage):
                 return f"{number} {'is not' if is_rank else 'is'} at work"
@@ -131,11 +131,11 @@ class Checks:
     def _left_over(self) -> str | None:
         world, links = self._world, len(self.here) - 1
         for number, node in self.here.items():
-            if node.desk._remote._calls or node.desk._served or node.desk.counts.active:
+            if node.router._remote._calls or node.router._served or node.router.counts.active:
                 return f"{number} has requests on its desk"
-            if node.standing.sessions:
-                return f"{number} has {node.standing.sessions} sessions"
-            process, plan = world.running[number].process, node.standing.plan
+            if node.ring_member.sessions:
+                return f"{number} has {node.ring_member.sessions} sessions"
+            process, plan = world.running[number].process, node.ring_member.plan
             is_linked = plan is not None and len(plan.stages) > 1 and plan.rank(node.me) is not None
             if len(process.ends) != links + 2 * is_linked:
                 return f"{number} has {len(process.ends)} links, of the ring and others"

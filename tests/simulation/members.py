@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.membership.admission import Gate
+from meshllm.node.membership.admission import MemberAdmission
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import TicketProof, parse_ticket
@@ -80,10 +80,10 @@ class Members:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check the keys that nodes admit in the context."""
-        judge = Gate.judge
+        judge = MemberAdmission.judge
 
         async def judging(
-            gate: Gate,
+            gate: MemberAdmission,
             peer: NodeId,
             proof: Credential | TicketProof,
             purpose: Purpose,
@@ -95,7 +95,7 @@ class Members:
                 self._let_in(peer, proof, tickets, now_s)
             return credential
 
-        with patch.object(Gate, "judge", judging):
+        with patch.object(MemberAdmission, "judge", judging):
             yield
 
     def _let_in(

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
-from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit, PrefixIndex
 from meshllm.protocol.session import actions, stage
 from meshllm.protocol.session.actions import Closed, Done, Embed, Emit, Failed, Pick, Progress, Task
 from meshllm.protocol.session.blob import check, seal, session_key
@@ -128,7 +128,7 @@ class Generation:
     task: Task
     pace: Pace
     entry: Entry
-    base: Base | None
+    base: PrefixHit | None
     text: list[int]
     """The right answer."""
     answer: list[int] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Simulation:
                 self.ring,
                 epoch=1,
                 idle_s=weather.idle_s,
-                shelf=self.shelf(),
+                index=self.index(),
             )
             for rank in range(1, self.ring)
         }
@@ -179,9 +179,9 @@ class Simulation:
         for number in range(self.random.randint(1, 3)):
             self.add(number, entry)
 
-    def shelf(self) -> Shelf:
+    def index(self) -> PrefixIndex:
         budget = KvBudget([Room(8 * BLOCK, lambda tokens: (tokens, 0))])
-        return Shelf(budget, self.random.choice((0, 2 * BLOCK, *(None,) * 3)), idle_s=2 * END)
+        return PrefixIndex(budget, self.random.choice((0, 2 * BLOCK, *(None,) * 3)), idle_s=2 * END)
 
     def add(self, number: int, entry: type[Entry]) -> Generation:
         draw = self.random
@@ -189,7 +189,7 @@ class Simulation:
         return self.begin(number, entry, prompt, None)
 
     def begin(
-        self, number: int, entry: type[Entry], prompt: tuple[int, ...], base: Base | None
+        self, number: int, entry: type[Entry], prompt: tuple[int, ...], base: PrefixHit | None
     ) -> Generation:
         draw = self.random
         session, most = SessionId(bytes([number] * 16)), self.weather.tokens
@@ -221,7 +221,7 @@ class Simulation:
             length = draw.randint(1, len(kept))
             rest = (draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 5)))
             whole = left == 0 and draw.random() < 0.5
-            base = Base(one.task.session, length, whole)
+            base = PrefixHit(one.task.session, length, whole)
             number = len(self.generations)
             generation = self.begin(number, type(one.entry), (*kept[:length], *rest), base)
             if draw.random() > self.weather.misses:

@@ -78,12 +78,12 @@ class ToyCache:
 class ToyRunner:
     """Layers of the model, with or without its ends."""
 
-    is_steady = True
+    is_row_invariant = True
     prepared = 0
     vocabulary = VOCABULARY
     execution = Execution(Strategy.STOCK)
 
-    def rehearsal(self) -> Iterator[None]:
+    def warm_up_steps(self) -> Iterator[None]:
         """Record nothing."""
         return iter(())
 

@@ -222,7 +222,7 @@ class World:
         return function(*args)
 
     def _came(self, number: int, node: MeshNode) -> None:
-        credential = node.keyring.credential
+        credential = node.store.credential
         assert credential is not None
         self.members.credentials[number] = credential
 
@@ -274,7 +274,7 @@ class World:
         if at and at.node and at.buggy_s is None:
             self.is_calm, at.buggy_s = False, 0
             self.note(f"{number} meets a bug in `{name}`")
-            setattr(at.node.links._alarm if name == "_expire" else at.node, name, meet_bug)
+            setattr(at.node.links._timer if name == "_expire" else at.node, name, meet_bug)
             at.call(at.node.changed)
 
     def look_for_bugs(self) -> None:
@@ -309,7 +309,7 @@ class World:
             at.hung_s += 1
             key = member(number)[0].node
             for other, node in self.nodes.items():
-                plan = node.standing.plan
+                plan = node.ring_member.plan
                 is_awake = not self.running[other].process.is_paused
                 if at.hung_s > OUT_S and plan and plan.rank(key) is not None and is_awake:
                     self.fault(f"{number} hangs, and {other} follows a plan with it")

@@ -47,9 +47,9 @@ def choose(
 @asynccontextmanager
 async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
     """Join the mesh of the ticket as a client; no weights are loaded."""
-    from meshllm.node.client import open_thin
+    from meshllm.node.client import open_mesh_client
 
-    async with open_thin(settings.join or "", state_path(settings)) as mesh:
+    async with open_mesh_client(settings.join or "", state_path(settings)) as mesh:
         yield mesh
 
 

@@ -18,14 +18,14 @@ def identity(as_json: Json = False, **flags: Scalar) -> None:
     The id is the public half of a key that is created on first use and never leaves the state
     folder. stdout is the id; its short form, for display only, goes to stderr.
     """
-    from meshllm.node.membership.state_store import Keyring
+    from meshllm.node.membership.state_store import StateStore
     from meshllm.protocol.trust.identity import short, show
 
-    keyring = Keyring.open(state_path(settings(flags)))
-    node = keyring.key.node
+    store = StateStore.open(state_path(settings(flags)))
+    node = store.key.node
     if as_json:
-        mesh = keyring.mesh.hex() if keyring.mesh else None
+        mesh = store.mesh.hex() if store.mesh else None
         render.dump({"node": show(node), "short": short(node), "mesh": mesh})
         return
     render.out(show(node))
-    render.talk(render.dim(f"short form {short(node)}, key in {keyring.folder}"))
+    render.talk(render.dim(f"short form {short(node)}, key in {store.folder}"))

@@ -26,7 +26,7 @@ from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
 from meshllm.model.parity.verdict import known_verdicts
 from meshllm.names import Quant
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
@@ -262,7 +262,7 @@ def _check_key(path: Path) -> Finding:
     if not path.exists():
         return Finding("ok", "key", "none yet: it is created on first use")
     try:
-        return Finding("ok", "key", show(Keyring.open(path.parent).key.node))
+        return Finding("ok", "key", show(StateStore.open(path.parent).key.node))
     except MeshError as error:
         return Finding("fail", "key", str(error), error.hint or "")
 

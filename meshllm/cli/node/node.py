@@ -103,14 +103,14 @@ def node(
 
 def _check_early(options: "NodeOptions") -> None:
     """Raise errors that can be found without torch; the node checks again."""
-    from meshllm.node.membership.state_store import Keyring
+    from meshllm.node.membership.state_store import StateStore
     from meshllm.protocol.trust.ticket import parse_ticket
 
     if options.join is not None:
         parse_ticket(options.join)
     for address in options.advertise:
         _check_dialable(address, options.transports)
-    with Keyring.open(options.state).locked():
+    with StateStore.open(options.state).locked():
         return
 
 

@@ -86,11 +86,11 @@ def plan(
 
 def _shape(chosen: Settings, context: int) -> "Shape":
     from meshllm.model.locate import find_folder
-    from meshllm.model.shape import KeptShape
+    from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
 
     cache = cache_path()
-    shape = KeptShape(find_folder(chosen.model), cache).read(chosen.model)
+    shape = CachedShape(find_folder(chosen.model), cache).read(chosen.model)
     if shape is None:
         import_heavy("meshllm.model.capacity")
         from meshllm.model.capacity import shape_of

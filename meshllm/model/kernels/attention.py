@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import Native, works
+from meshllm.model.kernels.jit import JitFunction, works
 
 THREADED = 1 << 18  # values of keys times rows; for fewer, starting threads takes too long
 
@@ -39,7 +39,7 @@ def takes(key: Tensor) -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Causal attention of the last T positions, each as if alone; see `attention.attend_alone`.
+    """Causal attention of the last T positions, each as if alone; see `attention.decode_attention`.
 
     Raises:
         ValueError: shapes or dtypes do not match, or ``window`` is not positive.
@@ -72,13 +72,14 @@ def attend(
 
 
 KEYS, SCORES, SEEN = slice(6, 12), slice(13, 15), slice(17, 19)
-"""Places in the arguments (`Native.given`) of `prepare`: address, head stride and row stride of the
-keys and of the values; address and size of a score buffer; number of keys, and of a window."""
+"""Places in the arguments (`JitFunction.given`) of `prepare`: address, head stride and row stride
+of the keys and of the values; address and size of a score buffer; number of keys, and of a
+window."""
 
 
 def prepare(
     query: Tensor, mixed: Tensor, groups: int, scale: float
-) -> tuple[Native, int, list[int]]:
+) -> tuple[JitFunction, int, list[int]]:
     """Return a kernel for queries at a fixed address, its heads per tile, and its fields.
 
     query [1, H, T, D] and mixed [1, T, H, E], bfloat16, the latter contiguous. The caller sets
@@ -98,12 +99,12 @@ def room_for(keys: int) -> int:
 
 
 @cache
-def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tuple[Native, int]:
+def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tuple[JitFunction, int]:
     """Compile the kernel for heads of a shape; return it and the heads computed at a time."""
     lanes = gcd(LANES, width, width_out)
     held = next(n for n in (4, 2, 1) if each % n == 0 and (n == 1 or n * width <= _HELD * lanes))
     shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, dtype == torch.bfloat16)
-    return Native(_FIELDS, shape.write), held
+    return JitFunction(_FIELDS, shape.write), held
 
 
 @dataclass(frozen=True, slots=True)

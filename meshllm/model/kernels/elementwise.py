@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 
 DTYPES = {torch.bfloat16: HALF, torch.float32: FLOAT}
 NUMBERS = 1 << 16
@@ -61,7 +61,7 @@ class _Operand:
     """Whether the numbers of a line are adjacent; else they are `step` apart."""
 
 
-def call_for(task: Task, out: View, *inputs: View) -> tuple[Native, list[int]] | None:
+def call_for(task: Task, out: View, *inputs: View) -> tuple[JitFunction, list[int]] | None:
     """Return a kernel and its fields, for one thread; None if the operands are not supported.
 
     ``out`` has the shape of the result; inputs are broadcast to it. A table is the last input; only
@@ -95,11 +95,11 @@ def call_for(task: Task, out: View, *inputs: View) -> tuple[Native, list[int]] |
     return function, [*values, *(each.place for each in table)]
 
 
-def copy_lines(shape: Sequence[int], strides: Sequence[int]) -> tuple[Native, list[int]]:
+def copy_lines(shape: Sequence[int], strides: Sequence[int]) -> tuple[JitFunction, list[int]]:
     """Return a kernel that copies bfloat16 [G, T, D] of these strides, the last 1, and its fields.
 
     The caller sets the source address, and the target's address and strides of G and T, in the
-    arguments (`Native.given`), at `SOURCE` and `TARGET`.
+    arguments (`JitFunction.given`), at `SOURCE` and `TARGET`.
     """
     half = _Operand(HALF, is_dense=True)
     lanes = gcd(LANES, shape[2])
@@ -134,7 +134,7 @@ def _collapse(
 
 
 @cache
-def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> Native:
+def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> JitFunction:
     """Compile the kernel for vectors of ``lanes``; the first operand is the result."""
     names = [f"operand{at}" for at in range(len(operands))]
     fields = [*_SIZES]
@@ -169,7 +169,7 @@ def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> Native:
                 result = _compute(code, task, kinds, numbers, given.get("table"))
                 code.store(kinds[0], result, starts[0], place(0))
 
-    return Native(fields, write)
+    return JitFunction(fields, write)
 
 
 def _compute(

@@ -20,7 +20,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
-from meshllm.model.kernels.jit import Native, registers
+from meshllm.model.kernels.jit import JitFunction, registers
 from meshllm.model.kernels.scratch import scratch
 
 GEMV_LANES = 64
@@ -136,7 +136,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
 
 
 @cache
-def _gemv(rows: int, together: int, has_bias: bool) -> Native:
+def _gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
     """Compile the GEMV for tiles of rows and outputs; a single row is still bfloat16."""
     kind = HALF if rows == 1 else FLOAT  # so a single row needs no conversion beforehand
     vectors, tile = GEMV_LANES // LANES, rows * together
@@ -171,7 +171,7 @@ def _gemv(rows: int, together: int, has_bias: bool) -> Native:
                     place = do.add(do.mul(line, fields["outputs"]), output)
                     code.store(HALF, code.narrow(code.splat(total, 1)), fields["products"], place)
 
-    return Native(_GEMV, write, held=["weights", "bias"])
+    return JitFunction(_GEMV, write, held=["weights", "bias"])
 
 
 def _add_lanes(
@@ -215,7 +215,7 @@ def _chunks(values: Sequence[ir.Value], count: int) -> list[list[ir.Value]]:
 
 
 @cache
-def _gemm(rows: int, has_bias: bool) -> Native:
+def _gemm(rows: int, has_bias: bool) -> JitFunction:
     """Compile the GEMM for tiles of ``rows`` rows."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
@@ -251,7 +251,7 @@ def _gemm(rows: int, has_bias: bool) -> Native:
         with code.loop(do.mul(tiles, code.index(rows))) as line:
             _round(code, fields, line.index, (first, totals), has_bias=has_bias)
 
-    return Native(_GEMM, write, held=["weights", "bias"])
+    return JitFunction(_GEMM, write, held=["weights", "bias"])
 
 
 def _round(

@@ -25,7 +25,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
-from meshllm.model.kernels.jit import Native, registers
+from meshllm.model.kernels.jit import JitFunction, registers
 from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, prefetch_share
 
 OUTPUTS = 64
@@ -113,7 +113,7 @@ def dequantise(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 
 
 @cache
-def _quantiser(is_half: bool) -> Native:
+def _quantiser(is_half: bool) -> JitFunction:
     """Compile the quantiser of a tile, to int16 and one scale per row and group."""
     kind = HALF if is_half else FLOAT
 
@@ -146,7 +146,7 @@ def _quantiser(is_half: bool) -> Native:
                         code.store(WORD, pair, fields["whole"], place)
                         place = do.add(place, each)
 
-    return Native(_QUANTISER, write)
+    return JitFunction(_QUANTISER, write)
 
 
 def _pad(code: Code, kind: ir.Type, row: ir.Value, padded: ir.Value, inputs: ir.Value) -> ir.Value:
@@ -192,7 +192,7 @@ def _word(value: int) -> ir.Constant:
 
 
 @cache
-def _gemm(rows: int, is_half: bool, tiles: int) -> Native:
+def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
     """Compile the GEMM for tiles of ``rows`` rows, and at least ``tiles`` of them."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
@@ -235,7 +235,7 @@ def _gemm(rows: int, is_half: bool, tiles: int) -> Native:
                         kept = code.narrow(total) if is_half else total
                         code.store(HALF if is_half else FLOAT, kept, fields["products"], place)
 
-    return Native(_GEMM, write, held=["weights", "scales"])
+    return JitFunction(_GEMM, write, held=["weights", "scales"])
 
 
 def _sum_group(
@@ -277,7 +277,7 @@ def _sum_group(
 
 
 @cache
-def _dequantiser() -> Native:
+def _dequantiser() -> JitFunction:
     eight = ir.Constant(ir.VectorType(HALF, LANES), [8] * LANES)
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
@@ -297,4 +297,4 @@ def _dequantiser() -> Native:
                     code.store(HALF, kept, fields["wide"], place)
                     place = do.add(place, fields["outputs"])
 
-    return Native(_DEQUANTISER, write, held=["weights", "scales"])
+    return JitFunction(_DEQUANTISER, write, held=["weights", "scales"])

@@ -46,7 +46,7 @@ Write = Callable[[Code, Mapping[str, ir.Value], ir.Value, ir.Value], None]
 """Emits the code of one block, given the fields, the block index and the thread index."""
 
 
-class Native:
+class JitFunction:
     """A compiled kernel."""
 
     def __init__(self, fields: Sequence[str], write: Write, held: Collection[str] = ()) -> None:
@@ -82,7 +82,7 @@ class Native:
             start(self.address, ctypes.addressof(given), threads, 0)
 
 
-Hear = Callable[[Native, int, int, Sequence[int]], None]
+Hear = Callable[[JitFunction, int, int, Sequence[int]], None]
 """Observes a call: the kernel, its blocks, threads and field values."""
 
 

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.ir import INT, WORD, Code
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 
 _FIELDS = "*calls", "count", "parallel"
 _EACH = 3  # integers per call
@@ -28,16 +28,16 @@ _START = ir.FunctionType(_VOID, [_PLACE, _PLACE, WORD, WORD])
 class Call:
     """A kernel and its arguments."""
 
-    native: Native
+    native: JitFunction
     threads: int
     given: "ctypes.Array[ctypes.c_int64]"
-    """Two counters, the blocks and the fields, which may be changed; see `Native.given`."""
+    """Two counters, the blocks and the fields, which may be changed; see `JitFunction.given`."""
     kept: Any
     """Memory that the fields point to, if this call owns it."""
 
     @classmethod
     def of(
-        cls, native: Native, blocks: int, threads: int, values: Sequence[int], kept: Any = None
+        cls, native: JitFunction, blocks: int, threads: int, values: Sequence[int], kept: Any = None
     ) -> "Call":
         """Build a call from field values."""
         return cls(native, threads, native.given(blocks, *values), kept)
@@ -69,7 +69,7 @@ class Program:
 
 
 @cache
-def _runner() -> Native:
+def _runner() -> JitFunction:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         do = code.do
         start = do.inttoptr(fields["parallel"], _START.as_pointer())
@@ -92,4 +92,4 @@ def _runner() -> Native:
                     count, flags = do.trunc(threads, WORD), ir.Constant(WORD, 0)
                     do.call(start, [work, place, count, flags])
 
-    return Native(_FIELDS, write)
+    return JitFunction(_FIELDS, write)

@@ -13,7 +13,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import HALF, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 
 _FIELDS = "*rows", "*weight", "*normed", "eps"
 
@@ -37,7 +37,7 @@ def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @cache
-def _function(width: int) -> Native:
+def _function(width: int) -> JitFunction:
     """Compile the kernel for rows of a width."""
     lanes = gcd(LANES, width)
 
@@ -63,4 +63,4 @@ def _function(width: int) -> Native:
             at = do.add(top, do.mul(loop.index, code.index(lanes)))
             code.store(HALF, code.narrow(product), fields["normed"], at)
 
-    return Native(_FIELDS, write, held=["weight"])
+    return JitFunction(_FIELDS, write, held=["weight"])

@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 
 COLUMNS = LANES
 """Their number is a multiple of this."""
@@ -25,7 +25,7 @@ _STRIP = 64  # columns that are processed together; two cache lines of bfloat16
 _FIELDS = "*scores", "*starts", "*seen", "strips", "keys", "columns"
 
 
-def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
+def causal_softmax_(scores: Tensor, rows: int, window: int | None = None) -> None:
     """Replace scores [G, S, C] by their causal softmax over S, in place.
 
     bfloat16 or float32, in C order; C is a multiple of `COLUMNS`. Column c belongs to row
@@ -54,7 +54,7 @@ def share_out(scores: Tensor, rows: int, window: int | None = None) -> None:
 
 
 @cache
-def _function(is_half: bool, width: int) -> Native:
+def _function(is_half: bool, width: int) -> JitFunction:
     """Compile the kernel for strips of ``width`` columns."""
     kind = HALF if is_half else FLOAT
 
@@ -106,4 +106,4 @@ def _function(is_half: bool, width: int) -> Native:
                 shared = do.fmul(load(line, at), share)
                 code.store(kind, code.narrow(shared) if is_half else shared, line, at)
 
-    return Native(_FIELDS, write)
+    return JitFunction(_FIELDS, write)

@@ -9,7 +9,7 @@ from torch import nn
 from meshllm.model.device import CPU
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.modules.linear_onednn import pack
-from meshllm.model.modules.linear_padded import find_floors, pad_linears, unpad_linears
+from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
 from meshllm.model.modules.quantize import quantise
 from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
@@ -39,7 +39,7 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
         return ""
     if whole is not None:
         dtype = next(whole.parameters()).dtype
-        floors = find_floors(whole, dtype, range(1, MOST_ROWS + 1))
+        floors = find_min_rows(whole, dtype, range(1, MOST_ROWS + 1))
         if floors is None or not pad_linears(model, floors):
             return "this CPU sums few rows in another order than many"
         fuse_rms_norms(model)

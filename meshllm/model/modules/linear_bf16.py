@@ -22,7 +22,7 @@ MOST_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
 
 
-class NativeLinear(nn.Linear):
+class CompiledLinear(nn.Linear):
     """A linear module with a compiled GEMM that reads its weights in place."""
 
     def __init__(self, plain: nn.Linear) -> None:
@@ -54,7 +54,7 @@ class NativeLinear(nn.Linear):
         return products.view(*x.shape[:-1], self.out_features)
 
 
-def to_native(plain: nn.Linear) -> NativeLinear | None:
+def to_native(plain: nn.Linear) -> CompiledLinear | None:
     """Return a replacement with the same weights; None where torch is as fast.
 
     Hooks would be lost, so modules with hooks are not replaced either.
@@ -62,11 +62,11 @@ def to_native(plain: nn.Linear) -> NativeLinear | None:
     weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
     if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not has_native(plain):
         return None
-    return NativeLinear(plain)
+    return CompiledLinear(plain)
 
 
 def has_native(like: nn.Linear) -> bool:
-    """Whether `NativeLinear` supports such modules on the CPU; ``like`` may be on meta."""
+    """Whether `CompiledLinear` supports such modules on the CPU; ``like`` may be on meta."""
     return (
         type(like) is nn.Linear
         and like.weight.dtype == torch.bfloat16

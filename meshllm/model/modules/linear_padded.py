@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.modules.linear_bf16 import NativeLinear, has_native, to_native
+from meshllm.model.modules.linear_bf16 import CompiledLinear, has_native, to_native
 from meshllm.model.modules.probe import probe_matrix
 
 FLOORS = (1, 2, 3)
@@ -24,7 +24,7 @@ FLOORS = (1, 2, 3)
 _OUTPUTS = 4096  # outputs of a large matrix that are tried
 
 
-class SteadyLinear(nn.Module):
+class PaddedLinear(nn.Module):
     """A linear module that pads its input to at least ``floor`` rows."""
 
     def __init__(self, plain: nn.Linear, floor: int) -> None:
@@ -54,7 +54,7 @@ Floors = dict[tuple[int, int], int]
 """Minimum number of rows, by outputs (at most `_OUTPUTS`) and inputs."""
 
 
-def find_floors(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
+def find_min_rows(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -> Floors | None:
     """Find the minimum rows of every linear shape of a whole model, which may be on meta.
 
     None if ``counts`` of rows do not agree, or a linear module is a subclass or of another dtype.
@@ -87,14 +87,14 @@ def pad_linears(model: nn.Module, floors: Floors) -> bool:
         if floor is None:  # it has a hook, so it has no compiled form after all
             return False
         if floor > 1:
-            model.set_submodule(name, SteadyLinear(module, floor))
+            model.set_submodule(name, PaddedLinear(module, floor))
     return True
 
 
 def unpad_linears(model: nn.Module) -> None:
     """Undo `pad_linears`."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, SteadyLinear | NativeLinear):
+        if isinstance(module, PaddedLinear | CompiledLinear):
             model.set_submodule(name, module.plain)
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from meshllm.model.kernels import attention as native_attention
-from meshllm.model.kernels.softmax import COLUMNS, share_out
+from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import int8
 
 SCORES = 1 << 20  # attention scores computed at a time
 
 
-def attend_alone(
+def decode_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
     """Compute causal attention of the last T positions; a row does not depend on T.
@@ -37,10 +37,10 @@ def attend_alone(
     return torch.cat(attended, 1)
 
 
-def attend_chunk(
+def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None
 ) -> Tensor:
-    """Compute attention of a prefill chunk, see `attend_alone`; bfloat16 or float32.
+    """Compute attention of a prefill chunk, see `decode_attention`; bfloat16 or float32.
 
     The fused kernel of torch is slower with many keys: it does not skip masked keys, and stock code
     repeats the keys for every query head. Here rows are processed in blocks over the keys that they
@@ -65,7 +65,7 @@ def attend_chunk(
         scores = query.new_empty(groups, past + stop - start, whole)  # [G, S, H/G * T], padded
         own = scores[:, :, :columns]
         torch.bmm(key[0, :, seen], queries.transpose(1, 2), out=own)
-        share_out(scores, stop - at, window)
+        causal_softmax_(scores, stop - at, window)
         part = torch.matmul(own.transpose(1, 2), value[0, :, seen])
         mixed[0, at:stop] = part.view(heads, stop - at, -1).transpose(0, 1)
     return mixed

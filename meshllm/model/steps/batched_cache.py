@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps.attention import attend_alone
+from meshllm.model.steps.attention import decode_attention
 
 
 class BatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
@@ -29,7 +29,7 @@ class BatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is not f
         """Attend with each session's rows over its cache: query [1, H, T, D] to [1, T, H, E]."""
         queries = torch.split(query, self.rows, 2)
         attended = [
-            attend_alone(own, *seen, scale, window)
+            decode_attention(own, *seen, scale, window)
             for own, seen in zip(queries, self.seen, strict=True)
         ]
         return torch.cat(attended, 1)

@@ -75,7 +75,7 @@ class _Plan:
     bindings: Sequence[_Binding]
 
 
-class Tape:
+class CompiledStep:
     """A compiled forward of a fixed number of rows."""
 
     def __init__(self, recording: Trace, x: Tensor, threads: int) -> None:

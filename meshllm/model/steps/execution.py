@@ -10,9 +10,9 @@ from torch import nn
 
 from meshllm.model.device import CPU
 from meshllm.model.kernels import jit
-from meshllm.model.modules.linear_bf16 import NativeLinear, use_own_gemm
+from meshllm.model.modules.linear_bf16 import CompiledLinear, use_own_gemm
 from meshllm.model.modules.linear_onednn import PackedLinear
-from meshllm.model.modules.linear_padded import SteadyLinear
+from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.split.skeleton import build
@@ -23,8 +23,8 @@ SDPA = "sdpa"
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _LINEARS: dict[type, str] = {
-    SteadyLinear: "padded",
-    NativeLinear: "own bf16",
+    PaddedLinear: "padded",
+    CompiledLinear: "own bf16",
     PackedLinear: "oneDNN packed",
     QuantLinear: "quantised",
     nn.Linear: "torch",
@@ -71,7 +71,7 @@ class Execution:
 def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """Count the linear modules of a model by kind."""
     counts: Counter[str] = Counter()
-    inner = {id(module.plain) for module in model.modules() if isinstance(module, SteadyLinear)}
+    inner = {id(module.plain) for module in model.modules() if isinstance(module, PaddedLinear)}
     for module in model.modules():
         is_held = id(module) not in inner and not getattr(module, "weight", torch.empty(0)).is_meta
         if is_held and (kind := _LINEARS.get(type(module))):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshllm.model.kernels import jit
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps.compiled_step import Tape
-from meshllm.model.steps.trace import Recorder
+from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps.trace import Tracer
 
 EAGER_STEPS = 4
 """Eager steps of more than one row before the trace: some row counts occur once or twice."""
@@ -43,13 +43,13 @@ class _State:
 
     uses: int = 0
     tries: int = 0
-    tape: Tape | None = None
+    compiled: CompiledStep | None = None
     checks: int = 0
     is_unfit: bool = False
 
     def disable(self, x: Tensor, reason: str) -> None:
         """Run such steps eagerly from now on."""
-        self.tape, self.is_unfit = None, True
+        self.compiled, self.is_unfit = None, True
         logger.info("steps of %d rows are not replayed: %s", x.shape[1], reason)
 
 
@@ -57,7 +57,7 @@ class _State:
 class Replay:
     """The traced steps of a shard."""
 
-    recorder: Recorder | None = None
+    tracer: Tracer | None = None
     """The active tracer, if any."""
     prepared: int = 0
     """Steps slower than later ones of as many rows: the first, traced and compared ones."""
@@ -66,7 +66,7 @@ class Replay:
     @property
     def bytes(self) -> int:
         """The memory of compiled steps."""
-        return sum(state.tape.bytes for state in list(self._states.values()) if state.tape)
+        return sum(state.compiled.bytes for state in list(self._states.values()) if state.compiled)
 
     def step(
         self,
@@ -86,17 +86,17 @@ class Replay:
         state = self._states.setdefault((x.shape[1], threads), _State())
         state.uses += 1
         self.prepared += state.uses == 1
-        if state.tape and not state.tape.takes(x):
+        if state.compiled and not state.compiled.takes(x):
             return forward(x, places)
-        if state.tape and state.checks >= CHECKS:
-            return state.tape.run(x, places, caches, rows)
+        if state.compiled and state.checks >= CHECKS:
+            return state.compiled.run(x, places, caches, rows)
         is_early = x.shape[1] > 1 and state.uses <= EAGER_STEPS
         if state.is_unfit or is_early or not jit.works():
             return forward(x, places)
         state.tries += 1
         self.prepared += 1
         state.is_unfit = state.tries > MOST_TRIES
-        if state.tape:
+        if state.compiled:
             return self._check(state, x, places, caches, rows, forward)
         return self._record(state, x, places, caches, forward)
 
@@ -104,11 +104,11 @@ class Replay:
         """Trace steps of so many rows from the next one on; return whether more are needed."""
         state = self._states.setdefault((rows, torch.get_num_threads()), _State())
         state.uses = max(state.uses, EAGER_STEPS)
-        return not state.is_unfit and (state.tape is None or state.checks < CHECKS)
+        return not state.is_unfit and (state.compiled is None or state.checks < CHECKS)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend tracing inside the block."""
-        return self.recorder.paused() if self.recorder else nullcontext()
+        return self.tracer.paused() if self.tracer else nullcontext()
 
     def _record(
         self,
@@ -127,19 +127,19 @@ class Replay:
             output = forward(x, places)
             state.disable(x, f"the forward fails with another cache length: {reason}")
             return output
-        self.recorder = recorder = Recorder([x, places])
+        self.tracer = tracer = Tracer([x, places])
         try:
-            with recorder:
+            with tracer:
                 output = forward(x, places)
         finally:
-            self.recorder = None
+            self.tracer = None
         if output.isnan().any():  # NaN never compares equal
             return output
         if not all(torch.equal(output, each) for each in outputs):
             state.disable(x, "the forward depends on the cache length as a Python value")
             return output
         try:
-            state.tape = Tape(recorder.end(output), x, torch.get_num_threads())
+            state.compiled = CompiledStep(tracer.end(output), x, torch.get_num_threads())
         except Exception as reason:  # `NotReplayable`, or an operation that is not supported
             state.disable(x, f"{reason}")
         return output
@@ -153,9 +153,9 @@ class Replay:
         rows: Sequence[int],
         forward: Forward,
     ) -> Tensor:
-        assert state.tape is not None
+        assert state.compiled is not None
         lengths = [cache.length for cache in caches]
-        again = state.tape.run(x, places, caches, rows)
+        again = state.compiled.run(x, places, caches, rows)
         for cache, length in zip(caches, lengths, strict=True):
             cache.crop(length)
         output = forward(x, places)

@@ -26,7 +26,7 @@ class Runner:
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
         self.step, self.step_many = self.steps.step, self.steps.step_many
-        self.runs_in_one_pass, self.rehearsal = self.steps.runs_in_one_pass, self.steps.warm_up
+        self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
@@ -39,7 +39,7 @@ class Runner:
         return int(self.shard.model.config.get_text_config(decoder=True).vocab_size)
 
     @property
-    def is_steady(self) -> bool:
+    def is_row_invariant(self) -> bool:
         """Whether several rows run in one pass, in about the time of one row."""
         return self.execution.strategy is not Strategy.STOCK
 

@@ -31,7 +31,7 @@ from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
-from meshllm.model.steps.attention import attend_alone, attend_chunk
+from meshllm.model.steps.attention import decode_attention, prefill_attention
 from meshllm.model.steps.attention_switch import Attend, AttentionSwitch
 from meshllm.model.steps.batched_cache import BatchedCache
 from meshllm.model.steps.cuda_graph import Graph
@@ -44,7 +44,7 @@ from meshllm.model.steps.execution import (
 )
 from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.replay import CHECKS, Replay
-from meshllm.model.steps.trace import NotReplayable, Recorder
+from meshllm.model.steps.trace import NotReplayable, Tracer
 from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
 
 REPLAYED_BYTES = 600_000_000
@@ -139,7 +139,7 @@ class InvariantSteps:
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt."""
-        with self.attention.using(attend_chunk):
+        with self.attention.using(prefill_attention):
             return self.shard.forward(x, cache, rows=rows)
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
@@ -168,20 +168,20 @@ class InvariantSteps:
         places: Tensor,
         caches: Sequence[SpanCache],
         rows: Sequence[int],
-        recorder: Recorder | None = None,
+        tracer: Tracer | None = None,
     ) -> Tensor:
-        """Run rows at positions ``places`` [1, T]; ``recorder`` traces caches and attention."""
+        """Run rows at positions ``places`` [1, T]; ``tracer`` traces caches and attention."""
         bundle = BatchedCache(caches, rows) if len(caches) > 1 else None  # falsy: no items
-        attend: Attend = attend_alone if bundle is None else bundle.attend
+        attend: Attend = decode_attention if bundle is None else bundle.attend
         cache: Any = next(iter(caches), None) if bundle is None else bundle
-        if recorder is not None and cache is not None:
-            attend = partial(_traced_attention, recorder, attend)
-            cache.update = recorder.update(cache.update)
+        if tracer is not None and cache is not None:
+            attend = partial(_traced_attention, tracer, attend)
+            cache.update = tracer.update(cache.update)
         try:
             with self.attention.using(attend):
                 output = self._stock.forward(x, cache, places)
         finally:
-            if recorder is not None and cache is not None:
+            if tracer is not None and cache is not None:
                 del cache.update
         if bundle is not None:
             bundle.advance()
@@ -210,7 +210,7 @@ class ReplayedSteps:
         """Run a step, replayed if its trace is ready."""
 
         def forward(x: Tensor, places: Tensor) -> Tensor:
-            return self.inner.forward(x, places, caches, rows, self.replay.recorder)
+            return self.inner.forward(x, places, caches, rows, self.replay.tracer)
 
         places = positions_of(x, caches, rows)
         if not all(cache.length for cache in caches):
@@ -384,15 +384,15 @@ def _replay_obstacle(shard: Shard) -> str:
 
 
 def _traced_attention(
-    recorder: Recorder,
+    tracer: Tracer,
     attend: Attend,
     *inputs: Any,
 ) -> Tensor:
     """Compute attention with tracing suspended, and record it as one item."""
-    with recorder.paused():
+    with tracer.paused():
         attended = attend(*inputs)
     query, key, value, scale, window = inputs
-    recorder.attended(query, (key, value), attended, scale, window)
+    tracer.attended(query, (key, value), attended, scale, window)
     return attended
 
 

@@ -1,6 +1,6 @@
 """Tracing of a forward, as a list of operations on memory blocks.
 
-Theory of operation: `Recorder` intercepts each operation of torch below Python, each call of a
+Theory of operation: `Tracer` intercepts each operation of torch below Python, each call of a
 compiled function, and attention. All tensors are kept alive meanwhile, so an address means the
 same tensor throughout. Memory allocated by the forward is numbered as blocks, in the order of
 allocation; all else, such as weights, is referenced by its address. What a forward reads on the
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshllm.model.device import CPU
-from meshllm.model.kernels.jit import Native, heard
+from meshllm.model.kernels.jit import JitFunction, heard
 from meshllm.model.lean import lean
 
 _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
@@ -76,7 +76,7 @@ class Op:
 class KernelCall:
     """A call of a compiled function."""
 
-    native: Native
+    native: JitFunction
     blocks: int
     threads: int
     values: tuple[int | Address, ...]
@@ -112,7 +112,7 @@ class Trace:
     output: BlockView
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Traces what runs while it is entered."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note why the trace is invalid; the forward itself goes on."""
         self._fault = self._fault or fault
 
-    def _hear(self, native: Native, blocks: int, threads: int, values: Sequence[int]) -> None:
+    def _hear(self, native: JitFunction, blocks: int, threads: int, values: Sequence[int]) -> None:
         marks = list[int | Address]()
         for name, value in zip(native.fields, values, strict=True):
             ref = self._ref(value) if name.startswith("*") else None

@@ -69,7 +69,7 @@ def skip_trial(shard: Shard, steps: Steps, most: int = TRIED) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTrial:
+class CachedTrial:
     """A trial that runs once per machine and part of a model; a success is cached."""
 
     cache: Path

@@ -29,7 +29,7 @@ class WarmUp:
     async def run(self) -> None:
         """Run every warm-up step, which may take as long as requests keep the ranks busy."""
         for worker, runner in self._ranks:
-            steps = runner.rehearsal()
+            steps = runner.warm_up_steps()
             try:
                 while await worker.run_when_idle(QUIET_S, next, steps, steps) is not steps:
                     pass

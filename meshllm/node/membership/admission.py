@@ -6,33 +6,33 @@ from collections.abc import Iterator
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.trust.credential import Credential, Removals, check, issue
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 
 
-class Gate:
+class MemberAdmission:
     """Admits members, and issues credentials to guests with a ticket of this node."""
 
     def __init__(
         self,
-        keyring: Keyring,
+        store: StateStore,
         credential: Credential,
         removals: Removals,
         run: OffLoop = asyncio.to_thread,
     ) -> None:
         """Create the gate; ``run`` executes disk I/O off the event loop."""
         self._run = run
-        self._keyring = keyring
+        self._store = store
         self._credential = credential
         self._removals = removals
 
     def guests(self) -> Iterator[bytes]:
         """Yield the pre-shared keys of the unexpired tickets, the newest first."""
         now = time.time()
-        for invitation in reversed(self._keyring.invitations()):
+        for invitation in reversed(self._store.invitations()):
             if not invitation.is_late(now):
                 yield guest_psk(invitation.secret)
 
@@ -48,13 +48,13 @@ class Gate:
 
     async def _redeem(self, peer: NodeId, proof: TicketProof) -> Credential:
         """Issue a credential to a guest with a valid ticket; save its use first."""
-        for invitation in self._keyring.invitations():
+        for invitation in self._store.invitations():
             if invitation.role is proof.role and proof.proves(invitation.secret):
                 if peer in self._removals:
                     raise NotAuthorised("The node was permanently removed from the mesh")
-                granted = issue(self._keyring.key, self._credential, peer, invitation.role)
+                granted = issue(self._store.key, self._credential, peer, invitation.role)
                 is_late = not invitation.is_open(time.time(), peer)
-                if is_late or not await self._run(self._keyring.use, invitation, peer):
+                if is_late or not await self._run(self._store.use, invitation, peer):
                     raise NotAuthorised(
                         "The ticket has expired or is used up",
                         hint="make another one with `meshllm ring ticket`",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
@@ -45,7 +45,7 @@ class Membership:
 
 
 async def enter(
-    keyring: Keyring, options: NodeOptions, transports: Sequence[Transport]
+    store: StateStore, options: NodeOptions, transports: Sequence[Transport]
 ) -> Membership:
     """Found a mesh, return to one, or join one with a ticket; wait until the inviter answers.
 
@@ -53,21 +53,21 @@ async def enter(
         UserError: the ticket is invalid, for a client, or no transport can dial the inviter.
         NotAuthorised: the inviter rejects it, or it has expired.
     """
-    incarnation = keyring.next_incarnation()
+    incarnation = store.next_incarnation()
     ticket = parse_ticket(options.join) if options.join else None
     hints = ((ticket.inviter, ticket.addresses),) if ticket else ()
-    if ticket is None or keyring.has_used(ticket) or ticket.inviter == keyring.key.node:
-        credential = keyring.credential or keyring.found()
-        return Membership(credential, incarnation, None, (*hints, *keyring.peers.items()))
+    if ticket is None or store.has_used(ticket) or ticket.inviter == store.key.node:
+        credential = store.credential or store.found()
+        return Membership(credential, incarnation, None, (*hints, *store.peers.items()))
     if ticket.role is not Role.NODE:
         raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
-    link = await dial_inviter(keyring, ticket, transports, incarnation, discovery=options.discovery)
-    credential = keyring.join(_better(keyring.credential, granted(link)), ticket)
+    link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
+    credential = store.join(_better(store.credential, granted(link)), ticket)
     return Membership(credential, incarnation, link, hints)
 
 
 async def dial_inviter(
-    keyring: Keyring,
+    store: StateStore,
     ticket: Ticket,
     transports: Sequence[Transport],
     instance: int,
@@ -81,7 +81,7 @@ async def dial_inviter(
         NotAuthorised: the inviter rejects the ticket, or it has expired.
     """
     _refuse_unreachable(ticket, transports, discovery=discovery)
-    dialer = NodeDialer(by_scheme(transports), Own(keyring.key, instance, ticket))
+    dialer = NodeDialer(by_scheme(transports), Own(store.key, instance, ticket))
     heard: dict[NodeId, tuple[str, ...]] = {}
 
     def hear(node: NodeId, addresses: tuple[str, ...]) -> None:
@@ -91,7 +91,7 @@ async def dial_inviter(
     logged, closed = "", 0
     async with AsyncExitStack() as stack:
         if discovery:
-            beacon = open_beacon(ticket.psk, keyring.key.node, hear)
+            beacon = open_beacon(ticket.psk, store.key.node, hear)
             asking = asyncio.ensure_future((await stack.enter_async_context(beacon)).run(ASK_S))
             stack.callback(asking.cancel)
         while True:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from meshllm.names import NodeId
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS
@@ -31,23 +31,23 @@ class SavedRecords:
         return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
 
 
-def save_records(keyring: Keyring, records: SavedRecords) -> None:
+def save_records(store: StateStore, records: SavedRecords) -> None:
     """Save the records in the state folder; addresses of nodes not met in this run are kept.
 
     Raises:
         UserError: the folder cannot be written.
     """
     items = [item.encode() for item in records.lasting]
-    keyring.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
+    store.remember(_NAME, b"".join(len(item).to_bytes(_LENGTH_BYTES) + item for item in items))
     met = records.met
-    known = {**met, **{node: at for node, at in keyring.peers.items() if node not in met}}
+    known = {**met, **{node: at for node, at in store.peers.items() if node not in met}}
     lasting = [node for node in known if node not in records.gone]
-    keyring.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
+    store.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
 
 
-def load_records(keyring: Keyring) -> list[Item]:
+def load_records(store: StateStore) -> list[Item]:
     """Load the saved records; raise `PeerFault` if they are corrupt."""
-    data = keyring.recall(_NAME)
+    data = store.recall(_NAME)
     items, at = [], 0
     while at < len(data):
         start = at + _LENGTH_BYTES

@@ -61,7 +61,7 @@ class Invitation:
         return (not is_full or guest in self.guests) and not self.is_late(now_s)
 
 
-class Keyring:
+class StateStore:
     """The state folder of one node.
 
     Methods that write block on the disk; call them off the event loop. The content is cached in

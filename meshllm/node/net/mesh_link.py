@@ -15,8 +15,8 @@ from typing import ParamSpec, Protocol, assert_never
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import NodeDialer
-from meshllm.node.net.secure import Doorkeeper, SecureLink, secure_accept
-from meshllm.node.timer import Alarm
+from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
+from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
 from meshllm.protocol.membership.codec import (
     Ask,
@@ -155,7 +155,7 @@ class Links:
     """All mesh links of a node, over all its transports."""
 
     def __init__(
-        self, dialer: NodeDialer, machine: Mesh, doorkeeper: Doorkeeper, host: LinkHost
+        self, dialer: NodeDialer, machine: Mesh, doorkeeper: AdmissionPolicy, host: LinkHost
     ) -> None:
         self._dialer = dialer
         self._machine = machine
@@ -164,7 +164,7 @@ class Links:
         self._lines: dict[NodeId, _MeshLink] = {}
         self._hinted: dict[NodeId, float] = {}
         self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
-        self._alarm = Alarm(lambda: machine.deadline, self._expire)
+        self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
     @property
@@ -174,7 +174,7 @@ class Links:
 
     async def run(self, listeners: Sequence[Listener]) -> None:
         """Accept and run links until cancelled."""
-        async with self._jobs, self._alarm:
+        async with self._jobs, self._timer:
             for listener in listeners:
                 self._jobs.create_task(self._accept(listener))
             await asyncio.Event().wait()  # never set: wait until cancelled
@@ -200,7 +200,7 @@ class Links:
                     self._host.changed()
                 case _:
                     assert_never(action)
-        self._alarm.reset()
+        self._timer.reset()
 
     def post(self, peer: NodeId, message: Talk) -> None:
         """Send a message about a request; drop it if there is no link."""
@@ -275,7 +275,7 @@ class Links:
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
             self._machine.refused(peer, self._now())
-            self._alarm.reset()
+            self._timer.reset()
         else:
             await self._carry(link, dialled=True)
 

@@ -46,7 +46,7 @@ MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
 """Longest message of a secure link."""
 
 
-class Doorkeeper(Protocol):
+class AdmissionPolicy(Protocol):
     """Decides which peers may link to this node."""
 
     def guests(self) -> Iterable[bytes]:
@@ -194,7 +194,7 @@ async def secure_dial(
             ) from lost
 
 
-async def secure_accept(link: Link, own: Own, doorkeeper: Doorkeeper) -> SecureLink:
+async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> SecureLink:
     """Perform the handshake on an incoming link.
 
     Raises:
@@ -249,7 +249,7 @@ async def _dial(link: Link, dialer: Dialer) -> SecureLink:
 
 
 async def _judge(
-    link: Link, listener: Listener, question: Judge, doorkeeper: Doorkeeper
+    link: Link, listener: Listener, question: Judge, doorkeeper: AdmissionPolicy
 ) -> SecureLink:
     try:
         _refuse_other(link, question.peer)

@@ -10,7 +10,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.names import NodeId
 from meshllm.node.requests.request_json import AnswerReader, request_to_json
 from meshllm.protocol.membership.codec import ASK_ID_BYTES, Ask, Hush, Said
-from meshllm.protocol.ring.failover import Reported
+from meshllm.protocol.ring.failover import RetriesExhausted
 from meshllm.request import Answer, Event, Request
 
 MAX_UNREAD = 16 << 20  # bytes buffered of one answer
@@ -88,7 +88,7 @@ class Remote:
                 except LinkLost as error:
                     call.is_complete = True
                     if self._asks_ingress:
-                        raise Reported(str(error), hint=error.hint) from None
+                        raise RetriesExhausted(str(error), hint=error.hint) from None
                     raise
                 except MeshError as error:
                     call.is_complete = not isinstance(error, PeerFault)

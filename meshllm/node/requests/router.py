@@ -69,7 +69,7 @@ class Counts:
     last_tokens: int = 0
 
 
-class Desk:
+class RequestRouter:
     """Answers requests, locally or through the entry."""
 
     def __init__(

@@ -24,7 +24,7 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.shape import plan_shape
 from meshllm.node.session.entry import EntryNode
-from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.node.session.stage import StageNode
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.planning.chunking import RingTimes
@@ -159,7 +159,7 @@ class LocalRing:
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int
     ) -> AsyncGenerator[int, None]:
         """Yield ``max_tokens`` token ids after a prompt of token ids; end tokens do not end it."""
-        order = Order(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
+        order = GenerationRequest(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
         async with aclosing(self.entry.generate(order)) as outputs:
             async for output in outputs:
                 if isinstance(output, Token):

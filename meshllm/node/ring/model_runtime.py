@@ -22,7 +22,7 @@ from meshllm.model.split.kv_cache import slack_of
 from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.trial import KeptTrial
+from meshllm.model.steps.trial import CachedTrial
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node.compute.worker import Worker, calibrate
@@ -291,4 +291,4 @@ class ModelRuntime:
             **more,
         )
         cache = self.config.cache
-        return Runner(shard, self._steps, KeptTrial(cache) if cache else None)
+        return Runner(shard, self._steps, CachedTrial(cache) if cache else None)

@@ -17,10 +17,10 @@ from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
-from meshllm.node.timer import Alarm
+from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import shelf_for
-from meshllm.protocol.kv_cache.prefix_matching import Prefixes
+from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
+from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.plan import Stage as PlanStage
@@ -128,7 +128,7 @@ class SessionStore:
     """The prefix cache of a rank; it outlives a ring, as long as the next has the same stages."""
 
     stages: tuple[PlanStage, ...]
-    prefixes: Prefixes[SpanCache]
+    prefixes: PrefixCache[SpanCache]
     """Its index, and on the entry the texts and their caches."""
     caches: dict[SessionId, SpanCache]
     """On a stage."""
@@ -136,8 +136,8 @@ class SessionStore:
     @classmethod
     def empty(cls, plan: Plan, budget: KvBudget, model: ModelRuntime) -> "SessionStore":
         """Keep nothing yet."""
-        shelf = shelf_for(budget, model.prefix_bytes, model.slack)
-        return cls(plan.stages, Prefixes(shelf, model.slack), {})
+        index = prefix_index_for(budget, model.prefix_bytes, model.slack)
+        return cls(plan.stages, PrefixCache(index, model.slack), {})
 
     def move(self, budget: KvBudget) -> None:
         """Count the kept caches in the budget of the next ring; evict what does not fit."""
@@ -160,7 +160,7 @@ class RingRuntime:
         self._store: SessionStore | None = None
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
-        self._alarm = Alarm(lambda: self._machine.deadline, self._expire)
+        self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
@@ -197,7 +197,7 @@ class RingRuntime:
     async def run(self) -> None:
         """Serve until cancelled."""
         try:
-            async with self._tasks, self._alarm:
+            async with self._tasks, self._timer:
                 while True:
                     await self._until_replaced()
         finally:
@@ -242,7 +242,7 @@ class RingRuntime:
                     logger.info("ring not formed: %s", reason)
                 case _:
                     assert_never(action)
-        self._alarm.reset()
+        self._timer.reset()
 
     def _expire(self) -> None:
         self._act(self._machine.expire(self._now()))
@@ -389,7 +389,7 @@ class RingRuntime:
             epoch=plan.epoch,
             max_sessions=MAX_SESSIONS,
             context=model.context,
-            shelf=store.prefixes.shelf,
+            index=store.prefixes.index,
         )
         return StageNode(
             machine, span.runner, model.worker, neighbours, store.caches, model.wire, span.help

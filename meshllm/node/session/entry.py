@@ -17,25 +17,25 @@ from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder
 from meshllm.node.session.generation import (
-    Ahead,
     Ended,
     EntryRunners,
     Generation,
-    Order,
+    GenerationRequest,
     Output,
     Picked,
+    PrefetchedStep,
 )
 from meshllm.node.session.resume import CacheMiss, start_from
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
 from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.wire import fault_code
-from meshllm.node.timer import Alarm
+from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, Prefixes
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.session.actions import Action, Closed, Embed, Pick, Task
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.entry import Entry
@@ -68,7 +68,7 @@ class EntryConfig:
     """Concurrent generations; further ones wait."""
     slack: int | None
     """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
-    prefixes: Prefixes[SpanCache]
+    prefixes: PrefixCache[SpanCache]
     """Prefix cache, and the budget for KV caches on every rank, this one first."""
     drafting: Drafting | None = None
     """Drafter for speculative decoding, if caches can be cropped; None disables it."""
@@ -97,7 +97,7 @@ class EntryNode:
         """Called once per generation."""
         self._speculation: Speculation | None = None
         if config.drafting:
-            times = StepTimes(together=ends.front.is_steady, ring=config.ring)
+            times = StepTimes(together=ends.front.is_row_invariant, ring=config.ring)
             self._speculation = Speculation(
                 config.drafting, times, draft=config.draft, depth=config.depth
             )
@@ -112,12 +112,12 @@ class EntryNode:
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
-        self._alarm = Alarm(self._deadline, self._expire)
+        self._timer = DeadlineTimer(self._deadline, self._expire)
 
     @property
     def budget(self) -> KvBudget:
         """KV budget of running and kept sessions, on every rank."""
-        return self._prefixes.shelf.budget
+        return self._prefixes.index.budget
 
     @property
     def drafting(self) -> Drafting | None:
@@ -147,7 +147,7 @@ class EntryNode:
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost, and return why; in a ring of one, until cancelled."""
         try:
-            async with self._jobs, self._alarm, self._samples:
+            async with self._jobs, self._timer, self._samples:
                 if self._neighbours is None:
                     await asyncio.Event().wait()  # never set
                     raise AssertionError
@@ -157,7 +157,7 @@ class EntryNode:
         finally:
             self._end(self._lost or LinkLost("the ring was closed"))
 
-    async def generate(self, order: Order) -> AsyncGenerator[Output, None]:
+    async def generate(self, order: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Wait for admission, then yield the outputs of an order, `Ended` last.
 
         Raises:
@@ -197,7 +197,7 @@ class EntryNode:
                 if not waiter.done():  # else it was cancelled and leaves by itself
                     waiter.set_result(None)
 
-    def _task(self, session: SessionId, order: Order) -> Task:
+    def _task(self, session: SessionId, order: GenerationRequest) -> Task:
         return Task(
             session=session,
             epoch=self._config.epoch,
@@ -206,10 +206,10 @@ class EntryNode:
             max_tokens=order.max_tokens - len(order.given),
             context=self._ends.context,
             slack=self._config.slack,
-            keep_from=MIN_SHARED if self._prefixes.shelf.keeps else None,
+            keep_from=MIN_SHARED if self._prefixes.index.keeps else None,
         )
 
-    def _open(self, task: Task, order: Order) -> Generation:
+    def _open(self, task: Task, order: GenerationRequest) -> Generation:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
@@ -259,7 +259,7 @@ class EntryNode:
                     self._close(session, tallies)
                 case _:
                     generation.note(action)
-        self._alarm.reset()
+        self._timer.reset()
 
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
@@ -303,7 +303,7 @@ class EntryNode:
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
-        ahead = generation.ahead = Ahead(sample.watch_ahead)
+        ahead = generation.ahead = PrefetchedStep(sample.watch_ahead)
         picked = partial(self._picked, session, generation, sample)
         submit = partial(self._samples.submit, sample, picked, ahead.hear)
         if self._head is None:
@@ -384,7 +384,7 @@ class EntryNode:
 
     def _deadline(self) -> float | None:
         deadlines = [generation.machine.deadline for generation in self._sessions.values()]
-        deadlines.append(self._prefixes.shelf.deadline)
+        deadlines.append(self._prefixes.index.deadline)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self) -> None:

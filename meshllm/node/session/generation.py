@@ -46,7 +46,7 @@ Output = Prefilled | Token | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class GenerationRequest:
     """A generation request in token ids."""
 
     prompt: tuple[int, ...]
@@ -104,7 +104,7 @@ class Picked:
 
 
 @dataclass(slots=True)
-class Ahead:
+class PrefetchedStep:
     """A prefetched Embed; its result waits for the job that requests it, or the job for it."""
 
     watch: Stopwatch
@@ -131,7 +131,7 @@ class Generation:
 
     def __init__(  # noqa: PLR0913 -- its parts are made elsewhere
         self,
-        order: Order,
+        order: GenerationRequest,
         machine: Entry,
         ends: EntryRunners,
         encoder: SessionEncoder,
@@ -146,7 +146,7 @@ class Generation:
         self.closed = asyncio.Event()
         self.outcome: FinishReason | MeshError = FinishReason.CANCELLED
         self.cause: MeshError | None = None  # of a failure on this rank
-        self.ahead: Ahead | None = None
+        self.ahead: PrefetchedStep | None = None
         self.depth = 1
         """Most steps in flight, from the next Pick on."""
         self.logits_request: LogitsRequest | None = None
@@ -179,7 +179,7 @@ class Generation:
         request = self.logits_request
         return request if request and (request.gen, request.pos + 1) == (job.gen, job.pos) else None
 
-    def take_ahead(self, job: Embed | None) -> Ahead | None:
+    def take_ahead(self, job: Embed | None) -> PrefetchedStep | None:
         """Return the prefetched step if it is this job; discard it otherwise."""
         ahead, self.ahead = self.ahead, None
         if job and self._next and (job.pos, job.tokens) == (self._next.pos, self._next.tokens):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.protocol.kv_cache.prefix_index import Base
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 
 
 class CacheMiss(Exception):
@@ -24,12 +24,14 @@ def crop_cache(cache: SpanCache, length: int) -> None:
 class Start:
     """The cache that a generation begins with."""
 
-    base: Base | None
+    base: PrefixHit | None
     make: Callable[[], SpanCache]
     """Called once, on the compute thread; the cache holds the base, and possibly more."""
 
 
-def start_from(found: tuple[Base, SpanCache] | None, new_cache: Callable[[], SpanCache]) -> Start:
+def start_from(
+    found: tuple[PrefixHit, SpanCache] | None, new_cache: Callable[[], SpanCache]
+) -> Start:
     """Begin with a prefix cache hit, or with an empty cache."""
     if found is None:
         return Start(None, new_cache)

@@ -21,7 +21,7 @@ from meshllm.node.session.activation_codec import ActivationEncoder, SessionEnco
 from meshllm.node.session.resume import CacheMiss, crop_cache
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, sealed
-from meshllm.node.timer import Alarm
+from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
 from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
@@ -63,7 +63,7 @@ class StageNode:
         self._kept = kept
         self._jobs = asyncio.TaskGroup()
         self._steps = Batcher(worker, self._step, self._jobs)
-        self._alarm = Alarm(lambda: machine.deadline, self._expire)
+        self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
 
     drafting = None
 
@@ -85,7 +85,7 @@ class StageNode:
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost; return the reason."""
         try:
-            async with self._jobs, self._alarm, self._steps:
+            async with self._jobs, self._timer, self._steps:
                 reason = await self._neighbours.run(self._receive)
         finally:  # what still runs on the compute thread only writes rows that are cropped later
             for action in self._machine.interrupt(self._now()):
@@ -113,7 +113,7 @@ class StageNode:
                     self._steps.submit_alone(partial(self._change, action))
                 case _:
                     assert_never(action)
-        self._alarm.reset()
+        self._timer.reset()
 
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)

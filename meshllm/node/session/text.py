@@ -13,7 +13,7 @@ from meshllm.model.text.tokenizer import Text
 from meshllm.node.compute.gauge import Measured
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryNode
-from meshllm.node.session.generation import Ended, Order, Output, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
@@ -45,7 +45,9 @@ class RingBackend:
             pieces.append("" if ends else stream.push(token))
             return ends or stream.stopped
 
-        order = Order(prompt, request.sampling, request.max_tokens, is_last, given=request.given)
+        order = GenerationRequest(
+            prompt, request.sampling, request.max_tokens, is_last, given=request.given
+        )
         finished = _finished(order, stream, text.end_tokens, self.entry.context)
         written: list[str] = []
         tokens: list[int] = []
@@ -104,7 +106,7 @@ def _prepare(text: Text, request: Request) -> tuple[tuple[int, ...], TextStream]
 
 
 def _finished(
-    order: Order, stream: TextStream, ends: frozenset[int], context: int
+    order: GenerationRequest, stream: TextStream, ends: frozenset[int], context: int
 ) -> FinishReason | None:
     """Return why the given tokens are the whole answer; None if they are not."""
     if stream.stopped or ends.intersection(order.given[-1:]):

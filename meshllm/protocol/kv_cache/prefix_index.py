@@ -35,7 +35,7 @@ class _Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class PrefixHit:
     """The prefix that a prompt shares with a kept session."""
 
     session: SessionId
@@ -47,7 +47,7 @@ class Base:
     """Positions for which the cache has room, if it is taken over."""
 
 
-class Shelf:
+class PrefixIndex:
     """Eviction policy of one rank's prefix cache; times are seconds on the driver's clock."""
 
     def __init__(
@@ -141,6 +141,6 @@ class Shelf:
         return self._most_bytes is not None and size > self._most_bytes
 
 
-def shelf_for(budget: KvBudget, most_bytes: int | None, slack: int | None) -> Shelf:
+def prefix_index_for(budget: KvBudget, most_bytes: int | None, slack: int | None) -> PrefixIndex:
     """Make the index of a rank for a model whose caches can be cropped by ``slack`` positions."""
-    return Shelf(budget, most_bytes, most=MAX_STATES if slack == 0 else MAX_KEPT)
+    return PrefixIndex(budget, most_bytes, most=MAX_STATES if slack == 0 else MAX_KEPT)

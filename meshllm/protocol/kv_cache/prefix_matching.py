@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import Base, Shelf
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit, PrefixIndex
 
 MIN_SHARED = 16
 """Tokens; all chats of a model begin with the same few."""
@@ -28,16 +28,16 @@ class _Text(Generic[Cache]):
     cache: Cache
 
 
-class Prefixes(Generic[Cache]):
+class PrefixCache(Generic[Cache]):
     """Finished texts of an entry and their caches; times are seconds on the caller's clock."""
 
-    def __init__(self, shelf: Shelf, slack: int | None) -> None:
-        """Keep what ``shelf`` allows; caches can be cropped by ``slack`` tokens, None is any."""
-        self.shelf = shelf
+    def __init__(self, index: PrefixIndex, slack: int | None) -> None:
+        """Keep what ``index`` allows; caches can be cropped by ``slack`` tokens, None is any."""
+        self.index = index
         self._slack = slack
         self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
 
-    def find(self, prompt: Sequence[int], now: float) -> tuple[Base, Cache] | None:
+    def find(self, prompt: Sequence[int], now: float) -> tuple[PrefixHit, Cache] | None:
         """Find the text with the longest common prefix, and its cache; None is a fresh start.
 
         The next turn of a chat takes over the cache of the previous one; if much of the cache would
@@ -48,17 +48,17 @@ class Prefixes(Generic[Cache]):
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
         name = max(shares, key=lambda each: shares[each], default=None)
         if name is None or shares[name] < MIN_SHARED:
-            self._drop(self.shelf.make_room())
+            self._drop(self.index.make_room())
             return None
         length, text = shares[name], self._texts[name]
         whole = length >= text.prompt - _TURN_TOKENS and 2 * length >= len(text.tokens)
-        reach = self.shelf.take(name, length, now, whole=whole)
-        self._drop(self.shelf.make_room(spare=name))
-        if self.shelf.budget.is_over:  # no room for a copy
-            whole = bool(self.shelf.take(name, length, now, whole=True))
+        reach = self.index.take(name, length, now, whole=whole)
+        self._drop(self.index.make_room(spare=name))
+        if self.index.budget.is_over:  # no room for a copy
+            whole = bool(self.index.take(name, length, now, whole=True))
         if whole:
             del self._texts[name]
-        return Base(name, length, whole, reach), text.cache
+        return PrefixHit(name, length, whole, reach), text.cache
 
     def keep(
         self,
@@ -74,22 +74,22 @@ class Prefixes(Generic[Cache]):
         It holds ``tokens`` and perhaps more, and has room for ``reach``.
         """
         self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), cache)
-        self._drop(self.shelf.put(session, len(tokens), reach, now))
+        self._drop(self.index.put(session, len(tokens), reach, now))
 
     def move(self, budget: KvBudget) -> list[SessionId]:
         """Count what is kept in another budget; return the sessions that this evicts."""
-        gone = self.shelf.move(budget)
+        gone = self.index.move(budget)
         self._drop(gone)
         return gone
 
     def forget(self, session: SessionId) -> None:
         """Drop a text whose cache another rank has lost."""
-        if self.shelf.take(session, 0, 0.0, whole=True):
+        if self.index.take(session, 0, 0.0, whole=True):
             self._drop([session])
 
     def expire(self, now: float) -> None:
         """Drop the texts that were not used in a while."""
-        self._drop(self.shelf.expire(now))
+        self._drop(self.index.expire(now))
 
     def _drop(self, sessions: Sequence[SessionId]) -> None:
         for session in sessions:

@@ -12,8 +12,8 @@ answer, since it is a function of prompt and tokens.
 Text that was held back until the end of the answer has no tokens of its own. If the ring breaks
 behind it, the next one repeats it, and it is shown once.
 
-Only the ingress retries: the loss that it reports to a client (`Reported`) is final. The client may
-turn to another ingress, with the tokens that it has.
+Only the ingress retries: the loss that it reports to a client (`RetriesExhausted`) is final. The
+client may turn to another ingress, with the tokens that it has.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ RETRY_DELAY_S = (
 )
 
 
-class Reported(LinkLost):
+class RetriesExhausted(LinkLost):
     """The ingress has used up its retries."""
 
 
@@ -57,7 +57,7 @@ class Failover:
         Raises:
             LinkLost: ``error``, after the last attempt.
         """
-        if self._attempts == ATTEMPTS or isinstance(error, Reported):
+        if self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1

@@ -62,7 +62,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from meshllm.protocol.kv_cache.prefix_index import Base
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 from meshllm.protocol.session.actions import (
     Action,
     Closed,
@@ -125,7 +125,7 @@ class Entry:
         self._ahead: tuple[int, ...] = ()  # guesses in flight after the last known token
         self._steps: deque[tuple[int, ...]] = deque()  # guesses after those, to be injected
         self._tries = 0
-        self._base: Base | None = None
+        self._base: PrefixHit | None = None
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""
@@ -137,7 +137,7 @@ class Entry:
         """Tokens of a closed session at the positions that are kept."""
         return self._tokens[: self._kept]
 
-    def open(self, now: float, base: Base | None = None) -> list[Action]:
+    def open(self, now: float, base: PrefixHit | None = None) -> list[Action]:
         """Start, after the prefix ``base`` if given; the actions include the first Embed."""
         self.state, self._waiting = State.PREFILL, now
         task, self._base = self._task, base

@@ -47,7 +47,7 @@ from typing import assert_never
 from meshllm.names import SessionId
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.codec import MAX_POSITION, size
 from meshllm.protocol.session.messages import (
     Blob,
@@ -154,9 +154,9 @@ class Stage:
         max_sessions: int = 8,
         idle_s: float = 120.0,
         context: int = MAX_POSITION,
-        shelf: Shelf | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
-        """Serve sessions of up to ``context`` positions within the budget of the ``shelf``.
+        """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
         Finished ones are kept in it; None keeps none, and has no budget.
         """
@@ -168,8 +168,8 @@ class Stage:
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._context = context
-        self._shelf = shelf or Shelf(KvBudget(()), 0)
-        self.budget = self._shelf.budget
+        self._index = index or PrefixIndex(KvBudget(()), 0)
+        self.budget = self._index.budget
         self._sessions: dict[SessionId, _Session] = {}
         self._closed: dict[SessionId, Tally] = {}
 
@@ -242,7 +242,7 @@ class Stage:
         idle = [
             state.used + self._idle_s for state in self._sessions.values() if state.running is None
         ]
-        if (kept := self._shelf.deadline) is not None:
+        if (kept := self._index.deadline) is not None:
             idle.append(kept)
         return min(idle, default=None)
 
@@ -256,7 +256,7 @@ class Stage:
         for session in idle:
             del self._sessions[session]
             self.budget.release(session)
-        return [Free(session) for session in (*idle, *self._shelf.expire(now))]
+        return [Free(session) for session in (*idle, *self._index.expire(now))]
 
     def _data(self, data: Data, now: float) -> list[Action]:
         session = data.session
@@ -298,12 +298,12 @@ class Stage:
         if len(self._sessions) >= self._max_sessions:
             return []
         whole = resume.whole
-        reach = self._shelf.take(base, length, now, whole=whole)
+        reach = self._index.take(base, length, now, whole=whole)
         if not reach or not self.budget.reserve(session, reach if whole else length):
             return [Free(base)] if reach and whole else []
-        gone = self._shelf.make_room(spare=base)
+        gone = self._index.make_room(spare=base)
         if self.budget.is_over:  # no room for a copy
-            whole = bool(self._shelf.take(base, length, now, whole=True))
+            whole = bool(self._index.take(base, length, now, whole=True))
             if not self.budget.reserve(session, reach):
                 self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
@@ -331,7 +331,7 @@ class Stage:
             if stop > self.budget.reserved(data.session):
                 if not self.budget.reserve(data.session, stop):
                     return [*refused, *self._refuse(data, self._no_room(data.session, stop))]
-                gone = self._shelf.make_room()
+                gone = self._index.make_room()
             state.running, state.kv_len, state.reach = data, data.pos, max(state.reach, stop)
             return [*refused, *map(Free, gone), compute]
         return refused
@@ -372,7 +372,7 @@ class Stage:
         if state is None:
             return []
         length = keep if keep <= state.kv_len else 0
-        gone = self._shelf.put(session, length, state.reach, now)
+        gone = self._index.put(session, length, state.reach, now)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:

@@ -147,12 +147,12 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     opened: list[tuple[str, Path]] = []
 
     @asynccontextmanager
-    async def open_thin(ticket: str, state: Path) -> AsyncIterator[FakeRing]:
+    async def open_mesh_client(ticket: str, state: Path) -> AsyncIterator[FakeRing]:
         opened.append((ticket, state))
         yield FakeRing()
 
     module = ModuleType("meshllm.node.client")
-    module.open_thin = open_thin  # type: ignore[attr-defined]  # a new module
+    module.open_mesh_client = open_mesh_client  # type: ignore[attr-defined]  # a new module
     monkeypatch.setitem(sys.modules, "meshllm.node.client", module)
     return opened
 

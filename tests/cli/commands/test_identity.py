@@ -2,7 +2,7 @@ import json
 import stat
 from pathlib import Path
 
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import parse_node, short, show
 from tests.cli.conftest import Invoke
 
@@ -10,7 +10,7 @@ from tests.cli.conftest import Invoke
 def test_the_id_is_all_of_stdout_and_stays_the_same(meshllm: Invoke, home: Path) -> None:
     first, second = meshllm("id"), meshllm("id")
 
-    node = Keyring.open(home / "state" / "meshllm").key.node
+    node = StateStore.open(home / "state" / "meshllm").key.node
     assert first.stdout == second.stdout == f"{show(node)}\n"
     assert parse_node(first.stdout) == node
     assert first.stderr.startswith(f"short form {short(node)}, key in ")
@@ -25,7 +25,7 @@ def test_the_key_is_private(meshllm: Invoke, home: Path) -> None:
 
 def test_the_id_as_json_names_the_mesh(meshllm: Invoke, home: Path) -> None:
     alone = json.loads(meshllm("id", "--state", "here", "--json").stdout)
-    mesh = Keyring.open(home / "here").found().mesh
+    mesh = StateStore.open(home / "here").found().mesh
     member = json.loads(meshllm("id", "--state", "here", "--json").stdout)
 
     assert alone["mesh"] is None

@@ -11,7 +11,7 @@ from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
 from meshllm.model.parity.verdict import known_verdicts
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import show
 from meshllm.status import NodeState
 from meshllm.transport.registry import Registry
@@ -24,7 +24,7 @@ def test_a_missing_state_folder_is_ok(home: Path) -> None:
 
 
 def test_a_private_state_folder_shows_its_id(home: Path) -> None:
-    node = Keyring.open(home / "state").key.node
+    node = StateStore.open(home / "state").key.node
 
     folder, key = checks.check_state(home / "state")
 
@@ -37,7 +37,7 @@ def test_a_private_state_folder_shows_its_id(home: Path) -> None:
 def test_wrong_permissions_fail_and_are_not_repaired(
     home: Path, name: str, mode: int, advice: str
 ) -> None:
-    Keyring.open(home / "state")
+    StateStore.open(home / "state")
     path = home / "state" / name
     path.chmod(mode)
 

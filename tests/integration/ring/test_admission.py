@@ -134,7 +134,7 @@ async def test_cached_prefixes_are_evicted_for_sessions(
     async with ring_with(llama, monkeypatch, 2) as ring:
         await ask(ring)
         await ask(ring, PROMPT[::-1])
-        kept = ring.entry._prefixes.shelf.budget
+        kept = ring.entry._prefixes.index.budget
         assert kept.kept_bytes == 2 * BLOCK
 
         assert len(await ask(ring, (40, *PROMPT), tokens=300)) == 300

@@ -15,7 +15,7 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import usual_pace
 from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Sampling
@@ -27,11 +27,11 @@ STEPS = {"_turn"}
 """Functions that compute a decode step."""
 
 
-def order(prompt: list[int], tokens: int) -> Order:
-    return Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+def order(prompt: list[int], tokens: int) -> GenerationRequest:
+    return GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
 
 
-async def answer(ring: LocalRing, asked: Order) -> list[int]:
+async def answer(ring: LocalRing, asked: GenerationRequest) -> list[int]:
     return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
 
 

@@ -13,7 +13,7 @@ from meshllm.model.files.source import Source, open_folder
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
@@ -65,7 +65,7 @@ async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> 
     found = []
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         for sampling in (GREEDY, SAMPLED, GREEDY):
-            order = Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+            order = GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
             outputs = [output async for output in ring.entry.generate(order)]
             ended = outputs[-1]
             assert isinstance(ended, Ended)

@@ -11,7 +11,7 @@ from meshllm.errors import LinkLost
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
 from tests.builders.tampering import Tampering
@@ -38,7 +38,7 @@ async def attempt(
     ring: LocalRing, given: list[int], on_token: Callable[[int], None] = lambda _: None
 ) -> tuple[list[int], Ended | None]:
     """Continue the answer behind ``given``; return the new tokens, and the end if it is reached."""
-    order = Order(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
+    order = GenerationRequest(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
     tokens: list[int] = []
     try:
         async for output in ring.entry.generate(order):

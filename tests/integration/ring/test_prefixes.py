@@ -14,7 +14,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.names import SessionId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.session.messages import Close, Data, Resume
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.counting import CountingTransport
@@ -41,7 +41,7 @@ async def ask(
 ) -> tuple[list[int], int]:
     """Return the answer, and the number of cached tokens of the prompt."""
     text: list[int] = []
-    order = Order(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    order = GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     async for output in ring.entry.generate(order):
         if isinstance(output, Token):
             text.append(output.id)
@@ -128,7 +128,7 @@ async def test_a_sliding_window_that_has_moved_is_recomputed(tmp_path: Path) -> 
 async def test_a_cache_miss_on_one_rank_does_not_change_the_text(llama: Path) -> None:
     async with ring_of(llama, 3) as ring:
         first, _ = await ask(ring, PROMPT)
-        ring.stages[1]._machine._shelf.expire(float("inf"))
+        ring.stages[1]._machine._index.expire(float("inf"))
         turn = (*PROMPT, *first, *MORE)
 
         assert await ask(ring, turn) == (await fresh(llama, turn, 3), 0)
@@ -137,7 +137,9 @@ async def test_a_cache_miss_on_one_rank_does_not_change_the_text(llama: Path) ->
 
 async def test_a_cancelled_answer_can_be_continued(llama: Path) -> None:
     async with ring_of(llama, 3) as ring:
-        outputs = ring.entry.generate(Order(PROMPT, Sampling(), 50, is_last=lambda _: False))
+        outputs = ring.entry.generate(
+            GenerationRequest(PROMPT, Sampling(), 50, is_last=lambda _: False)
+        )
         seen = [each.id async for each in _first(outputs, 3)]
         await outputs.aclose()
         turn = (*PROMPT, *seen[:2], *MORE)
@@ -235,7 +237,9 @@ async def test_a_stop_during_the_next_step_does_not_corrupt_the_cache(
                 seen.append(token)
                 return len(seen) == 3
 
-            async for _output in ring.entry.generate(Order(tuple(text), Sampling(), 50, is_last)):
+            async for _output in ring.entry.generate(
+                GenerationRequest(tuple(text), Sampling(), 50, is_last)
+            ):
                 pass
             text += [*seen, *MORE]
             assert (await ask(ring, text))[0] == await fresh(folder, text, nodes)
@@ -254,7 +258,7 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
             return branch(cache, length)
 
         monkeypatch.setattr(SpanCache, "branch", watched)
-        order = Order((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
+        order = GenerationRequest((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
         task = ring.entry._task(SessionId(b"c" * 16), order)
         generation = ring.entry._open(task, order)
         ring.entry._act(task.session, generation.machine.finish(FinishReason.CANCELLED, 0.0))

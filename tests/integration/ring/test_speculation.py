@@ -15,7 +15,7 @@ from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, Order
+from meshllm.node.session.generation import Ended, GenerationRequest
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.request import FinishReason, Sampling
@@ -41,13 +41,13 @@ async def answer(
     *,
     nodes: int = 1,
     shape: Shape | None = None,
-    order: Order | None = None,
+    order: GenerationRequest | None = None,
 ) -> tuple[list[int], Ended]:
     options = RingOptions(
         nodes=nodes,
         inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
     )
-    order = order or Order(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+    order = order or GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
     async with open_local_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
         outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
@@ -58,7 +58,7 @@ async def answer(
 def computes_together(source: Source) -> bool:
     """Whether this processor computes rows of this model batch-invariantly."""
     shard = load_shard(source, Span(0, 6), embed=True, head=True)
-    return Runner(shard, STEPS).is_steady
+    return Runner(shard, STEPS).is_row_invariant
 
 
 def plain_text(source: Source, sampling: Sampling) -> list[int]:
@@ -139,7 +139,7 @@ def test_an_answer_ends_where_it_does_without_drafts(source: Source, nodes: int)
             seen.append(token)
             return len(seen) > place
 
-        order = Order(PROMPT, SAMPLINGS[0], TOKENS, is_last)
+        order = GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, is_last)
         tokens, ended = asyncio.run(answer(source, oracle, nodes=nodes, order=order))
         assert (tokens, ended.reason) == (text[: place + 1], FinishReason.STOP)
         assert seen == tokens
@@ -148,7 +148,7 @@ def test_an_answer_ends_where_it_does_without_drafts(source: Source, nodes: int)
 @pytest.mark.parametrize("most", [1, 2, 18])
 def test_an_answer_is_as_long_as_asked(source: Source, most: int) -> None:
     text = plain_text(source, SAMPLINGS[0])
-    order = Order(PROMPT, SAMPLINGS[0], most, lambda _: False)
+    order = GenerationRequest(PROMPT, SAMPLINGS[0], most, lambda _: False)
     oracle = Oracle((*PROMPT, *text), 1.0)
     tokens, ended = asyncio.run(answer(source, oracle, nodes=2, order=order))
 
@@ -159,7 +159,7 @@ def test_an_end_token_among_the_drafts_is_the_last(source: Source) -> None:
     text = plain_text(source, SAMPLINGS[0])
     end = text[10]
     cut = text[: text.index(end) + 1]
-    order = Order(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end)
+    order = GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end)
     oracle = Oracle((*PROMPT, *text), 1.0)
     tokens, _ = asyncio.run(answer(source, oracle, nodes=2, order=order))
 

@@ -15,7 +15,13 @@ from meshllm.model.files.source import Source
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Ahead, Ended, Generation, Order, Token
+from meshllm.node.session.generation import (
+    Ended,
+    Generation,
+    GenerationRequest,
+    PrefetchedStep,
+    Token,
+)
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import DEPTHS, GUESSES, Lookahead, Window
 from meshllm.protocol.session.actions import Embed
@@ -85,7 +91,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
-async def told(ring: LocalRing, order: Order) -> tuple[list[int], Ended]:
+async def told(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
     outputs = [output async for output in ring.entry.generate(order)]
     ended = outputs[-1]
     assert isinstance(ended, Ended)
@@ -100,14 +106,14 @@ def ordered(
     sampling: Sampling = GREEDY,
     prompt: Sequence[int] = PROMPT,
     is_last: Callable[[int], bool] = lambda _: False,
-) -> Order:
-    return Order(tuple(prompt), sampling, TOKENS, is_last)
+) -> GenerationRequest:
+    return GenerationRequest(tuple(prompt), sampling, TOKENS, is_last)
 
 
 async def answers(
     source: Source,
     drafting: Drafting | None,
-    *orders: Order,
+    *orders: GenerationRequest,
     nodes: int = 3,
     depth: int = 8,
     shape: Shape = ROUGH,
@@ -216,7 +222,7 @@ def test_a_step_at_the_end_of_a_flight_is_embedded_ahead(
         asked.append(job)
         return embed(self, job, watch)
 
-    def taken(self: Generation, job: Embed | None) -> Ahead | None:
+    def taken(self: Generation, job: Embed | None) -> PrefetchedStep | None:
         ahead = take_ahead(self, job)
         if ahead and job:
             ready.append(job)

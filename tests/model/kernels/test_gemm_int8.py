@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshllm.model.kernels import gemm_int8
 from meshllm.model.kernels.gemm_int8 import GROUP, OUTPUTS, dequantise, multiply
-from meshllm.model.steps.compiled_step import Tape
-from meshllm.model.steps.trace import KernelCall, Recorder
+from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps.trace import KernelCall, Tracer
 
 SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
 DTYPES = torch.bfloat16, torch.float32, torch.float16
@@ -124,12 +124,12 @@ def test_the_largest_sum_there_can_be_has_room(sign: int) -> None:
 def test_a_product_is_traced_as_kernel_calls_only(inputs: int, rows: int) -> None:
     _, blocks, scales = matrix(192, inputs)
     x = torch.randn(2, rows, inputs).bfloat16()
-    with Recorder([x[0], torch.zeros(1, rows)]) as recorder:
+    with Tracer([x[0], torch.zeros(1, rows)]) as tracer:
         recorded = multiply(x[0], blocks, scales)
-    recording = recorder.end(recorded)
-    tape = Tape(recording, x[0], threads=1)
+    recording = tracer.end(recorded)
+    compiled = CompiledStep(recording, x[0], threads=1)
 
-    found = tape.run(x[1], torch.zeros(1, rows), [], [])
+    found = compiled.run(x[1], torch.zeros(1, rows), [], [])
 
     if rows < 17:  # with two tiles, one row of padding is cut off
         assert list(map(type, recording.items)) == [KernelCall, KernelCall]

@@ -22,7 +22,7 @@ from meshllm.model import json_cache
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
 """A CPU of 2013: registers half as wide, and half as many."""
@@ -35,7 +35,7 @@ def test_every_block_runs_once_with_any_number_of_threads() -> None:
             INT, code.do.add(before, code.do.add(block, fields["more"])), fields["to"], block
         )
 
-    function = Native(("*to", "more"), write)
+    function = JitFunction(("*to", "more"), write)
 
     for blocks in (1, 2, 5, 1000):
         for threads in (1, 2, 7):
@@ -60,7 +60,7 @@ def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
     monkeypatch.setattr(jit, "private_folder", lambda: folder)
     monkeypatch.setattr(jit, "remember", keep)
     done = torch.zeros(1, dtype=torch.int64)
-    Native(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
+    JitFunction(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
     return int(done), not kept
 
 
@@ -118,7 +118,7 @@ def test_threads_have_different_indices() -> None:
             code.store(INT, loop.index, fields["to"], code.index(4))
         code.store(INT, by, fields["to"], block)
 
-    function, by = Native(("*to",), write), torch.zeros(5, dtype=torch.int64)
+    function, by = JitFunction(("*to",), write), torch.zeros(5, dtype=torch.int64)
 
     def numbers() -> set[int]:
         function(4, 2, by.data_ptr())
@@ -150,14 +150,14 @@ def test_a_system_that_forbids_executable_memory_is_detected() -> None:
         """
         import ctypes, torch
         from meshllm.model.kernels import jit
-        from meshllm.model.steps.attention import attend_alone
+        from meshllm.model.steps.attention import decode_attention
         from meshllm.model.modules.quant_kernels import kernel
         from meshllm.names import Quant
         if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3
             print("skip")
             raise SystemExit
         x = torch.ones(1, 1, 3, 16)
-        print(jit.works(), attend_alone(x, x, x, 1.0).sum().item())
+        print(jit.works(), decode_attention(x, x, x, 1.0).sum().item())
         print(*jit.limits())
         try:
             kernel(Quant.INT8)
@@ -215,7 +215,7 @@ def test_concurrent_calls_do_not_interfere() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         code.store(INT, fields["what"], fields["to"], block)
 
-    function = Native(("*to", "what"), write)
+    function = JitFunction(("*to", "what"), write)
 
     def call(what: int) -> bool:
         to = torch.zeros(3000, dtype=torch.int64)
@@ -233,11 +233,11 @@ def test_invalid_ir_is_not_compiled() -> None:
         code.store(INT, value, fields["to"], code.index(0))
 
     with pytest.raises(RuntimeError, match="does not dominate all uses"):
-        Native(("*to", "what"), write)
+        JitFunction(("*to", "what"), write)
 
 
 @cache
-def unary(name: str) -> Native:
+def unary(name: str) -> JitFunction:
     """Compile a method of `Code` over vectors."""
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
@@ -249,7 +249,7 @@ def unary(name: str) -> Native:
             value = code.widen(code.load(HALF, fields["from"], at, LANES))
             code.store(FLOAT, value, fields["to"], at)
 
-    return Native(("*from", "*to"), write)
+    return JitFunction(("*from", "*to"), write)
 
 
 def test_rounding_is_that_of_torch() -> None:
@@ -279,7 +279,7 @@ def test_a_number_is_passed_by_its_bits() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
         code.store(FLOAT, float_of(code, fields["number"]), fields["to"], block)
 
-    function, to = Native(("*to", "number"), write), torch.zeros(1)
+    function, to = JitFunction(("*to", "number"), write), torch.zeros(1)
 
     for number in (0.1, -0.5, -math.inf, 1e-40):
         function(1, 1, to.data_ptr(), bits_of(number))
@@ -308,7 +308,7 @@ def computed() -> list[Tensor]:
     gemm_int8.dequantise(weights, scales, wide)
     results += [rms_norm.norm(normal(9, width), normal(width), 1e-6) for width in (16, 200, 7)]
     for scores in (normal(2, 77, 128), normal(2, 77, 128).float(), normal(2, 77, 144)):
-        softmax.share_out(scores, 50, 30)
+        softmax.causal_softmax_(scores, 50, 30)
         results.append(scores)
     return [*results, wide]
 

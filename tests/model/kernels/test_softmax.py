@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.model.kernels.softmax import COLUMNS, share_out
+from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 
 
 def draw(groups: int, keys: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ def test_a_row_is_the_softmax_of_the_keys_it_sees(
     scores = draw(3, keys, columns, dtype)
     exact = expected(scores, rows, window)
 
-    share_out(scores, rows, window)
+    causal_softmax_(scores, rows, window)
 
     assert torch.equal(scores == 0, exact == 0)
     assert (scores - exact).abs().max() < (0.006 if dtype == torch.bfloat16 else 1e-6)
@@ -50,7 +50,7 @@ def test_large_scores_do_not_overflow(size: float) -> None:
     scores = draw(1, 30, COLUMNS, torch.float32).clamp(-1, 1) * size
     exact = expected(scores, 30, None)
 
-    share_out(scores, 30)
+    causal_softmax_(scores, 30)
 
     assert torch.allclose(scores.double(), exact, atol=1e-6)
 
@@ -59,8 +59,8 @@ def test_a_window_longer_than_the_keys_hides_nothing() -> None:
     scores = draw(1, 5, COLUMNS, torch.float32)
     other = scores.clone()
 
-    share_out(scores, 1, 2**32)
-    share_out(other, 1)
+    causal_softmax_(scores, 1, 2**32)
+    causal_softmax_(other, 1)
 
     assert torch.equal(scores, other)
 
@@ -71,7 +71,7 @@ def test_a_column_has_the_same_bits_with_any_number_of_threads() -> None:
         for count in (1, 2):
             torch.set_num_threads(count)
             scores = draw(4, 200, 4 * COLUMNS, torch.bfloat16)
-            share_out(scores, 100)
+            causal_softmax_(scores, 100)
             found.append(scores)
     finally:
         torch.set_num_threads(threads)
@@ -84,7 +84,7 @@ def test_nan_affects_only_its_column() -> None:
     scores[0, 2, 5] = torch.nan
     scores[0, 9, 4] = torch.nan  # no row of this column sees it
 
-    share_out(scores, 10)
+    causal_softmax_(scores, 10)
 
     assert scores[0, :6, 5].isnan().all()
     assert scores.isnan().any(1).sum() == 1
@@ -98,6 +98,6 @@ def test_invalid_scores_are_refused() -> None:
         (torch.zeros(1, 4, COLUMNS, dtype=torch.float16), 2),
     ):
         with pytest.raises(ValueError, match="softmax of"):
-            share_out(scores, rows)
+            causal_softmax_(scores, rows)
     with pytest.raises(ValueError, match="must be contiguous"):
-        share_out(torch.zeros(1, COLUMNS, 64).transpose(1, 2)[:, :, :COLUMNS], 2)
+        causal_softmax_(torch.zeros(1, COLUMNS, 64).transpose(1, 2)[:, :, :COLUMNS], 2)

@@ -10,7 +10,7 @@ from meshllm.model.modules import linear_bf16
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.linear_bf16 import (
     MOST_ROWS,
-    NativeLinear,
+    CompiledLinear,
     has_bf16_dot,
     has_native,
     to_native,
@@ -29,7 +29,7 @@ def linear(outputs: int = 64, inputs: int = 64, *, bias: bool = False) -> nn.Lin
     return nn.Linear(inputs, outputs, bias, dtype=torch.bfloat16)
 
 
-def made(plain: nn.Linear) -> NativeLinear:
+def made(plain: nn.Linear) -> CompiledLinear:
     module = to_native(plain)
     assert module is not None
     return module

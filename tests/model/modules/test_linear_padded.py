@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from meshllm.model.modules import linear_padded as module
-from meshllm.model.modules.linear_bf16 import NativeLinear
+from meshllm.model.modules.linear_bf16 import CompiledLinear
 from meshllm.model.modules.linear_onednn import PackedLinear, pack
 from meshllm.model.modules.linear_padded import (
-    SteadyLinear,
-    find_floors,
+    PaddedLinear,
+    find_min_rows,
     pad_linears,
     unpad_linears,
 )
@@ -58,11 +58,11 @@ def test_a_row_variant_matrix_is_padded(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.randn(1, 17, 96)
     before = model(x)
 
-    floors = find_floors(model, torch.float32, COUNTS)
+    floors = find_min_rows(model, torch.float32, COUNTS)
 
     assert floors == {(40, 96): 3}
     pad_linears(model, floors)
-    assert isinstance(model[0], SteadyLinear)
+    assert isinstance(model[0], PaddedLinear)
     assert torch.equal(model(x), before)
     for rows in COUNTS:
         assert torch.equal(model(x[:, :rows]), before[:, :rows])
@@ -71,7 +71,7 @@ def test_a_row_variant_matrix_is_padded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_no_minimum_is_found_if_padding_does_not_help(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "linear", row_variant(5))
 
-    assert find_floors(model_of(96, 40, torch.float32), torch.float32, COUNTS) is None
+    assert find_min_rows(model_of(96, 40, torch.float32), torch.float32, COUNTS) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -80,7 +80,7 @@ def test_rows_have_the_same_bits_in_any_batch_if_a_minimum_is_found(
     inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     model = model_of(inputs, outputs, dtype)
-    floors = find_floors(model, dtype, COUNTS)
+    floors = find_min_rows(model, dtype, COUNTS)
     if floors is None:
         pytest.skip(f"this CPU has no such kernel for {inputs} x {outputs} in {dtype}")
     pad_linears(model, floors)
@@ -101,7 +101,7 @@ def test_a_packed_copy_needs_the_minimum_of_its_matrix(
 ) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
     model = model_of(2048, 512, dtype)
-    floors = find_floors(model, dtype, COUNTS)
+    floors = find_min_rows(model, dtype, COUNTS)
     pack(model)
     if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
         pytest.skip("no such copy, or no such kernel, on this CPU")
@@ -120,12 +120,12 @@ def test_a_compiled_module_needs_no_padding(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: True)
     plain, x = probe_matrix(nn.Linear(896, 64, False, device="meta", dtype=torch.bfloat16))
     model = nn.Sequential(plain)
-    floors = find_floors(model, torch.bfloat16, COUNTS)
+    floors = find_min_rows(model, torch.bfloat16, COUNTS)
 
     assert floors == {}
     assert pad_linears(model, floors)
 
-    assert isinstance(model.get_submodule("0"), NativeLinear)
+    assert isinstance(model.get_submodule("0"), CompiledLinear)
     assert torch.equal(model(x[:17]), torch.cat([model(row[None]) for row in x[:17]]))
     unpad_linears(model)
     assert model[0] is plain
@@ -136,7 +136,7 @@ def test_a_module_whose_hook_prevents_its_compiled_form_is_reported(
 ) -> None:
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: True)
     model = model_of(128, 64, torch.bfloat16)
-    floors = find_floors(model, torch.bfloat16, COUNTS)
+    floors = find_min_rows(model, torch.bfloat16, COUNTS)
     assert floors == {}
     model.get_submodule("0").register_forward_hook(lambda *_: None)
 
@@ -146,16 +146,16 @@ def test_a_module_whose_hook_prevents_its_compiled_form_is_reported(
 def test_a_subclass_of_linear_has_no_minimum() -> None:
     model = model_of(96, 40, torch.bfloat16, Own)
 
-    assert find_floors(model, torch.bfloat16, COUNTS) is None
+    assert find_min_rows(model, torch.bfloat16, COUNTS) is None
 
 
 def test_a_matrix_of_another_dtype_has_no_minimum() -> None:
-    assert find_floors(model_of(96, 40, torch.float32), torch.bfloat16, COUNTS) is None
+    assert find_min_rows(model_of(96, 40, torch.float32), torch.bfloat16, COUNTS) is None
 
 
 def test_weight_and_bias_are_those_of_the_plain_module() -> None:
     plain = nn.Linear(8, 4)
-    linear = SteadyLinear(plain, 2)
+    linear = PaddedLinear(plain, 2)
 
     assert linear.weight is plain.weight
     assert linear.bias is plain.bias

@@ -13,7 +13,7 @@ from meshllm.names import Span
 IDS = torch.arange(32).reshape(2, 16)
 
 
-class Recorder:
+class Tracer:
     """A session that returns its tokens and records its calls."""
 
     def __init__(self, trace: list[tuple[str, int]]) -> None:
@@ -48,8 +48,8 @@ class Adding(Idle):
         return rows.float() + 1
 
 
-def recorder(trace: list[tuple[str, int]]) -> Callable[[], Recorder]:
-    return lambda: Recorder(trace)
+def tracer(trace: list[tuple[str, int]]) -> Callable[[], Tracer]:
+    return lambda: Tracer(trace)
 
 
 @pytest.mark.parametrize("count", range(1, 8))
@@ -89,8 +89,8 @@ def test_the_ends_layout_has_separate_ends() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_case_and_reference_write_the_same_rows(name: str) -> None:
-    case = CASES[name](recorder([]), IDS)
-    reference = REFERENCES[name](recorder([]), IDS)
+    case = CASES[name](tracer([]), IDS)
+    reference = REFERENCES[name](tracer([]), IDS)
 
     assert unequal(reference, case) is None
 
@@ -98,7 +98,7 @@ def test_case_and_reference_write_the_same_rows(name: str) -> None:
 def test_a_crop_removes_each_count_and_writes_on() -> None:
     trace: list[tuple[str, int]] = []
 
-    cases.cropped((1, 8))(recorder(trace), IDS)
+    cases.cropped((1, 8))(tracer(trace), IDS)
 
     steps = [("write", 10), ("crop", 1), ("write", 1), ("write", 10), ("crop", 8), ("write", 1)]
     assert trace == [("write", 6), *steps]

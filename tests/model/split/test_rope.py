@@ -81,7 +81,7 @@ def test_a_split_model_is_that_of_transformers(
 def test_sessions_of_any_length_are_batched(tmp_path: Path, kind: str) -> None:
     shard = load_shard(model_of(tmp_path, kind, torch.bfloat16), Span(0, 3), embed=True, head=True)
 
-    assert Runner(shard, (2,)).is_steady
+    assert Runner(shard, (2,)).is_row_invariant
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

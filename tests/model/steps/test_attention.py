@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.modules import int8
 from meshllm.model.steps import attention
-from meshllm.model.steps.attention import attend_alone
+from meshllm.model.steps.attention import decode_attention
 
 Heads = tuple[int, int, int]
 HEADS = [(4, 2, 16), (8, 2, 64), (4, 4, 64)]
@@ -43,10 +43,10 @@ def reference(query: Tensor, key: Tensor, value: Tensor, window: int | None = No
 
 def by_torch(*asked: object) -> Tensor:
     with patch.object(native_attention, "takes", lambda _: False):
-        return attend_alone(*asked)  # type: ignore[arg-type]  # as given
+        return decode_attention(*asked)  # type: ignore[arg-type]  # as given
 
 
-WAYS = [attend_alone, by_torch]
+WAYS = [decode_attention, by_torch]
 
 
 def mixed(first: Sequence[Any], second: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
@@ -77,7 +77,7 @@ def test_it_is_attention(
 def test_only_the_output_is_rounded(heads: Heads) -> None:
     query, key, value = drawn(heads, 3, 150, torch.bfloat16)
 
-    attended = attend_alone(query, key, value, heads[2] ** -0.5)
+    attended = decode_attention(query, key, value, heads[2] ** -0.5)
 
     exact = reference(query.double(), key.double(), value.double())
     assert attended.dtype == torch.bfloat16
@@ -112,13 +112,13 @@ def test_rows_in_one_pass_equal_single_rows(
 
 def test_rows_may_have_any_strides() -> None:
     query, key, value = drawn((4, 2, 64), 3, 50, torch.bfloat16)
-    plain = attend_alone(query, key, value, 0.2)
+    plain = decode_attention(query, key, value, 0.2)
     room = torch.full((1, 2, 90, 64), torch.nan, dtype=torch.bfloat16)
     room[:, :, 20:70] = value
 
     for asked in (query, query.transpose(1, 2).contiguous().transpose(1, 2)):
         turned = key.transpose(2, 3).contiguous().transpose(2, 3)
-        assert torch.equal(attend_alone(asked, turned, room[:, :, 20:70], 0.2), plain)
+        assert torch.equal(decode_attention(asked, turned, room[:, :, 20:70], 0.2), plain)
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -126,7 +126,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(attend_alone(*asked, 0.1))
+        results.append(decode_attention(*asked, 0.1))
     torch.set_num_threads(count)
 
     assert asked[1].numel() * 5 > native_attention.THREADED
@@ -139,7 +139,7 @@ def test_softmax_takes_scores_of_any_size(size: float) -> None:
     query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
     key *= size
 
-    attended = attend_alone(query, key, value, 1.0)
+    attended = decode_attention(query, key, value, 1.0)
 
     assert torch.allclose(attended, reference(query * 4, key, value), atol=1e-4)
 
@@ -148,7 +148,7 @@ def test_nan_stays_nan() -> None:
     query, key, value = drawn((2, 1, 16), 2, 40, torch.bfloat16)
     key[:, :, 39] = torch.nan
 
-    attended = attend_alone(query, key, value, 1.0)
+    attended = decode_attention(query, key, value, 1.0)
 
     assert attended[:, 0].isfinite().all()
     assert attended[:, 1].isnan().all()
@@ -169,10 +169,10 @@ def test_mismatched_tensors_are_refused() -> None:
         (query, key, value[:0]),
     ):
         with pytest.raises(ValueError, match="attention of"):
-            attend_alone(*strange, 1.0)
+            decode_attention(*strange, 1.0)
     for window in (0, -1):
         with pytest.raises(ValueError, match="attention of"):
-            attend_alone(query, key, value, 1.0, window)
+            decode_attention(query, key, value, 1.0, window)
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00001, 0xFFC001FF - (1 << 32)])
@@ -180,7 +180,7 @@ def test_no_nan_payload_becomes_a_number(bits: int) -> None:
     query, key, value = drawn((2, 1, 16), 1, 40, torch.float32)
     key.view(torch.int32)[:, :, 20] = bits
 
-    assert attend_alone(query, key, value, 1.0).isnan().all()
+    assert decode_attention(query, key, value, 1.0).isnan().all()
 
 
 def test_many_values_add_up_exactly() -> None:
@@ -188,7 +188,7 @@ def test_many_values_add_up_exactly() -> None:
     key.zero_()
     value.fill_(1.0)
 
-    assert torch.equal(attend_alone(query, key, value, 1.0), torch.ones(1, 1, 1, 16).bfloat16())
+    assert torch.equal(decode_attention(query, key, value, 1.0), torch.ones(1, 1, 1, 16).bfloat16())
 
 
 def test_softmax_weights_are_exact() -> None:
@@ -199,7 +199,7 @@ def test_softmax_weights_are_exact() -> None:
     shares = []
     for lack in lacks:
         key[0, 0, 1] = lack
-        shares.append(attend_alone(query, key, value, 1.0).double().flatten())
+        shares.append(decode_attention(query, key, value, 1.0).double().flatten())
 
     exact = 1 / (1 + (-lacks.double()).exp())
     assert ((torch.cat(shares) - exact).abs() <= 5 * 2**-24 * exact).all()
@@ -221,7 +221,7 @@ def test_a_chunk_is_attention_for_any_block_size(
     query, key, value = drawn(heads, rows, keys, torch.float32)
 
     with patch.object(attention, "SCORES", room):
-        found = attention.attend_chunk(query, key, value, heads[2] ** -0.5, window)
+        found = attention.prefill_attention(query, key, value, heads[2] ** -0.5, window)
 
     assert torch.allclose(found, reference(query, key, value, window), atol=1e-5)
 
@@ -229,10 +229,10 @@ def test_a_chunk_is_attention_for_any_block_size(
 @pytest.mark.parametrize("has_matrices", [False, True])
 def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matrices: bool) -> None:
     query, key, value = drawn((8, 2, 64), 65, 300, torch.bfloat16)
-    exact = attention.attend_chunk(query.float(), key.float(), value.float(), 0.125)
+    exact = attention.prefill_attention(query.float(), key.float(), value.float(), 0.125)
 
     with patch.object(int8, "multiplies_matrices", lambda: has_matrices):
-        found = attention.attend_chunk(query, key, value, 0.125)
+        found = attention.prefill_attention(query, key, value, 0.125)
 
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, exact.bfloat16()) != has_matrices

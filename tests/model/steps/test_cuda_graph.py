@@ -105,7 +105,7 @@ def test_a_graph_that_fails_its_trial_restores_the_model(
 
     runner = whole(llama_source)
 
-    assert not runner.is_steady
+    assert not runner.is_row_invariant
     assert runner.shard.model.config._attn_implementation == "sdpa"
 
 
@@ -129,7 +129,7 @@ def stock(runner: Runner, x: Tensor, cache: SpanCache) -> Tensor:
 
 def try_all(runner: Runner) -> None:
     """Compare single rows, rows in one pass, batched sessions, and the stock forward."""
-    assert runner.is_steady
+    assert runner.is_row_invariant
     x = tokens(MOST_ROWS + 4, 1)
     alone, together = after(runner, 30), after(runner, 30)
 
@@ -184,7 +184,7 @@ def test_each_part_of_a_model_has_its_graph(tmp_path: Path, family: str) -> None
         x = runner.prefill(x, cache) if cache else runner.step(x, cache)
     x = tokens(3, 1)
     for runner, cache in zip(runners, caches, strict=True):
-        assert runner.is_steady
+        assert runner.is_row_invariant
         x = runner.step(x, cache)
 
     assert apart(x, one.step(tokens(3, 1), after(one, 20))) < 1e-5
@@ -251,7 +251,7 @@ def test_an_empty_cache_takes_a_step(llama_source: Source) -> None:
 def test_a_model_without_a_graph_runs_the_stock_forward(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family))
 
-    assert not runner.is_steady
+    assert not runner.is_row_invariant
     given = runner.step(tokens(3), after(runner, 9))
     assert torch.equal(given, stock(runner, tokens(3), after(runner, 9)))
 
@@ -402,7 +402,7 @@ def test_a_graph_that_differs_from_the_forward_is_refused(
 
     monkeypatch.setattr(module, "_capture", capture)
 
-    assert not whole(llama_source).is_steady
+    assert not whole(llama_source).is_row_invariant
 
 
 # On a GPU
@@ -420,6 +420,6 @@ def test_rows_are_invariant_on_a_gpu(tmp_path: Path, family: str, dtype: torch.d
 def test_a_gpu_runs_a_model_without_a_graph(tmp_path: Path, family: str) -> None:
     runner = whole(tiny_model(tmp_path, family), choose("cuda", torch.float32))
 
-    assert not runner.is_steady
+    assert not runner.is_row_invariant
     given = runner.step(tokens(3), after(runner, 9))
     assert apart(given, stock(runner, tokens(3), after(runner, 9))) < TOLERANCE

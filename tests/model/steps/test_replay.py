@@ -17,7 +17,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.steps import compiled_step, replay
-from meshllm.model.steps.compiled_step import Tape
+from meshllm.model.steps.compiled_step import CompiledStep
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.replay import CHECKS, MOST_TRIES, SETTLED, Replay
 from meshllm.model.steps.runner import Runner
@@ -172,11 +172,11 @@ def test_batched_sessions_are_replayed(tmp_path: Path) -> None:
     assert taken == 3  # prompts
 
 
-def tape_of(runner: Runner, rows: int) -> Tape:
+def tape_of(runner: Runner, rows: int) -> CompiledStep:
     """Return the compiled step of ``rows`` rows."""
-    tape = steps_of(runner).replay._states[rows, torch.get_num_threads()].tape
-    assert tape is not None
-    return tape
+    compiled = steps_of(runner).replay._states[rows, torch.get_num_threads()].compiled
+    assert compiled is not None
+    return compiled
 
 
 def test_least_recently_used_plans_are_evicted(
@@ -466,7 +466,7 @@ def test_a_failed_trace_loses_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
     runner = runner_of(tmp_path)
     cache, other = filled(runner, 6), filled(runner, 6)
     steps_of(runner).replay = Replay()
-    monkeypatch.setattr(replay, "Tape", lambda *_: 1 / 0)
+    monkeypatch.setattr(replay, "CompiledStep", lambda *_: 1 / 0)
 
     outputs = [runner.step(ids(1, seed), cache) for seed in range(4)]
     forget(runner)
@@ -510,7 +510,7 @@ def test_ranks_of_one_process_trace_at_the_same_time(tmp_path: Path) -> None:
     both_record = threading.Barrier(2, timeout=30)
 
     def wait(runner: Runner, *_: Any) -> None:
-        if steps_of(runner).replay.recorder:
+        if steps_of(runner).replay.tracer:
             both_record.wait()
 
     expected = runners[0].step(ids(1), filled(runners[0], 6))
@@ -574,7 +574,7 @@ def test_without_compilation_nothing_is_traced(
     for seed in range(4):
         runner.step(ids(1, seed), cache)
 
-    assert all(each.tape is None for each in steps_of(runner).replay._states.values())
+    assert all(each.compiled is None for each in steps_of(runner).replay._states.values())
 
 
 def test_arena_blocks_are_reused(tmp_path: Path) -> None:
@@ -582,8 +582,8 @@ def test_arena_blocks_are_reused(tmp_path: Path) -> None:
     cache = filled(runner, 6)
     for seed in range(8):
         runner.step(ids(1, seed), cache)
-    tape = steps_of(runner).replay._states[1, torch.get_num_threads()].tape
+    compiled = steps_of(runner).replay._states[1, torch.get_num_threads()].compiled
 
-    assert tape is not None
-    places = {offset for offset in tape._offsets if offset >= 0}
-    assert len(tape._offsets) > 5 * len(places)
+    assert compiled is not None
+    places = {offset for offset in compiled._offsets if offset >= 0}
+    assert len(compiled._offsets) > 5 * len(places)

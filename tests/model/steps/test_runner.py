@@ -14,7 +14,7 @@ from meshllm.model.device import CPU
 from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.modules.linear_bf16 import use_own_gemm
-from meshllm.model.modules.linear_padded import SteadyLinear, find_floors
+from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
@@ -81,7 +81,7 @@ def test_a_model_that_is_not_row_invariant_says_why(
 
     assert runner.execution.strategy is Strategy.STOCK
     assert REFUSED[family] in runner.execution.reason
-    assert not runner.is_steady
+    assert not runner.is_row_invariant
     assert not runner.runs_in_one_pass(3)
     rows = torch.split(ids(3, seed=1), 1, 1)
     assert torch.equal(given, torch.cat([runner.shard.forward(row, alone) for row in rows], 1))
@@ -235,7 +235,7 @@ def test_a_model_that_fails_its_trial_runs_stock_steps(tmp_path: Path, kind: typ
 
     got = runner.step(ids(2, seed=1), caches[0])
 
-    assert not runner.is_steady
+    assert not runner.is_row_invariant
     expected = [stock.forward(row, caches[1]) for row in torch.split(ids(2, seed=1), 1, 1)]
     assert torch.equal(got, torch.cat(expected, 1))
 
@@ -244,19 +244,19 @@ def test_a_failed_trial_restores_the_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find(model: nn.Module, *how: Any) -> dict[Any, int]:
-        return dict.fromkeys(find_floors(model, *how) or (), 2)
+        return dict.fromkeys(find_min_rows(model, *how) or (), 2)
 
-    monkeypatch.setattr("meshllm.model.modules.exchange.find_floors", find)
+    monkeypatch.setattr("meshllm.model.modules.exchange.find_min_rows", find)
     monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     runners = [Runner(load_as(kind, source), COUNTS) for kind in (Shard, Coupled)]
 
     padded = [
-        any(isinstance(module, SteadyLinear) for module in runner.shard.model.modules())
+        any(isinstance(module, PaddedLinear) for module in runner.shard.model.modules())
         for runner in runners
     ]
-    assert padded == [runner.is_steady for runner in runners] == [True, False]
+    assert padded == [runner.is_row_invariant for runner in runners] == [True, False]
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "llama4_text", "qwen3_moe", "falcon"])
@@ -266,7 +266,7 @@ def test_refused_models_run_row_by_row_in_every_part(tmp_path: Path, family: str
     parts = [Span(0, 1), Span(0, 6), Span(5, 6)]
     shards = [load_shard(source, span, embed=False, head=False) for span in parts]
 
-    assert not any(Runner(shard, COUNTS).is_steady for shard in shards)
+    assert not any(Runner(shard, COUNTS).is_row_invariant for shard in shards)
 
 
 def test_a_nan_row_does_not_affect_other_sessions(tmp_path: Path) -> None:
@@ -342,5 +342,5 @@ def test_one_deviating_prefill_does_not_fail_the_trial(
 
     monkeypatch.setattr(Shard, "forward", forward_otherwise)
 
-    assert runner_of(tmp_path, "qwen3", torch.bfloat16).is_steady
+    assert runner_of(tmp_path, "qwen3", torch.bfloat16).is_row_invariant
     assert read[0] > max(read[1:])

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshllm.model.kernels import jit
-from meshllm.model.kernels.jit import Native
+from meshllm.model.kernels.jit import JitFunction
 from meshllm.model.kernels.rms_norm import norm
 from meshllm.model.modules.linear_onednn import PackedLinear
-from meshllm.model.steps.trace import Attend, KernelCall, NotReplayable, Op, Recorder, Trace
+from meshllm.model.steps.trace import Attend, KernelCall, NotReplayable, Op, Trace, Tracer
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -20,10 +20,10 @@ HALF = torch.bfloat16
 @torch.inference_mode()
 def record(forward: Callable[[Tensor, Tensor], Tensor]) -> Trace:
     inputs = torch.randn(1, 2, 64).to(HALF), torch.arange(2)[None]
-    recorder = Recorder(inputs)
-    with recorder:
+    tracer = Tracer(inputs)
+    with tracer:
         output = forward(*inputs)
-    return recorder.end(output)
+    return tracer.end(output)
 
 
 def functions(recording: Trace) -> list[object]:
@@ -122,11 +122,11 @@ def test_kernel_calls_are_traced_with_their_addresses() -> None:
 @pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("name", ["scales", "given"])
 def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None:
-    trusting = Native((f"*{name}",), lambda *_: None, held=[name])
-    other = Native((f"*{name}",), lambda *_: None)
+    trusting = JitFunction((f"*{name}",), lambda *_: None, held=[name])
+    other = JitFunction((f"*{name}",), lambda *_: None)
     there = torch.ones(1)  # made outside the trace
 
-    def forward(kernel: Native) -> Callable[[Tensor, Tensor], Tensor]:
+    def forward(kernel: JitFunction) -> Callable[[Tensor, Tensor], Tensor]:
         def call(x: Tensor, _: Tensor) -> Tensor:
             kernel(1, 1, there.data_ptr())
             return x * 2
@@ -139,18 +139,18 @@ def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None
         record(forward(other))
 
 
-def attend(recorder: Recorder, x: Tensor, kept: str = "") -> Tensor:
+def attend(tracer: Tracer, x: Tensor, kept: str = "") -> Tensor:
     """Do what a layer does: update a cache and attend over it."""
     key, held = (x * 2)[:, None], [torch.zeros(1, 1, 5, 64, dtype=HALF)] * 2
     if kept != "no cache":
-        recorder.update(lambda *_: tuple(held))(key, key, 7)
+        tracer.update(lambda *_: tuple(held))(key, key, 7)
     if kept == "twice":
-        recorder.update(lambda *_: tuple(held))(key, key, 8)
+        tracer.update(lambda *_: tuple(held))(key, key, 8)
     seen = (held[0], held[1]) if kept != "others" else (held[0] + 1, held[1])
-    with recorder.paused():
+    with tracer.paused():
         out = torch.zeros(1, 2, 1, 64, dtype=HALF)
     if kept != "never":
-        recorder.attended((x + 1)[:, None], seen, out, 0.5, None)
+        tracer.attended((x + 1)[:, None], seen, out, 0.5, None)
     return out[:, :, 0] + x
 
 
@@ -158,23 +158,23 @@ def attend(recorder: Recorder, x: Tensor, kept: str = "") -> Tensor:
 @torch.inference_mode()
 def test_attention_reads_the_updated_cache(kept: str) -> None:
     x, places = torch.randn(1, 2, 64).to(HALF), torch.arange(2)[None]
-    recorder = Recorder([x, places])
-    with recorder:
-        output = attend(recorder, x, kept)
+    tracer = Tracer([x, places])
+    with tracer:
+        output = attend(tracer, x, kept)
 
     if kept:
         with pytest.raises(NotReplayable, match="atten"):
-            recorder.end(output)
+            tracer.end(output)
     else:
-        (item,) = [each for each in recorder.end(output).items if isinstance(each, Attend)]
+        (item,) = [each for each in tracer.end(output).items if isinstance(each, Attend)]
         assert (item.layer, item.scale, item.window) == (7, 0.5, None)
         assert item.key.shape == (1, 1, 2, 64)
 
 
 def test_nothing_is_traced_after_the_block() -> None:
-    recorder = Recorder([torch.ones(3)])
-    with pytest.raises(ZeroDivisionError), recorder:
+    tracer = Tracer([torch.ones(3)])
+    with pytest.raises(ZeroDivisionError), tracer:
         raise ZeroDivisionError
     torch.ones(3).add(1)
 
-    assert not recorder._items
+    assert not tracer._items

@@ -12,7 +12,7 @@ from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.trial import (
     TOLERANCE,
     TRIED,
-    KeptTrial,
+    CachedTrial,
     chosen_layers,
     draw_rows,
     only_layers,
@@ -115,7 +115,7 @@ def test_a_passed_trial_is_cached_per_part_and_machine(
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
     whole = load_shard(source, Span(0, 6), embed=True, head=True)
     part = load_shard(source, Span(0, 4), embed=True, head=False)
-    trial, bad = KeptTrial(tmp_path / "cache"), "steps differ"
+    trial, bad = CachedTrial(tmp_path / "cache"), "steps differ"
 
     assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # not cached
     assert trial(whole, Stepped(whole)) == ""

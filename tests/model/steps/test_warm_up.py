@@ -86,7 +86,7 @@ def test_a_warmed_up_step_has_the_bits_of_the_model(
     runner = runner_of(tmp_path, family, part, quant)
     text, other, between = begun(runner), begun(runner), list[Tensor]()
 
-    for number, _ in enumerate(runner.rehearsal()):
+    for number, _ in enumerate(runner.warm_up_steps()):
         between += written(runner, text, (1, 2) if number % 3 else (3,))
     forwards, count = forwards_of(runner), len(between)
     outputs = between + written(runner, text, SIZES)
@@ -104,12 +104,12 @@ def test_a_warmed_up_step_has_the_bits_of_the_model(
 def test_an_interrupted_warm_up_is_continued(tmp_path: Path) -> None:
     runner = runner_of(tmp_path, "qwen3", "whole")
 
-    assert len(list(islice(runner.rehearsal(), 4))) == 4
-    rest = len(list(runner.rehearsal()))
+    assert len(list(islice(runner.warm_up_steps(), 4))) == 4
+    rest = len(list(runner.warm_up_steps()))
     prompts = forwards_of(runner)
 
     assert 0 < rest < len(SIZES) * (1 + CHECKS)
-    assert not list(runner.rehearsal())
+    assert not list(runner.warm_up_steps())
     assert not prompts
 
 
@@ -123,5 +123,5 @@ def test_warm_up_ends_if_nothing_can_be_traced(tmp_path: Path) -> None:
         )
         norm.fill_(float("nan"))  # NaN proves nothing
 
-    assert 0 < len(list(islice(runner.rehearsal(), most))) < most
+    assert 0 < len(list(islice(runner.warm_up_steps(), most))) < most
     assert not any(state.is_unfit for state in runner.steps.replay._states.values())

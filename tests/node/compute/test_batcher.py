@@ -12,7 +12,7 @@ from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.worker import Worker, compute_thread
 
 
-class Recorder:
+class Tracer:
     """Doubles numbers in two phases; negative ones fail."""
 
     def __init__(self, worker: Worker, jobs: asyncio.TaskGroup) -> None:
@@ -35,12 +35,12 @@ class Recorder:
 
 
 @asynccontextmanager
-async def recording() -> AsyncIterator[tuple[Worker, Recorder]]:
+async def recording() -> AsyncIterator[tuple[Worker, Tracer]]:
     """Open a running batcher."""
     async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
-        recorder = Recorder(worker, jobs)
-        async with recorder.batcher:
-            yield worker, recorder
+        tracer = Tracer(worker, jobs)
+        async with tracer.batcher:
+            yield worker, tracer
 
 
 def _double(number: int) -> int:
@@ -67,35 +67,35 @@ def busy(worker: Worker) -> Event:
 
 
 async def test_waiting_jobs_run_in_one_batch() -> None:
-    async with recording() as (worker, recorder):
+    async with recording() as (worker, tracer):
         gate = busy(worker)
-        jobs = [recorder.submit(number) for number in range(5)]
+        jobs = [tracer.submit(number) for number in range(5)]
         gate.set()
 
         assert [[await future for future in futures] for futures in jobs] == [
             [2 * number, 4 * number] for number in range(5)
         ]
-        await recorder.submit(7)[1]
+        await tracer.submit(7)[1]
 
-    assert recorder.batches == [[0, 1, 2, 3, 4], [7]]
+    assert tracer.batches == [[0, 1, 2, 3, 4], [7]]
 
 
 async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
-    async with recording() as (worker, recorder):
+    async with recording() as (worker, tracer):
         gate, short = busy(worker), asyncio.Future[int]()
-        recorder.batcher.submit(1, _settling(short))
-        whole = recorder.submit(2)
+        tracer.batcher.submit(1, _settling(short))
+        whole = tracer.submit(2)
         gate.set()
 
         assert [await future for future in (short, *whole)] == [2, 4, 8]
 
-    assert recorder.batches == [[1, 2]]
+    assert tracer.batches == [[1, 2]]
 
 
 async def test_a_job_that_fails_fails_alone() -> None:
-    async with recording() as (worker, recorder):
+    async with recording() as (worker, tracer):
         gate = busy(worker)
-        good, bad = recorder.submit(3), recorder.submit(-1)
+        good, bad = tracer.submit(3), tracer.submit(-1)
         gate.set()
 
         with pytest.raises(ValueError, match="-1 is negative"):
@@ -105,15 +105,15 @@ async def test_a_job_that_fails_fails_alone() -> None:
 
 
 async def test_a_failed_batch_fails_its_jobs_and_no_later_ones() -> None:
-    async with recording() as (_, recorder):
-        recorder.fault = KeyError("a bug")
-        first, second = recorder.submit(1)
+    async with recording() as (_, tracer):
+        tracer.fault = KeyError("a bug")
+        first, second = tracer.submit(1)
         assert await first == 2
         with pytest.raises(KeyError, match="a bug"):
             await second
 
-        recorder.fault = None
-        assert await recorder.submit(2)[1] == 8
+        tracer.fault = None
+        assert await tracer.submit(2)[1] == 8
 
 
 async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> None:
@@ -123,10 +123,10 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
     heard: list[int] = []
 
     async def work() -> None:
-        async with recording() as (worker, recorder):
+        async with recording() as (worker, tracer):
             gate = busy(worker)
-            recorder.batcher.submit(1, heard.append, fail)
-            recorder.batcher.submit(2, heard.append, fail)
+            tracer.batcher.submit(1, heard.append, fail)
+            tracer.batcher.submit(2, heard.append, fail)
             gate.set()
             await asyncio.sleep(10)
 
@@ -139,33 +139,33 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
 
 async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     heard: list[int] = []
-    async with recording() as (worker, recorder):
+    async with recording() as (worker, tracer):
         gate = busy(worker)
-        recorder.batcher.submit(1, heard.append, heard.append)
+        tracer.batcher.submit(1, heard.append, heard.append)
         asyncio.get_running_loop().call_later(0.05, gate.set)
     await asyncio.sleep(0)
-    recorder.batcher.submit(2, heard.append, heard.append)
+    tracer.batcher.submit(2, heard.append, heard.append)
 
-    assert recorder.batches == [[1]]
+    assert tracer.batches == [[1]]
     assert not heard
 
 
 async def test_a_batcher_without_jobs_waits_for_no_others() -> None:
-    async with recording() as (worker, recorder):
-        await recorder.submit(1)[1]
+    async with recording() as (worker, tracer):
+        await tracer.submit(1)[1]
         await worker.run(int)  # the batch has ended, too
         gate = busy(worker)
         worker.start(gate.set)  # never before the gate is open
         async with asyncio.timeout(5):
-            await recorder.batcher.__aexit__(None, None, None)
+            await tracer.batcher.__aexit__(None, None, None)
         assert not gate.is_set()
         gate.set()
 
 
 async def test_a_job_may_come_before_the_batcher_is_entered() -> None:
     async with compute_thread() as worker, asyncio.TaskGroup() as jobs:
-        recorder = Recorder(worker, jobs)
-        futures = recorder.submit(1)
+        tracer = Tracer(worker, jobs)
+        futures = tracer.submit(1)
 
         assert [await future for future in futures] == [2, 4]
 
@@ -173,38 +173,38 @@ async def test_a_job_may_come_before_the_batcher_is_entered() -> None:
 async def test_a_function_runs_by_itself() -> None:
     order: list[str] = []
     told: list[object] = []
-    async with recording() as (worker, recorder):
+    async with recording() as (worker, tracer):
         gate = busy(worker)
-        recorder.submit(1)
-        recorder.batcher.submit_alone(lambda: order.append("first"))
-        recorder.batcher.submit_alone(lambda: order.append("second"), told.append)
-        recorder.batcher.submit_alone(lambda: 1 // 0, told.append)
-        last = recorder.submit(2)  # in the batch of the first
+        tracer.submit(1)
+        tracer.batcher.submit_alone(lambda: order.append("first"))
+        tracer.batcher.submit_alone(lambda: order.append("second"), told.append)
+        tracer.batcher.submit_alone(lambda: 1 // 0, told.append)
+        last = tracer.submit(2)  # in the batch of the first
         gate.set()
         await last[1]
         await worker.run(int)
         await asyncio.sleep(0)
-    recorder.batcher.submit_alone(lambda: order.append("late"))
+    tracer.batcher.submit_alone(lambda: order.append("late"))
 
-    assert recorder.batches == [[1, 2]]
+    assert tracer.batches == [[1, 2]]
     assert order == ["first", "second"]
     assert told[0] is None
     assert isinstance(told[1], ZeroDivisionError)
 
 
 async def test_no_job_is_lost_between_the_threads() -> None:
-    async with recording() as (_, recorder):
+    async with recording() as (_, tracer):
 
         async def ask(number: int) -> None:
             for _ in range(200):
-                first, second = recorder.submit(number)
+                first, second = tracer.submit(number)
                 assert (await first, await second) == (2 * number, 4 * number)
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             for number in range(8):
                 group.create_task(ask(number))
 
-    assert sum(map(len, recorder.batches)) == 8 * 200
+    assert sum(map(len, tracer.batches)) == 8 * 200
 
 
 def test_valid_values_are_mapped_together_and_failures_stay() -> None:

@@ -32,7 +32,7 @@ class FakeRunner:
     def __init__(self, steps: int, error: Exception | None = None) -> None:
         self.done, self._steps, self._error = 0, steps, error
 
-    def rehearsal(self) -> Iterator[None]:
+    def warm_up_steps(self) -> Iterator[None]:
         for _ in range(self._steps):
             yield
             self.done += 1
@@ -149,7 +149,7 @@ async def test_a_warm_ring_records_nothing_for_its_first_request(
         monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S if is_warm else 99.0)
         async with open_local_ring(tiny, options) as ring:
             runners = [*ring.entry._ends.runners, *(stage._runner for stage in ring.stages)]
-            if not all(runner.is_steady for runner in runners):
+            if not all(runner.is_row_invariant for runner in runners):
                 pytest.skip("this processor adds in another order")
             if is_warm:
                 await ring.warmed_up()

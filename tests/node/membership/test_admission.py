@@ -15,8 +15,8 @@ from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.membership import admission as module
 from meshllm.node.membership import state_store as keyring_module
-from meshllm.node.membership.admission import Gate
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.admission import MemberAdmission
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import (
     MAX_CHAIN,
     Credential,
@@ -41,22 +41,22 @@ class House:
     """A founder with a gate."""
 
     def __init__(self, folder: Path) -> None:
-        self.keyring = Keyring.open(folder)
-        self.credential = self.keyring.found()
+        self.store = StateStore.open(folder)
+        self.credential = self.store.found()
         self.removals: dict[NodeId, Removal] = {}
-        self.gate = Gate(self.keyring, self.credential, self.removals)
+        self.gate = MemberAdmission(self.store, self.credential, self.removals)
 
     def ticket(
         self, role: Role = Role.NODE, lasts_s: float | None = None, uses: int | None = None
     ) -> Ticket:
-        return self.keyring.invite([], role, lasts_s=lasts_s, uses=uses)
+        return self.store.invite([], role, lasts_s=lasts_s, uses=uses)
 
     def judge(self, proof: Credential | TicketProof, peer: NodeId = GUEST.node) -> Credential:
         return asyncio.run(self.gate.judge(peer, proof, Purpose.MESH, 1))
 
     def remove(self, node: NodeId, *spared: NodeId) -> None:
         mesh = self.credential.mesh
-        self.removals[node] = remove(self.keyring.key, mesh, node, 1, spared)
+        self.removals[node] = remove(self.store.key, mesh, node, 1, spared)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def house(tmp_path: Path) -> House:
 
 
 def test_a_member_is_admitted_by_its_own_credential(house: House) -> None:
-    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+    credential = issue(house.store.key, house.credential, GUEST.node, Role.NODE)
 
     assert house.judge(credential) == credential
 
@@ -76,14 +76,14 @@ def test_a_member_of_another_mesh_is_rejected(house: House) -> None:
 
 
 def test_a_credential_of_another_node_is_rejected(house: House) -> None:
-    credential = issue(house.keyring.key, house.credential, OTHER.node, Role.NODE)
+    credential = issue(house.store.key, house.credential, OTHER.node, Role.NODE)
 
     with pytest.raises(NotAuthorised, match="shows the credential of"):
         house.judge(credential)
 
 
 def test_a_removed_member_and_its_guests_are_rejected(house: House) -> None:
-    credential = issue(house.keyring.key, house.credential, GUEST.node, Role.NODE)
+    credential = issue(house.store.key, house.credential, GUEST.node, Role.NODE)
     friend = issue(GUEST, credential, OTHER.node, Role.NODE)
     house.remove(GUEST.node)
 
@@ -183,16 +183,16 @@ def test_a_ticket_does_not_admit_a_removed_key(house: House) -> None:
 
 
 def test_a_too_long_credential_chain_does_not_use_up_a_ticket(house: House) -> None:
-    credential, key = house.credential, house.keyring.key
+    credential, key = house.credential, house.store.key
     for number in range(MAX_CHAIN):
         guest = NodeKey(bytes([number]) * 32)
         credential, key = issue(key, credential, guest.node, Role.NODE), guest
-    house.gate = Gate(house.keyring, credential, {})
+    house.gate = MemberAdmission(house.store, credential, {})
 
     with pytest.raises(NotAuthorised, match="invitations away"):
         house.judge(house.ticket(uses=1).prove(CONTEXT))
 
-    assert house.keyring.invitations()[0].guests == ()
+    assert house.store.invitations()[0].guests == ()
 
 
 def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
@@ -206,7 +206,7 @@ def test_one_of_two_concurrent_guests_gets_the_last_use(house: House) -> None:
     outcomes = asyncio.run(both())
 
     assert sorted(type(each).__name__ for each in outcomes) == ["Credential", "NotAuthorised"]
-    (invitation,) = house.keyring.invitations()
+    (invitation,) = house.store.invitations()
     assert len(invitation.guests) == 1
 
 
@@ -224,7 +224,7 @@ def test_unknown_peers_cause_no_disk_reads(house: House) -> None:
             assert [*house.gate.guests()] == [ticket.psk]
         assert not reads
 
-        other = Keyring.open(house.keyring.folder).invite([], Role.NODE, lasts_s=None, uses=None)
+        other = StateStore.open(house.store.folder).invite([], Role.NODE, lasts_s=None, uses=None)
         reads.clear()
         for _ in range(5):
             assert [*house.gate.guests()] == [other.psk, ticket.psk]
@@ -239,18 +239,18 @@ async def test_a_use_of_a_ticket_is_saved_off_the_loop_before_the_reply(house: H
         jobs.append(function)
         return function(*args)
 
-    gate = Gate(house.keyring, house.credential, {}, elsewhere)
+    gate = MemberAdmission(house.store, house.credential, {}, elsewhere)
     await gate.judge(GUEST.node, ticket.prove(CONTEXT), Purpose.MESH, 1)
 
-    assert jobs == [house.keyring.use]
-    (kept,) = Keyring.open(house.keyring.folder).invitations()
+    assert jobs == [house.store.use]
+    (kept,) = StateStore.open(house.store.folder).invitations()
     assert kept.guests == (GUEST.node,)
 
 
 def test_a_ticket_dropped_meanwhile_admits_no_guest(house: House) -> None:
     house.ticket(uses=1)
-    (invitation,) = house.keyring.invitations()
+    (invitation,) = house.store.invitations()
     for _ in range(keyring_module.MAX_INVITATIONS):
         house.ticket()
 
-    assert not house.keyring.use(invitation, GUEST.node)
+    assert not house.store.use(invitation, GUEST.node)

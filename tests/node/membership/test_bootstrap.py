@@ -12,7 +12,7 @@ from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import bootstrap as module
 from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, enter
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, BeaconCodec
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import NodeOptions
@@ -35,37 +35,37 @@ def run(tmp_path: Path) -> Run:
     return lambda story: run_virtual(main(story))
 
 
-def guest(town: Town, name: str = "guest") -> Keyring:
-    return Keyring.open(town.folder / name)
+def guest(town: Town, name: str = "guest") -> StateStore:
+    return StateStore.open(town.folder / name)
 
 
-async def come(town: Town, keyring: Keyring, ticket: str | None = None) -> Membership:
-    options = NodeOptions(state=keyring.folder, join=ticket, discovery=False)
-    return await enter(keyring, options, (town.transport,))
+async def come(town: Town, store: StateStore, ticket: str | None = None) -> Membership:
+    options = NodeOptions(state=store.folder, join=ticket, discovery=False)
+    return await enter(store, options, (town.transport,))
 
 
 def ticket(house: House, role: Role = Role.NODE, **limits: Any) -> str:
     limits = {"lasts_s": None, "uses": None} | limits
-    return house.keyring.invite([house.address], role, **limits).encode()
+    return house.store.invite([house.address], role, **limits).encode()
 
 
 def test_without_a_ticket_a_mesh_is_founded(run: Run) -> None:
     async def story(town: Town) -> None:
-        keyring = guest(town)
-        own = await come(town, keyring)
+        store = guest(town)
+        own = await come(town, store)
         assert own.is_founder
         assert (own.link, own.hints, own.incarnation) == (None, (), 1)
-        assert keyring.credential == own.credential
+        assert store.credential == own.credential
 
     run(story)
 
 
 def test_a_returning_member_has_the_addresses_of_others(run: Run) -> None:
     async def story(town: Town) -> None:
-        keyring = guest(town)
-        first = await come(town, keyring)
-        keyring.peers = {NodeId(bytes(32)): ["loopback:x"]}
-        again = await come(town, keyring)
+        store = guest(town)
+        first = await come(town, store)
+        store.peers = {NodeId(bytes(32)): ["loopback:x"]}
+        again = await come(town, store)
         assert again.credential == first.credential
         assert (again.incarnation, again.link) == (2, None)
         assert again.hints == ((NodeId(bytes(32)), ("loopback:x",)),)
@@ -75,13 +75,13 @@ def test_a_returning_member_has_the_addresses_of_others(run: Run) -> None:
 
 def test_a_ticket_gives_a_membership(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
-        own = await come(town, keyring, ticket(a))
+        a, store = await town.add("a"), guest(town)
+        own = await come(town, store, ticket(a))
         assert own.link is not None
         assert (own.link.peer, own.is_founder) == (a.me, False)
         assert own.hints == ((a.me, (a.address,)),)
-        assert keyring.credential == own.credential
-        mesh, node = a.credential.mesh, keyring.key.node
+        assert store.credential == own.credential
+        mesh, node = a.credential.mesh, store.key.node
         assert check(own.credential, node, mesh, 0, {}) is Role.NODE
         await own.link.close()
 
@@ -90,12 +90,12 @@ def test_a_ticket_gives_a_membership(run: Run) -> None:
 
 def test_a_ticket_is_used_once_by_one_node(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
+        a, store = await town.add("a"), guest(town)
         text = ticket(a, uses=1)
-        first = await come(town, keyring, text)
+        first = await come(town, store, text)
         assert first.link is not None
         await first.link.close()
-        again = await come(town, keyring, text)
+        again = await come(town, store, text)
         assert (again.credential, again.link) == (first.credential, None)
         assert again.hints[0] == (a.me, (a.address,))
         other = guest(town, "other")
@@ -108,9 +108,9 @@ def test_a_ticket_is_used_once_by_one_node(run: Run) -> None:
 
 def test_a_node_waits_for_its_inviter(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
+        a, store = await town.add("a"), guest(town)
         await a.close()
-        coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
+        coming = asyncio.ensure_future(come(town, store, ticket(a)))
         await asyncio.sleep(100)
         assert not coming.done()
         assert caplog.text.count("waiting for the inviter") == 1
@@ -131,7 +131,7 @@ def test_an_inviter_without_a_transport_is_an_error_at_once(
 ) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
-        text = a.keyring.invite(addresses, Role.NODE, lasts_s=None, uses=None).encode()
+        text = a.store.invite(addresses, Role.NODE, lasts_s=None, uses=None).encode()
         began = asyncio.get_running_loop().time()
         with pytest.raises(UserError, match="`loopback` cannot dial any address") as raised:
             await come(town, guest(town), text)
@@ -143,25 +143,25 @@ def test_an_inviter_without_a_transport_is_an_error_at_once(
 
 def test_a_cancelled_wait_leaves_nothing(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
+        a, store = await town.add("a"), guest(town)
         await a.close()
-        coming = asyncio.ensure_future(come(town, keyring, ticket(a)))
+        coming = asyncio.ensure_future(come(town, store, ticket(a)))
         await asyncio.sleep(REDIAL_S / 2)
         coming.cancel()
         await asyncio.wait([coming])
-        assert keyring.credential is None
+        assert store.credential is None
 
     run(story)
 
 
 def test_a_rejection_is_reported_at_once(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
-        removal = remove(a.keyring.key, a.credential.mesh, keyring.key.node, 1)
+        a, store = await town.add("a"), guest(town)
+        removal = remove(a.store.key, a.credential.mesh, store.key.node, 1)
         a.links.act(a.machine.remove(removal, 0.0))
         began = asyncio.get_running_loop().time()
         with pytest.raises(NotAuthorised, match="permanently removed"):
-            await come(town, keyring, ticket(a))
+            await come(town, store, ticket(a))
         assert asyncio.get_running_loop().time() - began < REDIAL_S
 
     run(story)
@@ -179,11 +179,11 @@ def test_an_expired_ticket_is_not_sent(run: Run) -> None:
 
 def test_a_node_cannot_use_a_ticket_for_a_client(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
+        a, store = await town.add("a"), guest(town)
         with pytest.raises(UserError, match="for a client") as raised:
-            await come(town, keyring, ticket(a, Role.CLIENT))
+            await come(town, store, ticket(a, Role.CLIENT))
         assert raised.value.hint
-        assert keyring.credential is None
+        assert store.credential is None
 
     run(story)
 
@@ -201,9 +201,9 @@ def test_joining_another_mesh_replaces_the_membership(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
-        before = await come(town, keyring)
-        own = await come(town, keyring, ticket(a))
+        a, store = await town.add("a"), guest(town)
+        before = await come(town, store)
+        own = await come(town, store, ticket(a))
         assert own.credential.mesh == a.credential.mesh != before.credential.mesh
         assert own.incarnation == 2
         assert "leaves its previous mesh" in caplog.text
@@ -215,13 +215,13 @@ def test_joining_another_mesh_replaces_the_membership(
 
 def test_a_new_ticket_renews_a_void_membership(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, b, keyring = await town.add("a"), await town.add("b"), guest(town)
-        first = await come(town, keyring, ticket(b))
-        keyring.peers = {NodeId(bytes(32)): ["loopback:x"]}
-        again = await come(town, keyring, ticket(a))
+        a, b, store = await town.add("a"), await town.add("b"), guest(town)
+        first = await come(town, store, ticket(b))
+        store.peers = {NodeId(bytes(32)): ["loopback:x"]}
+        again = await come(town, store, ticket(a))
         assert [own.credential.chain[-1].issuer for own in (first, again)] == [b.me, a.me]
-        assert keyring.credential == again.credential
-        assert keyring.peers  # other data of the mesh is kept
+        assert store.credential == again.credential
+        assert store.peers  # other data of the mesh is kept
         for own in (first, again):
             assert own.link is not None
             await own.link.close()
@@ -233,9 +233,9 @@ def test_a_founder_keeps_its_own_credential(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
         await a.close()
-        own = await come(town, a.keyring, ticket(b))
+        own = await come(town, a.store, ticket(b))
         assert own.is_founder
-        assert a.keyring.credential == a.credential
+        assert a.store.credential == a.credential
         assert own.link is not None
         await own.link.close()
 
@@ -244,12 +244,12 @@ def test_a_founder_keeps_its_own_credential(run: Run) -> None:
 
 def test_an_inviter_without_the_ticket_is_not_dialled_endlessly(run: Run) -> None:
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
+        a, store = await town.add("a"), guest(town)
         text = ticket(a)
-        a.keyring._change(lambda content: {**content, "invitations": []})
+        a.store._change(lambda content: {**content, "invitations": []})
         began = asyncio.get_running_loop().time()
         with pytest.raises(NotAuthorised, match="Ticket rejected") as raised:
-            await come(town, keyring, text)
+            await come(town, store, text)
         assert raised.value.hint
         assert asyncio.get_running_loop().time() - began < 2 * MAX_CLOSED * REDIAL_S
 
@@ -258,10 +258,10 @@ def test_an_inviter_without_the_ticket_is_not_dialled_endlessly(run: Run) -> Non
 
 def test_a_ticket_of_this_node_does_not_replace_its_membership(run: Run) -> None:
     async def story(town: Town) -> None:
-        keyring = guest(town)
-        own = await come(town, keyring)
-        text = keyring.invite(["loopback:x"], Role.NODE, lasts_s=None, uses=None).encode()
-        again = await come(town, keyring, text)
+        store = guest(town)
+        own = await come(town, store)
+        text = store.invite(["loopback:x"], Role.NODE, lasts_s=None, uses=None).encode()
+        again = await come(town, store, text)
         assert (again.credential, again.link) == (own.credential, None)
 
     run(story)
@@ -270,7 +270,7 @@ def test_a_ticket_of_this_node_does_not_replace_its_membership(run: Run) -> None
 def test_the_ticket_is_not_sent_to_another_node_at_the_address(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await town.add("a"), await town.add("b")
-        real = a.keyring.invite([b.address], Role.NODE, lasts_s=None, uses=None)
+        real = a.store.invite([b.address], Role.NODE, lasts_s=None, uses=None)
         with pytest.raises(NotAuthorised, match="Ticket rejected"):
             await come(town, guest(town), real.encode())
         assert await guest_of(town, replace(real, addresses=(b.address, a.address)).encode())
@@ -308,10 +308,10 @@ def test_a_beacon_gives_the_address_of_the_inviter(
     monkeypatch.setattr(module, "open_beacon", fake)
 
     async def story(town: Town) -> None:
-        a, keyring = await town.add("a"), guest(town)
-        text = a.keyring.invite([], Role.NODE, lasts_s=None, uses=None).encode()
-        options = NodeOptions(state=keyring.folder, join=text)
-        coming = asyncio.ensure_future(enter(keyring, options, (town.transport,)))
+        a, store = await town.add("a"), guest(town)
+        text = a.store.invite([], Role.NODE, lasts_s=None, uses=None).encode()
+        options = NodeOptions(state=store.folder, join=text)
+        coming = asyncio.ensure_future(enter(store, options, (town.transport,)))
         await asyncio.sleep(10)
         heard[0](a.me, (a.address,))
         own = await coming

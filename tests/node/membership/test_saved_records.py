@@ -6,42 +6,42 @@ import pytest
 
 from meshllm.names import NodeId
 from meshllm.node.membership.saved_records import SavedRecords, save_records
-from meshllm.node.membership.state_store import Keyring
+from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.membership.records import MAX_MEMBERS
 
 ME, ANN, BOB, EVE = (NodeId(bytes([number]) * 32) for number in range(4))
 
 
 @pytest.fixture
-def keyring(tmp_path: Path) -> Keyring:
-    return Keyring.open(tmp_path)
+def store(tmp_path: Path) -> StateStore:
+    return StateStore.open(tmp_path)
 
 
 def met(*nodes: NodeId, removed: tuple[NodeId, ...] = (), at: str = "loopback:new") -> SavedRecords:
     return SavedRecords((), dict.fromkeys((ME, *nodes), (at,)), frozenset((ME, *removed)))
 
 
-def test_addresses_of_nodes_not_met_are_kept(keyring: Keyring) -> None:
-    keyring.peers = {ANN: ["loopback:ann"], BOB: ["loopback:bob"]}
+def test_addresses_of_nodes_not_met_are_kept(store: StateStore) -> None:
+    store.peers = {ANN: ["loopback:ann"], BOB: ["loopback:bob"]}
 
-    save_records(keyring, met(BOB))
+    save_records(store, met(BOB))
 
-    assert keyring.peers == {ANN: ("loopback:ann",), BOB: ("loopback:new",)}
-
-
-def test_addresses_of_removed_nodes_are_dropped(keyring: Keyring) -> None:
-    keyring.peers = {ANN: ["loopback:ann"], EVE: ["loopback:eve"]}
-
-    save_records(keyring, met(ANN, EVE, removed=(EVE,)))
-
-    assert keyring.peers == {ANN: ("loopback:new",)}
+    assert store.peers == {ANN: ("loopback:ann",), BOB: ("loopback:new",)}
 
 
-def test_of_too_many_addresses_those_of_met_nodes_are_kept(keyring: Keyring) -> None:
+def test_addresses_of_removed_nodes_are_dropped(store: StateStore) -> None:
+    store.peers = {ANN: ["loopback:ann"], EVE: ["loopback:eve"]}
+
+    save_records(store, met(ANN, EVE, removed=(EVE,)))
+
+    assert store.peers == {ANN: ("loopback:new",)}
+
+
+def test_of_too_many_addresses_those_of_met_nodes_are_kept(store: StateStore) -> None:
     crowd = [NodeId(number.to_bytes(32)) for number in range(1000, 1000 + MAX_MEMBERS)]
-    keyring.peers = {node: ["loopback:old"] for node in crowd}
+    store.peers = {node: ["loopback:old"] for node in crowd}
 
-    save_records(keyring, met(ANN))
+    save_records(store, met(ANN))
 
-    assert len(keyring.peers) == MAX_MEMBERS
-    assert keyring.peers[ANN] == ("loopback:new",)
+    assert len(store.peers) == MAX_MEMBERS
+    assert store.peers[ANN] == ("loopback:new",)

@@ -15,7 +15,7 @@ import pytest
 from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import state_store as module
-from meshllm.node.membership.state_store import Invitation, Keyring
+from meshllm.node.membership.state_store import Invitation, StateStore
 from meshllm.protocol.trust.credential import Role, found
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES
 from tests.builders.handshakes import FOUNDED, GUEST, HOST, OTHER
@@ -24,24 +24,24 @@ SOMEBODY = OTHER.node
 
 
 @pytest.fixture
-def keyring(tmp_path: Path) -> Keyring:
-    return Keyring.open(tmp_path / "state")
+def store(tmp_path: Path) -> StateStore:
+    return StateStore.open(tmp_path / "state")
 
 
-def again(keyring: Keyring) -> Keyring:
-    return Keyring.open(keyring.folder)
+def again(store: StateStore) -> StateStore:
+    return StateStore.open(store.folder)
 
 
-def damage(keyring: Keyring, content: object) -> None:
-    (keyring.folder / "mesh.json").write_text(json.dumps(content))
+def damage(store: StateStore, content: object) -> None:
+    (store.folder / "mesh.json").write_text(json.dumps(content))
 
 
 def test_all_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "state"
     folder.mkdir(parents=True, mode=0o777)
-    keyring = Keyring.open(folder)
-    keyring.found()
-    with keyring.locked():
+    store = StateStore.open(folder)
+    store.found()
+    with store.locked():
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -49,23 +49,23 @@ def test_all_files_are_private(tmp_path: Path) -> None:
     assert set(modes.values()) == {0o600}
 
 
-def test_the_mode_of_a_readable_key_is_restored(keyring: Keyring) -> None:
-    (keyring.folder / "node.key").chmod(0o644)
+def test_the_mode_of_a_readable_key_is_restored(store: StateStore) -> None:
+    (store.folder / "node.key").chmod(0o644)
 
-    again(keyring)
+    again(store)
 
-    assert stat.S_IMODE((keyring.folder / "node.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE((store.folder / "node.key").stat().st_mode) == 0o600
 
 
-def test_the_key_is_created_once(keyring: Keyring) -> None:
-    assert again(keyring).key.node == keyring.key.node
+def test_the_key_is_created_once(store: StateStore) -> None:
+    assert again(store).key.node == store.key.node
 
 
 def test_concurrent_processes_create_one_key(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path;"
-        "from meshllm.node.membership.state_store import Keyring;"
-        "input(); print(Keyring.open(Path(sys.argv[1])).key.node.hex())"
+        "from meshllm.node.membership.state_store import StateStore;"
+        "input(); print(StateStore.open(Path(sys.argv[1])).key.node.hex())"
     )
 
     def begin() -> "subprocess.Popen[str]":
@@ -82,23 +82,23 @@ def test_concurrent_processes_create_one_key(tmp_path: Path) -> None:
 
 
 def test_the_second_process_uses_the_key_of_the_first(
-    keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = keyring.folder / "node.key"
+    path = store.folder / "node.key"
 
     seed = module._first_seed(path)
 
     assert seed.hex() == path.read_text().strip()
-    assert again(keyring).key.node == keyring.key.node
+    assert again(store).key.node == store.key.node
 
 
 @pytest.mark.parametrize("data", [b"", b"ab" * 31, b"zz" * 32, b"\xff" * 64, b"ab" * 33])
-def test_a_damaged_key_is_reported_and_kept(keyring: Keyring, data: bytes) -> None:
-    path = keyring.folder / "node.key"
+def test_a_damaged_key_is_reported_and_kept(store: StateStore, data: bytes) -> None:
+    path = store.folder / "node.key"
     path.write_bytes(data)
 
     with pytest.raises(UserError, match="Invalid key file") as raised:
-        again(keyring)
+        again(store)
 
     assert raised.value.hint
     assert path.read_bytes() == data
@@ -144,175 +144,175 @@ INVITATION = {"secret": "ab" * 16, "role": "node", "expires_s": 0, "uses": None,
         ),
     ],
 )
-def test_json_that_is_not_ours_is_one_clear_error(keyring: Keyring, content: object) -> None:
-    damage(keyring, content)
+def test_json_that_is_not_ours_is_one_clear_error(store: StateStore, content: object) -> None:
+    damage(store, content)
 
     with pytest.raises(UserError, match=r"Invalid state file `.*mesh\.json`") as raised:
-        again(keyring)
+        again(store)
 
     assert raised.value.hint
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_no_json_is_one_clear_error(keyring: Keyring, data: bytes) -> None:
-    (keyring.folder / "mesh.json").write_bytes(data)
+def test_no_json_is_one_clear_error(store: StateStore, data: bytes) -> None:
+    (store.folder / "mesh.json").write_bytes(data)
 
     with pytest.raises(UserError, match=r"Invalid state file `.*mesh\.json`"):
-        again(keyring)
+        again(store)
 
 
 def test_a_file_instead_of_the_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
 
     with pytest.raises(UserError, match="cannot be used"):
-        Keyring.open(tmp_path / "state")
+        StateStore.open(tmp_path / "state")
 
 
 def test_a_folder_of_another_user_is_refused(
-    keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keyring.folder.chmod(0o755)
+    store.folder.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
 
     with pytest.raises(UserError, match="belongs to another user"):
-        again(keyring)
+        again(store)
 
-    assert stat.S_IMODE(keyring.folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE(store.folder.stat().st_mode) == 0o755
 
 
-def test_one_folder_is_for_one_node_at_a_time(keyring: Keyring) -> None:
+def test_one_folder_is_for_one_node_at_a_time(store: StateStore) -> None:
     with (
-        keyring.locked(),
+        store.locked(),
         pytest.raises(UserError, match="already running"),
-        again(keyring).locked(),
+        again(store).locked(),
     ):
         pass
 
-    with again(keyring).locked():
+    with again(store).locked():
         pass
 
 
-def test_a_new_folder_has_no_mesh(keyring: Keyring) -> None:
-    assert (keyring.credential, keyring.mesh) == (None, None)
+def test_a_new_folder_has_no_mesh(store: StateStore) -> None:
+    assert (store.credential, store.mesh) == (None, None)
 
 
-def test_a_founded_mesh_is_saved(keyring: Keyring) -> None:
-    founded = keyring.found()
+def test_a_founded_mesh_is_saved(store: StateStore) -> None:
+    founded = store.found()
 
-    assert again(keyring).credential == founded
-    assert again(keyring).mesh == founded.mesh
-
-
-def test_concurrent_starts_are_all_counted(keyring: Keyring) -> None:
-    other = again(keyring)
-
-    assert [ring.next_incarnation() for ring in (keyring, other, keyring)] == [1, 2, 3]
+    assert again(store).credential == founded
+    assert again(store).mesh == founded.mesh
 
 
-def test_another_mesh_drops_the_data_of_the_last(keyring: Keyring) -> None:
-    keyring.next_incarnation()
-    keyring.found()
-    keyring.remember("records", b"x")
-    keyring.peers = {SOMEBODY: ["loopback:a"]}
-    keyring.invite([], Role.NODE, lasts_s=None, uses=None)
+def test_concurrent_starts_are_all_counted(store: StateStore) -> None:
+    other = again(store)
 
-    keyring.join(FOUNDED)
-
-    assert keyring.mesh == FOUNDED.mesh
-    assert (keyring.peers, keyring.invitations(), keyring.recall("records")) == ({}, [], b"")
-    assert keyring.next_incarnation() == 2
+    assert [ring.next_incarnation() for ring in (store, other, store)] == [1, 2, 3]
 
 
-def test_another_credential_of_the_mesh_drops_nothing(keyring: Keyring) -> None:
-    keyring.join(FOUNDED)
-    keyring.remember("records", b"x")
+def test_another_mesh_drops_the_data_of_the_last(store: StateStore) -> None:
+    store.next_incarnation()
+    store.found()
+    store.remember("records", b"x")
+    store.peers = {SOMEBODY: ["loopback:a"]}
+    store.invite([], Role.NODE, lasts_s=None, uses=None)
 
-    keyring.join(FOUNDED)
+    store.join(FOUNDED)
 
-    assert keyring.recall("records") == b"x"
-
-
-def test_peers_and_bytes_are_saved(keyring: Keyring) -> None:
-    keyring.peers = {SOMEBODY: ["loopback:a", "loopback:b"]}
-    keyring.remember("records", b"\x00\xff")
-
-    assert again(keyring).peers == {SOMEBODY: ("loopback:a", "loopback:b")}
-    assert again(keyring).recall("records") == b"\x00\xff"
-    assert again(keyring).recall("else") == b""
+    assert store.mesh == FOUNDED.mesh
+    assert (store.peers, store.invitations(), store.recall("records")) == ({}, [], b"")
+    assert store.next_incarnation() == 2
 
 
-def test_unchanged_data_is_not_written(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    keyring.peers = {SOMEBODY: ["loopback:a"]}
-    keyring.remember("records", b"x")
-    before = (keyring.folder / "mesh.json").stat().st_ino
+def test_another_credential_of_the_mesh_drops_nothing(store: StateStore) -> None:
+    store.join(FOUNDED)
+    store.remember("records", b"x")
 
-    keyring.peers = {SOMEBODY: ("loopback:a",)}
-    keyring.remember("records", b"x")
+    store.join(FOUNDED)
 
-    assert (keyring.folder / "mesh.json").stat().st_ino == before
+    assert store.recall("records") == b"x"
 
 
-def test_writes_of_another_process_are_kept(keyring: Keyring) -> None:
-    keyring.found()
-    other = again(keyring)
-    keyring.invite([], Role.NODE, lasts_s=None, uses=1)
-    (invitation,) = keyring.invitations()
-    keyring.use(invitation, SOMEBODY)
+def test_peers_and_bytes_are_saved(store: StateStore) -> None:
+    store.peers = {SOMEBODY: ["loopback:a", "loopback:b"]}
+    store.remember("records", b"\x00\xff")
+
+    assert again(store).peers == {SOMEBODY: ("loopback:a", "loopback:b")}
+    assert again(store).recall("records") == b"\x00\xff"
+    assert again(store).recall("else") == b""
+
+
+def test_unchanged_data_is_not_written(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.peers = {SOMEBODY: ["loopback:a"]}
+    store.remember("records", b"x")
+    before = (store.folder / "mesh.json").stat().st_ino
+
+    store.peers = {SOMEBODY: ("loopback:a",)}
+    store.remember("records", b"x")
+
+    assert (store.folder / "mesh.json").stat().st_ino == before
+
+
+def test_writes_of_another_process_are_kept(store: StateStore) -> None:
+    store.found()
+    other = again(store)
+    store.invite([], Role.NODE, lasts_s=None, uses=1)
+    (invitation,) = store.invitations()
+    store.use(invitation, SOMEBODY)
 
     other.remember("client", b"x")
 
-    (kept,) = keyring.invitations()
+    (kept,) = store.invitations()
     assert kept.guests == (SOMEBODY,)
     assert not kept.is_open(0)
 
 
 def test_a_crash_while_writing_leaves_the_old_file(
-    keyring: Keyring, monkeypatch: pytest.MonkeyPatch
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    founded = keyring.found()
+    founded = store.found()
 
     def crash(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(UserError, match="No space left"):
-        keyring.join(found(HOST, bytes(16)))
+        store.join(found(HOST, bytes(16)))
 
-    assert again(keyring).credential == founded
+    assert again(store).credential == founded
 
 
-def test_only_a_member_can_invite(keyring: Keyring) -> None:
+def test_only_a_member_can_invite(store: StateStore) -> None:
     with pytest.raises(NotAuthorised, match="is in no mesh"):
-        keyring.invite([], Role.NODE, lasts_s=None, uses=None)
+        store.invite([], Role.NODE, lasts_s=None, uses=None)
 
 
-def test_a_ticket_matches_the_saved_invitation(keyring: Keyring) -> None:
-    keyring.found()
+def test_a_ticket_matches_the_saved_invitation(store: StateStore) -> None:
+    store.found()
 
-    ticket = keyring.invite(["loopback:a"], Role.CLIENT, lasts_s=60, uses=2)
+    ticket = store.invite(["loopback:a"], Role.CLIENT, lasts_s=60, uses=2)
 
-    (invitation,) = again(keyring).invitations()
+    (invitation,) = again(store).invitations()
     assert (ticket.secret, ticket.role) == (invitation.secret, invitation.role)
     assert ticket.expires_s == invitation.expires_s > 0
-    assert ticket.inviter == keyring.key.node
+    assert ticket.inviter == store.key.node
     assert (ticket.addresses, invitation.uses) == (("loopback:a",), 2)
 
 
-def test_a_ticket_has_a_limited_number_of_addresses(keyring: Keyring) -> None:
-    keyring.found()
+def test_a_ticket_has_a_limited_number_of_addresses(store: StateStore) -> None:
+    store.found()
 
-    ticket = keyring.invite([f"loopback:{n}" for n in range(99)], Role.NODE, lasts_s=1, uses=1)
+    ticket = store.invite([f"loopback:{n}" for n in range(99)], Role.NODE, lasts_s=1, uses=1)
 
     assert ticket.addresses == tuple(f"loopback:{n}" for n in range(MAX_ADDRESSES))
 
 
-def test_closed_invitations_are_dropped(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    keyring.found()
+def test_closed_invitations_are_dropped(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.found()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
-    keyring.invite([], Role.NODE, lasts_s=-5, uses=None)
-    tickets = [keyring.invite([], Role.NODE, lasts_s=99, uses=None) for _ in range(4)]
+    store.invite([], Role.NODE, lasts_s=-5, uses=None)
+    tickets = [store.invite([], Role.NODE, lasts_s=99, uses=None) for _ in range(4)]
 
-    kept = [invitation.secret for invitation in keyring.invitations()]
+    kept = [invitation.secret for invitation in store.invitations()]
 
     assert kept == [ticket.secret for ticket in tickets[1:]]
 
@@ -337,40 +337,40 @@ def test_an_invitation_closes(fields: dict[str, Any], guest: NodeId | None, is_o
     assert invitation.is_open(100.0, guest) is is_open
 
 
-def test_a_guest_counts_once_and_not_without_a_limit(keyring: Keyring) -> None:
-    keyring.found()
-    keyring.invite([], Role.NODE, lasts_s=None, uses=2)
-    keyring.invite([], Role.NODE, lasts_s=None, uses=None)
+def test_a_guest_counts_once_and_not_without_a_limit(store: StateStore) -> None:
+    store.found()
+    store.invite([], Role.NODE, lasts_s=None, uses=2)
+    store.invite([], Role.NODE, lasts_s=None, uses=None)
 
     for _ in range(2):
-        for each in keyring.invitations():
-            keyring.use(each, SOMEBODY)
+        for each in store.invitations():
+            store.use(each, SOMEBODY)
 
-    limited, free = keyring.invitations()
+    limited, free = store.invitations()
     assert (limited.guests, free.guests) == ((SOMEBODY,), ())
 
 
-def test_a_file_deleted_while_the_node_runs_is_restored(keyring: Keyring) -> None:
-    credential = keyring.found()
-    ticket = keyring.invite([], Role.NODE, lasts_s=None, uses=1)
-    (keyring.folder / "mesh.json").unlink()
+def test_a_file_deleted_while_the_node_runs_is_restored(store: StateStore) -> None:
+    credential = store.found()
+    ticket = store.invite([], Role.NODE, lasts_s=None, uses=1)
+    (store.folder / "mesh.json").unlink()
 
-    (invitation,) = keyring.invitations()
-    assert keyring.use(invitation, GUEST.node)
+    (invitation,) = store.invitations()
+    assert store.use(invitation, GUEST.node)
 
-    (kept,) = again(keyring).invitations()
+    (kept,) = again(store).invitations()
     assert (kept.secret, kept.guests) == (ticket.secret, (GUEST.node,))
-    assert again(keyring).credential == credential
+    assert again(store).credential == credential
 
 
 def test_a_file_damaged_while_the_node_runs_is_reported_once(
-    keyring: Keyring, caplog: pytest.LogCaptureFixture
+    store: StateStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keyring.found()
-    keyring.invite([], Role.NODE, lasts_s=None, uses=1)
-    before = keyring.invitations()
+    store.found()
+    store.invite([], Role.NODE, lasts_s=None, uses=1)
+    before = store.invitations()
 
-    damage(keyring, "text")
+    damage(store, "text")
 
-    assert keyring.invitations() == keyring.invitations() == before
+    assert store.invitations() == store.invitations() == before
     assert caplog.text.count("Invalid state file") == 1

@@ -243,7 +243,7 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
         c = await town.add("c")
         c.meet(a)
         await asyncio.sleep(3)
-        removal = remove(a.keyring.key, a.credential.mesh, b.me, 1)
+        removal = remove(a.store.key, a.credential.mesh, b.me, 1)
         a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
         assert (a.peers, a.lost_ones) == ({c.me}, [b.me])
         await asyncio.sleep(0.5)
@@ -259,7 +259,7 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
 def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        twin = House("twin", b.keyring, b.credential, town.transport, 2)
+        twin = House("twin", b.store, b.credential, town.transport, 2)
         town.houses["twin"] = twin
         await twin.open()
         twin.meet(a)
@@ -393,7 +393,7 @@ def test_a_bug_of_the_gate_does_not_end_the_node(
             raise ZeroDivisionError
 
         with monkeypatch.context() as patch:
-            patch.setattr("meshllm.node.membership.admission.Gate.judge", broken)
+            patch.setattr("meshllm.node.membership.admission.MemberAdmission.judge", broken)
             with pytest.raises(LinkLost):
                 await dial(b, a)
         assert "bug in a link" in caplog.text
@@ -410,7 +410,7 @@ def test_a_rejected_link_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -
     async def story(town: Town) -> None:
         a, b = await pair(town)
         now = asyncio.get_running_loop().time()
-        removal = remove(a.keyring.key, a.credential.mesh, b.me, 1)
+        removal = remove(a.store.key, a.credential.mesh, b.me, 1)
         a.links.act(a.machine.remove(removal, now))
         with pytest.raises(NotAuthorised, match="removed"):
             await dial(b, a)

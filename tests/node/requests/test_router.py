@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
-from meshllm.node.requests.router import MAX_PER_PEER, RING_S, Desk
+from meshllm.node.requests.router import MAX_PER_PEER, RING_S, RequestRouter
 from meshllm.protocol.membership.codec import Ask, Hush, Said
 from meshllm.protocol.ring.failover import ATTEMPTS
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
@@ -86,24 +86,26 @@ class World:
     """Nodes connected by a network without delay."""
 
     def __init__(self) -> None:
-        self.desks: dict[NodeId, Desk] = {}
+        self.routers: dict[NodeId, RequestRouter] = {}
         self.rings: dict[NodeId, FakeRing] = {}
         self.sent: list[tuple[NodeId, NodeId, Ask | Said | Hush]] = []
         self.clients: set[NodeId] = set()
         self.drop: Callable[[NodeId, Ask | Said | Hush], bool] = lambda _, __: False
 
-    def add(self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False) -> Desk:
+    def add(
+        self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False
+    ) -> RequestRouter:
         def send(peer: NodeId, message: Ask | Said | Hush) -> None:
             self.sent.append((node, peer, message))
-            if peer in self.desks and not self.drop(peer, message):
-                desk, is_client = self.desks[peer], node in self.clients
+            if peer in self.routers and not self.drop(peer, message):
+                router, is_client = self.routers[peer], node in self.clients
                 asyncio.get_running_loop().call_soon(
-                    lambda: desk.receive(node, message, is_client=is_client)
+                    lambda: router.receive(node, message, is_client=is_client)
                 )
 
         self.rings[node] = ring or FakeRing()
-        self.desks[node] = Desk(node, self.rings[node], send, asks_ingress=is_client)
-        return self.desks[node]
+        self.routers[node] = RequestRouter(node, self.rings[node], send, asks_ingress=is_client)
+        return self.routers[node]
 
     def said(self, peer: NodeId) -> list[Event | MeshError]:
         """Return the events and errors sent to a peer."""
@@ -122,13 +124,13 @@ class World:
         """Run a story among the nodes, and check that it leaves no state behind."""
 
         async def main() -> None:
-            running = [asyncio.ensure_future(desk.run()) for desk in self.desks.values()]
+            running = [asyncio.ensure_future(router.run()) for router in self.routers.values()]
             await asyncio.sleep(0)
             async with asyncio.timeout(1000):
                 await story()
                 await asyncio.sleep(1)
-            for desk in self.desks.values():
-                assert (desk._remote._calls, desk._served, desk.counts.active) == ({}, {}, 0)
+            for router in self.routers.values():
+                assert (router._remote._calls, router._served, router.counts.active) == ({}, {}, 0)
             assert not [task for task in running if task.done()]
             for task in running:
                 task.cancel()
@@ -142,12 +144,12 @@ def world() -> World:
     return World()
 
 
-async def all_of(desk: Desk, request: Request = REQUEST) -> list[Event]:
-    return [event async for event in desk.generate(request)]
+async def all_of(router: RequestRouter, request: Request = REQUEST) -> list[Event]:
+    return [event async for event in router.generate(request)]
 
 
-async def note(desk: Desk, events: list[Event]) -> None:
-    async for event in desk.generate(REQUEST):
+async def note(router: RequestRouter, events: list[Event]) -> None:
+    async for event in router.generate(REQUEST):
         events.append(event)  # noqa: PERF401  # it is read although the rest fails
 
 
@@ -156,50 +158,54 @@ def text_of(events: Sequence[object]) -> str:
 
 
 def test_the_entry_answers_itself(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[answer()]))
+    router = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        assert await all_of(desk) == answer()
+        assert await all_of(router) == answer()
 
     world.run(story)
     assert world.sent == []
-    assert (desk.counts.served, desk.counts.failed, desk.counts.tokens) == (1, 0, 5)
+    assert (router.counts.served, router.counts.failed, router.counts.tokens) == (1, 0, 5)
 
 
 def test_neither_prompt_nor_answer_is_kept(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[answer()]))
+    router = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        await all_of(desk)
+        await all_of(router)
 
     world.run(story)
-    assert desk.counts.last is not None
-    assert (desk.counts.last.text, desk.counts.last.tokens, desk.counts.last_tokens) == ("", (), 5)
+    assert router.counts.last is not None
+    assert (router.counts.last.text, router.counts.last.tokens, router.counts.last_tokens) == (
+        "",
+        (),
+        5,
+    )
 
 
 def test_an_ingress_forwards_to_the_entry(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     entry = world.add(ENTRY, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        assert await all_of(desk) == answer()
+        assert await all_of(router) == answer()
 
     world.run(story)
     assert world.rings[ENTRY].asked == [REQUEST]
-    assert (desk.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
+    assert (router.counts.served, entry.counts.served) == (1, 0)  # its ingress counts it
 
 
 @pytest.mark.parametrize("last", [answer()[-1], UserError("too long")], ids=["answer", "error"])
 def test_a_request_costs_one_message_and_one_for_each_event(
     world: World, last: Event | Exception
 ) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     events = [*answer()[:-1], last]
     world.add(ENTRY, FakeRing(attempts=[events]))
 
     async def story() -> None:
         with suppress(UserError):
-            await all_of(desk)
+            await all_of(router)
 
     world.run(story)
     kinds = Counter(type(message) for _, _, message in world.sent)
@@ -207,13 +213,13 @@ def test_a_request_costs_one_message_and_one_for_each_event(
 
 
 def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
-        asking = asyncio.ensure_future(all_of(desk))
+        asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(0.1)
         for line in (b'{"audio": "a later version"}', b"{"):
-            desk.receive(ENTRY, Said(asked(world), line), is_client=False)
+            router.receive(ENTRY, Said(asked(world), line), is_client=False)
         with pytest.raises(PeerFault):
             await asking
 
@@ -224,14 +230,14 @@ def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> 
 def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
     client = world.add(OTHER, FakeRing(at=ME))
     world.clients.add(OTHER)
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
         assert await all_of(client) == answer()
 
     world.run(story)
-    assert (client.counts.served, desk.counts.served) == (1, 1)
+    assert (client.counts.served, router.counts.served) == (1, 1)
 
 
 def test_only_the_entry_answers_a_node(world: World) -> None:
@@ -239,7 +245,7 @@ def test_only_the_entry_answers_a_node(world: World) -> None:
     world.add(ENTRY)
 
     async def story() -> None:
-        world.desks[ME].receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        world.routers[ME].receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -248,11 +254,11 @@ def test_only_the_entry_answers_a_node(world: World) -> None:
 
 
 def test_closing_cancels_on_the_entry(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]]))
 
     async def story() -> None:
-        async with aclosing(desk.generate(REQUEST)) as events:
+        async with aclosing(router.generate(REQUEST)) as events:
             assert await anext(events) == Piece("a")
 
     world.run(story)
@@ -260,15 +266,15 @@ def test_closing_cancels_on_the_entry(world: World) -> None:
     assert isinstance(ask, Ask)
     assert hush == Hush(ask.ask)
     assert world.rings[ENTRY].closed == 1
-    assert (desk.counts.served, desk.counts.failed) == (0, 0)
+    assert (router.counts.served, router.counts.failed) == (0, 0)
 
 
 def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[None]]))
 
     async def story() -> None:
-        asking = asyncio.ensure_future(all_of(desk))
+        asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         asking.cancel()
         await asyncio.wait([asking])
@@ -279,22 +285,22 @@ def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
 
 
 def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[answer()]))
+    router = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
-        desk.receive(OTHER, Hush(ASK), is_client=False)
+        router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        router.receive(OTHER, Hush(ASK), is_client=False)
 
     world.run(story)
     assert world.sent == []
 
 
 def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[[*answer()]]))
+    router = world.add(ME, FakeRing(attempts=[[*answer()]]))
 
     async def story() -> None:
-        desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
-        desk.receive(ENTRY, Hush(ASK), is_client=False)
+        router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        router.receive(ENTRY, Hush(ASK), is_client=False)
 
     world.run(story)
     assert world.said(OTHER) == answer()
@@ -303,41 +309,41 @@ def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
 @pytest.mark.parametrize("cut", range(len(pieces(TEXT)) + 2))
 def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
     first = [*answer()[:cut], LinkLost("gone")]
-    desk = world.add(ME, FakeRing(attempts=[first, answer()]))
+    router = world.add(ME, FakeRing(attempts=[first, answer()]))
 
     async def story() -> None:
-        events = await all_of(desk)
+        events = await all_of(router)
         assert text_of(events) == TEXT
         assert events[-1] == answer()[-1]
         assert Piece("") not in events
 
     world.run(story)
-    assert (desk.counts.served, desk.counts.failed) == (1, 0)
+    assert (router.counts.served, router.counts.failed) == (1, 0)
 
 
 @pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])
 def test_several_lost_rings_lose_no_character(world: World, cuts: tuple[int, ...]) -> None:
     attempts = [[*answer()[:cut], LinkLost("gone")] for cut in cuts]
-    desk = world.add(ME, FakeRing(attempts=[*attempts, answer()]))
+    router = world.add(ME, FakeRing(attempts=[*attempts, answer()]))
 
     async def story() -> None:
-        assert text_of(await all_of(desk)) == TEXT
+        assert text_of(await all_of(router)) == TEXT
 
     world.run(story)
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
 def test_a_lost_link_to_the_entry_loses_no_character(world: World, cut: int) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[*answer()[:cut], None], answer()]))
 
     async def story() -> None:
         events: list[Event] = []
-        async for event in desk.generate(REQUEST):
+        async for event in router.generate(REQUEST):
             events.append(event)
             if len(events) == cut:
-                desk.lost(ENTRY)
-                world.desks[ENTRY].lost(ME)
+                router.lost(ENTRY)
+                world.routers[ENTRY].lost(ME)
         assert text_of(events) == TEXT
 
     world.run(story)
@@ -346,10 +352,10 @@ def test_a_lost_link_to_the_entry_loses_no_character(world: World, cut: int) -> 
 
 def test_the_next_ring_is_given_the_tokens_of_the_last(world: World) -> None:
     ring = FakeRing(attempts=[[*answer()[:4], LinkLost("gone")], answer()])
-    desk = world.add(ME, ring)
+    router = world.add(ME, ring)
 
     async def story() -> None:
-        await all_of(desk)
+        await all_of(router)
 
     world.run(story)
     assert [request.given for request in ring.asked] == [(), (0, 1, 2)]
@@ -357,11 +363,11 @@ def test_the_next_ring_is_given_the_tokens_of_the_last(world: World) -> None:
 
 def test_the_number_of_retries_is_limited(world: World) -> None:
     ring = FakeRing(attempts=[[LinkLost(f"gone {n}")] for n in range(ATTEMPTS + 1)])
-    desk = world.add(ME, ring)
+    router = world.add(ME, ring)
 
     async def story() -> None:
         with pytest.raises(LinkLost, match=f"gone {ATTEMPTS - 1}"):
-            await all_of(desk)
+            await all_of(router)
 
     world.run(story)
     assert len(ring.asked) == ATTEMPTS
@@ -391,7 +397,7 @@ def test_a_client_that_loses_its_ingress_retries(world: World) -> None:
         asking = asyncio.ensure_future(note(client, events))
         await asyncio.sleep(1)
         client.lost(OTHER)
-        world.desks[OTHER].lost(ME)
+        world.routers[OTHER].lost(ME)
         await asking
 
     world.run(story)
@@ -399,25 +405,25 @@ def test_a_client_that_loses_its_ingress_retries(world: World) -> None:
 
 
 def test_other_errors_are_not_retried(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
     world.add(ENTRY, FakeRing(attempts=[[UserError("too long", hint="cut it")]]))
 
     async def story() -> None:
         with pytest.raises(UserError, match="too long") as raised:
-            await all_of(desk)
+            await all_of(router)
         assert raised.value.hint == "cut it"
 
     world.run(story)
-    assert desk.counts.failed == 1
+    assert router.counts.failed == 1
 
 
 def test_waiting_for_a_ring_times_out(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=None))
+    router = world.add(ME, FakeRing(at=None))
 
     async def story() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimedOut, match="There is no ring: they sleep"):
-            await all_of(desk)
+            await all_of(router)
         assert asyncio.get_running_loop().time() - began == RING_S
 
     world.run(story)
@@ -426,11 +432,11 @@ def test_waiting_for_a_ring_times_out(world: World) -> None:
 def test_a_bug_ends_its_request_and_no_other(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk = world.add(ME, FakeRing(attempts=[[ZeroDivisionError()], answer()]))
+    router = world.add(ME, FakeRing(attempts=[[ZeroDivisionError()], answer()]))
 
     async def story() -> None:
         for ask in (ASK, b"j" * 16):
-            desk.receive(OTHER, Ask(ask, request_to_json(REQUEST)), is_client=False)
+            router.receive(OTHER, Ask(ask, request_to_json(REQUEST)), is_client=False)
 
     world.run(story)
     told = world.said(OTHER)
@@ -441,10 +447,10 @@ def test_a_bug_ends_its_request_and_no_other(
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"raw": 1}', b"\xff", b'{"max_tokens": 0}'])
 def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes) -> None:
-    desk = world.add(ME)
+    router = world.add(ME)
 
     async def story() -> None:
-        desk.receive(OTHER, Ask(ASK, data), is_client=True)
+        router.receive(OTHER, Ask(ASK, data), is_client=True)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -452,17 +458,17 @@ def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes)
 
 
 def test_the_requests_of_a_peer_are_limited(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[[None]] * (MAX_PER_PEER + 1)))
+    router = world.add(ME, FakeRing(attempts=[[None]] * (MAX_PER_PEER + 1)))
 
     async def story() -> None:
         for number in range(MAX_PER_PEER + 1):
             ask = Ask(bytes([number]) * 16, request_to_json(REQUEST))
-            desk.receive(OTHER, ask, is_client=False)
-        desk.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+            router.receive(OTHER, ask, is_client=False)
+        router.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
-        assert len(desk._served) == MAX_PER_PEER + 1  # the other peer has its own
-        desk.lost(OTHER)
-        desk.lost(ENTRY)
+        assert len(router._served) == MAX_PER_PEER + 1  # the other peer has its own
+        router.lost(OTHER)
+        router.lost(ENTRY)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -471,13 +477,13 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
 
 
 def test_a_duplicate_request_id_is_refused(world: World) -> None:
-    desk = world.add(ME, FakeRing(attempts=[[None], [None]]))
+    router = world.add(ME, FakeRing(attempts=[[None], [None]]))
 
     async def story() -> None:
         for _ in range(2):
-            desk.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+            router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(0.1)
-        desk.lost(OTHER)
+        router.lost(OTHER)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -491,17 +497,17 @@ def asked(world: World) -> bytes:
 
 
 def test_lines_of_other_peers_are_ignored(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
-        asking = asyncio.ensure_future(all_of(desk))
+        asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         ask = asked(world)
-        desk.receive(OTHER, Said(ask, event_to_json(Piece("lie"))), is_client=False)
-        desk.receive(ENTRY, Said(ASK, event_to_json(Piece("lost"))), is_client=False)
-        desk.receive(ENTRY, Hush(ask), is_client=False)
-        desk.lost(OTHER)
-        desk.receive(ENTRY, Said(ask, event_to_json(answer_of("", 0))), is_client=False)
+        router.receive(OTHER, Said(ask, event_to_json(Piece("lie"))), is_client=False)
+        router.receive(ENTRY, Said(ASK, event_to_json(Piece("lost"))), is_client=False)
+        router.receive(ENTRY, Hush(ask), is_client=False)
+        router.lost(OTHER)
+        router.receive(ENTRY, Said(ask, event_to_json(answer_of("", 0))), is_client=False)
         assert await asking == [answer_of("", 0)]
 
     world.run(story)
@@ -509,34 +515,34 @@ def test_lines_of_other_peers_are_ignored(world: World) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"null", b'{"piece": 1}', b"[" * 9999, b'{"answer": {}}'])
 def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
-        asking = asyncio.ensure_future(all_of(desk))
+        asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
-        desk.receive(ENTRY, Said(asked(world), data), is_client=False)
+        router.receive(ENTRY, Said(asked(world), data), is_client=False)
         with pytest.raises(PeerFault):
             await asking
 
     world.run(story)
     assert isinstance(world.sent[-1][-1], Hush)
-    assert desk.counts.failed == 1
+    assert router.counts.failed == 1
 
 
 def test_an_answer_that_overflows_the_buffer_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "MAX_UNREAD", 8 * len(event_to_json(Piece("a", (1,)))))
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
-        async with aclosing(desk.generate(REQUEST)) as events:
+        async with aclosing(router.generate(REQUEST)) as events:
             first = asyncio.ensure_future(anext(events))
             await asyncio.sleep(1)
-            ask, (call,) = asked(world), desk._remote._calls.values()
+            ask, (call,) = asked(world), router._remote._calls.values()
             letters: list[Event] = [Piece("a", (token,)) for token in range(9)]
             for letter in letters * 9:
-                desk.receive(ENTRY, Said(ask, event_to_json(letter)), is_client=False)
+                router.receive(ENTRY, Said(ask, event_to_json(letter)), is_client=False)
             assert call.lines.qsize() == 8 + 1
             assert await first == letters[0]
             for _ in range(7):
@@ -549,11 +555,11 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
 
 
 def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
-    desk = world.add(ME, FakeRing(at=ENTRY))
+    router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
         with pytest.raises(UserError, match="unpaired surrogate"):
-            await all_of(desk, Request(raw="\udcff"))
+            await all_of(router, Request(raw="\udcff"))
 
     world.run(story)
     assert not any(isinstance(message, Ask) for _, _, message in world.sent)

@@ -17,7 +17,7 @@ from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring import local_ring
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
-from meshllm.node.session.generation import Ended, Order, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Ends
 from meshllm.request import FinishReason, Prefilled, Sampling
 from meshllm.testing.clock import run_virtual
@@ -29,12 +29,12 @@ PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 TOKENS = 12
 
 
-def order(prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, seed: int = 0) -> Order:
+def order(prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, seed: int = 0) -> GenerationRequest:
     sampling = Sampling(temperature=0.9 if seed else 0.0, seed=seed)
-    return Order(tuple(prompt), sampling, tokens, is_last=lambda _: False)
+    return GenerationRequest(tuple(prompt), sampling, tokens, is_last=lambda _: False)
 
 
-async def answer(ring: LocalRing, asked: Order) -> list[int]:
+async def answer(ring: LocalRing, asked: GenerationRequest) -> list[int]:
     return [o.id async for o in ring.entry.generate(asked) if isinstance(o, Token)]
 
 

@@ -14,7 +14,7 @@ from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, _IdleLink
-from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
 from meshllm.protocol.ring.forming import Begin
@@ -138,7 +138,7 @@ def world(llama: Path) -> World:
 async def tokens(place: Place) -> list[int]:
     entry = place.runtime.entry
     assert entry is not None
-    order = Order((3, 1, 4, 1, 5), Sampling(), 6, lambda _: False)
+    order = GenerationRequest((3, 1, 4, 1, 5), Sampling(), 6, lambda _: False)
     return [out.id async for out in entry.generate(order) if isinstance(out, Token)]
 
 

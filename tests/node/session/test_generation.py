@@ -3,11 +3,11 @@
 from typing import Any
 
 from meshllm.node.compute.stopwatch import Stopwatch
-from meshllm.node.session.generation import Ahead
+from meshllm.node.session.generation import PrefetchedStep
 
 
 def test_an_early_request_gets_the_result_when_it_is_known() -> None:
-    ahead, heard = Ahead(Stopwatch()), list[Any]()
+    ahead, heard = PrefetchedStep(Stopwatch()), list[Any]()
 
     ahead.ask(heard.append)
     assert not heard
@@ -17,7 +17,7 @@ def test_an_early_request_gets_the_result_when_it_is_known() -> None:
 
 
 def test_a_late_request_gets_the_result_at_once() -> None:
-    ahead, heard = Ahead(Stopwatch()), list[Any]()
+    ahead, heard = PrefetchedStep(Stopwatch()), list[Any]()
     error = RuntimeError("out of memory")
 
     ahead.hear(error)

@@ -20,7 +20,7 @@ from meshllm.names import Digest, SessionId, WireMode
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session import stage
-from meshllm.node.session.generation import Order, Token
+from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.node.session.split_head import HeadParts, LogitsRequest, SplitStep
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.planning.plan import Ends
@@ -215,7 +215,7 @@ async def ask(
     ring: LocalRing, temperature: float = 0.0, prompt: Sequence[int] = PROMPT
 ) -> list[int]:
     sampling = Sampling(temperature=temperature, seed=1)
-    order = Order(tuple(prompt), sampling, TOKENS, is_last=lambda _: False)
+    order = GenerationRequest(tuple(prompt), sampling, TOKENS, is_last=lambda _: False)
     return [o.id async for o in ring.entry.generate(order) if isinstance(o, Token)]
 
 

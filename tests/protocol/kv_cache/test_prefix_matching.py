@@ -4,19 +4,19 @@ import pytest
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
-from meshllm.protocol.kv_cache.prefix_index import IDLE_S, Base, Shelf
-from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, Prefixes
+from meshllm.protocol.kv_cache.prefix_index import IDLE_S, PrefixHit, PrefixIndex
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 
 PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
 MORE = (91, 92, 93)
 
 
-def shelf(blocks: int = 9) -> Shelf:
-    return Shelf(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
+def index(blocks: int = 9) -> PrefixIndex:
+    return PrefixIndex(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
 
 
-def kept(slack: int | None = None, *, prompt: int = 50) -> Prefixes[str]:
-    prefixes: Prefixes[str] = Prefixes(shelf(), slack)
+def kept(slack: int | None = None, *, prompt: int = 50) -> PrefixCache[str]:
+    prefixes: PrefixCache[str] = PrefixCache(index(), slack)
     prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, "a", len(PROMPT), 0.0)
     return prefixes
 
@@ -64,31 +64,31 @@ def test_unused_texts_are_dropped() -> None:
     prefixes.expire(IDLE_S)
 
     assert prefixes.find((*PROMPT, *MORE), IDLE_S) is None
-    assert prefixes.shelf.deadline is None
+    assert prefixes.index.deadline is None
 
 
 def test_a_session_evicts_texts_in_its_way() -> None:
     prefixes = kept()
-    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+    assert prefixes.index.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
 
     assert prefixes.find(MORE, 1.0) is None
     assert not prefixes._texts
-    assert prefixes.shelf.budget.kept_bytes == 0
+    assert prefixes.index.budget.kept_bytes == 0
 
 
 def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     prefixes = kept()
-    assert prefixes.shelf.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
+    assert prefixes.index.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
 
     assert prefixes.find((*PROMPT[:20], *MORE), 1.0) == (
-        Base(SessionId(b"a" * 16), 20, whole=True, reach=len(PROMPT)),
+        PrefixHit(SessionId(b"a" * 16), 20, whole=True, reach=len(PROMPT)),
         "a",
     )
     assert not prefixes._texts
 
 
 def test_the_longest_prefix_is_found() -> None:
-    prefixes: Prefixes[str] = Prefixes(shelf(), None)
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
     for name, length in (("a", 20), ("b", 35), ("c", 25)):
         session = SessionId(name.encode() * 16)
         prefixes.keep(session, PROMPT[:length], 40, name, length, 0.0)

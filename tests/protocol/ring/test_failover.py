@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import LinkLost
-from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, Reported
+from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from tests.builders.fake_ring import answer_of
 
@@ -78,8 +78,8 @@ def test_a_token_renews_the_attempts() -> None:
 
 
 def test_what_an_ingress_reports_is_final() -> None:
-    with pytest.raises(Reported):
-        Failover(REQUEST).lost(Reported("no ring"))
+    with pytest.raises(RetriesExhausted):
+        Failover(REQUEST).lost(RetriesExhausted("no ring"))
 
 
 def test_prefill_is_reported_until_the_first_token() -> None:

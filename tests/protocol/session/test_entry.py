@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.prefix_index import Base
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 from meshllm.protocol.session.actions import (
     Action,
     Closed,
@@ -533,7 +533,7 @@ def test_tokens_up_to_the_limit_end_the_answer() -> None:
     assert entry.picked((91, 92, 93), 0.4)[-2:] == [Done(FinishReason.LENGTH), Closed(())]
 
 
-BASE = Base(SessionId(b"b" * 16), 2, whole=True)
+BASE = PrefixHit(SessionId(b"b" * 16), 2, whole=True)
 RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
 
 

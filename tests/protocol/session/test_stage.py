@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
-from meshllm.protocol.kv_cache.prefix_index import Shelf
+from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.messages import (
@@ -401,13 +401,13 @@ THREE = SessionId(b"3" * 16)
 RESUME = Resume(TWO, EPOCH, ONE, 3, whole=True)
 
 
-def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) -> Shelf:
-    return Shelf(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
+def shelf_of(blocks: int, most_bytes: int | None = None, idle_s: float = 600.0) -> PrefixIndex:
+    return PrefixIndex(KvBudget([room(blocks)]), most_bytes, idle_s=idle_s)
 
 
 def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
     """A middle rank that keeps 4 positions of session ONE."""
-    stage = Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, shelf=shelf_of(blocks))
+    stage = Stage(1, 3, epoch=EPOCH, max_sessions=2, idle_s=60.0, index=shelf_of(blocks))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
     stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
@@ -415,7 +415,7 @@ def shelved(blocks: int = 1000, kv_len: int = 4) -> Stage:
 
 
 def test_a_closed_session_is_kept_if_there_is_room() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(1))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(1))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
 
@@ -431,7 +431,7 @@ def test_a_closed_session_is_kept_if_there_is_room() -> None:
     ("most_bytes", "kv_len"), [(BLOCK - 1, 4), (None, 3)], ids=["no room", "rows missing"]
 )
 def test_a_cache_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len: int) -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, most_bytes))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(9, most_bytes))
     stage.receive(data(0, rows=kv_len, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(kv_len), 0.0, SPENT)
 
@@ -515,7 +515,7 @@ def test_an_idle_resumed_session_is_freed() -> None:
 
 
 def test_a_session_freed_by_one_rank_is_kept_by_none() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(9, 0))
     stage.receive(data(0, rows=4, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(4), 0.0, SPENT)
 
@@ -567,7 +567,7 @@ def test_rows_of_an_unknown_session_allocate_nothing() -> None:
 
 
 def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(3))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(3))
     for session in (ONE, TWO):
         stage.receive(data(0, rows=BLOCK, flags=Flags.PREFILL, session=session), 0.0)
         stage.computed(session, blob(BLOCK), 0.0, SPENT)
@@ -584,16 +584,16 @@ def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() 
 
 
 def test_an_ended_or_idle_session_releases_its_bytes() -> None:
-    shelf = shelf_of(2, 0)
-    stage = Stage(1, 3, epoch=EPOCH, idle_s=60.0, shelf=shelf)
+    index = shelf_of(2, 0)
+    stage = Stage(1, 3, epoch=EPOCH, idle_s=60.0, index=index)
     for session in (ONE, TWO):
         stage.receive(data(0, session=session), 0.0)
         stage.computed(session, blob(1), 0.0, SPENT)
 
     stage.receive(Close(ONE, EPOCH), 1.0)
-    assert shelf.budget.live_bytes == BLOCK
+    assert index.budget.live_bytes == BLOCK
     stage.expire(60.0)
-    assert shelf.budget.live_bytes == 0
+    assert index.budget.live_bytes == 0
 
 
 def test_the_kept_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
@@ -604,12 +604,12 @@ def test_the_kept_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_unavailable_kept_cache_causes_a_gap(*, whole: bool) -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(2))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(2))
     stage.receive(data(0, rows=2 * BLOCK, flags=Flags.PREFILL), 0.0)
     stage.computed(ONE, blob(2 * BLOCK), 0.0, SPENT)
     stage.receive(Close(ONE, EPOCH, keep=4), 0.0)
     # Nothing of it is evicted for one that took its room by other means.
-    stage._shelf.budget.reserve(THREE, BLOCK)
+    stage._index.budget.reserve(THREE, BLOCK)
     resume = replace(RESUME, whole=whole)
 
     assert stage.receive(resume, 1.0) == [Free(ONE), Forward(resume)]
@@ -618,7 +618,7 @@ def test_an_unavailable_kept_cache_causes_a_gap(*, whole: bool) -> None:
 
 def test_a_copy_that_does_not_fit_is_not_made() -> None:
     stage, copy = shelved(blocks=1), replace(RESUME, whole=False)
-    stage._shelf.budget.reserve(THREE, BLOCK)
+    stage._index.budget.reserve(THREE, BLOCK)
 
     assert stage.receive(copy, 1.0) == [Forward(copy)]
 
@@ -632,14 +632,14 @@ def test_a_lost_ring_leaves_the_caches_of_its_sessions() -> None:
 
     assert stage.interrupt(2.0) == [Keep(TWO), Free(THREE)]
 
-    later = Stage(1, 3, epoch=EPOCH + 1, shelf=stage._shelf)
+    later = Stage(1, 3, epoch=EPOCH + 1, index=stage._index)
     resume = Resume(SessionId(b"4" * 16), EPOCH + 1, TWO, 3, whole=True)
     assert later.receive(resume, 3.0)[0] == Adopt(resume.session, TWO, 3, whole=True)
     assert stage.budget.live_bytes == later.budget.live_bytes
 
 
 def test_a_lost_ring_without_a_prefix_cache_frees_everything() -> None:
-    stage = Stage(1, 3, epoch=EPOCH, shelf=shelf_of(9, 0))
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(9, 0))
     stage.receive(data(0, rows=3, flags=Flags.PREFILL), 1.0)
     stage.computed(ONE, blob(3), 1.0, SPENT)
 

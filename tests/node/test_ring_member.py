@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
+from meshllm.node.ring_member import CALM_S, FORM_S, RingMember
 from meshllm.node.session.text import RingBackend
-from meshllm.node.standing import CALM_S, FORM_S, Standing
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.records import Lifecycle, State
 from meshllm.protocol.planning.chunking import ring_times
@@ -46,7 +46,9 @@ class Place:
             profiles=self.profiles, charter=None,
         )  # fmt: skip
         self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
-        self.standing = Standing(cast("Any", machine), cast("Any", self.links), lambda: "nobody")
+        self.ring_member = RingMember(
+            cast("Any", machine), cast("Any", self.links), lambda: "nobody"
+        )
         self.formed: list[bool] = []
         self.runtime = SimpleNamespace(plan=None, entry=None, sessions=3, formed=self.form)
 
@@ -58,14 +60,14 @@ class Place:
         self.formed.append(is_formed)
 
     def serve(self, plan: Plan | None = PLAN) -> None:
-        self.standing.runtime = cast("Any", self.runtime)
+        self.ring_member.runtime = cast("Any", self.runtime)
         self.runtime.plan = plan
-        self.standing.publish()
+        self.ring_member.publish()
 
     def work(self, entry: object = "entry") -> None:
-        self.standing.model = cast("Any", SimpleNamespace(worker="worker", text=text))
+        self.ring_member.model = cast("Any", SimpleNamespace(worker="worker", text=text))
         self.runtime.entry = entry
-        self.standing.at_work()
+        self.ring_member.at_work()
 
 
 async def dial(node: bytes) -> Any:
@@ -87,11 +89,11 @@ def loaded(plan: Plan = PLAN) -> State:
 def test_a_node_without_a_model_is_joining() -> None:
     async def story() -> None:
         place = Place()
-        place.standing.publish()
+        place.ring_member.publish()
         assert place.told == []  # nothing has changed
-        assert (place.standing.plan, place.standing.sessions) == (None, 0)
-        assert place.standing.standing_entry() is None
-        assert place.standing.reason() == "nobody"
+        assert (place.ring_member.plan, place.ring_member.sessions) == (None, 0)
+        assert place.ring_member.serving_entry() is None
+        assert place.ring_member.reason() == "nobody"
 
     run(story)
 
@@ -100,14 +102,14 @@ def test_a_change_is_published_once() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        place.standing.publish()
-        place.standing.loaded(True, None)
-        place.standing.loaded(True, None)
+        place.ring_member.publish()
+        place.ring_member.loaded(True, None)
+        place.ring_member.loaded(True, None)
         assert [(state.lifecycle, state.is_loaded) for state in place.told] == [
             (Lifecycle.SERVING, False), (Lifecycle.SERVING, True),
         ]  # fmt: skip
         assert {state.followed for state in place.told} == {PLAN.encode()}
-        assert place.standing.sessions == 3
+        assert place.ring_member.sessions == 3
 
     run(story)
 
@@ -117,7 +119,7 @@ def test_the_last_plan_is_published_while_there_is_none() -> None:
         place = Place()
         place.serve()
         place.serve(None)
-        place.standing.loaded(True, None)
+        place.ring_member.loaded(True, None)
         assert place.told[-1].followed == PLAN.encode()
 
     run(story)
@@ -127,7 +129,7 @@ def test_a_span_loaded_for_the_last_plan_does_not_count_for_the_next() -> None:
     async def story() -> None:
         place = Place()
         place.serve(ALONE)
-        place.standing.loaded(True, None)
+        place.ring_member.loaded(True, None)
         place.serve(PLAN)  # published before the runtime begins to load
         assert [(state.followed, state.is_loaded) for state in place.told] == [
             (ALONE.encode(), False), (ALONE.encode(), True), (PLAN.encode(), False),
@@ -140,12 +142,12 @@ def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.standing.reason() == "its nodes are loading and connecting"
+        assert place.ring_member.reason() == "its nodes are loading and connecting"
         place.alive.remove(STAGE)
-        assert place.standing.reason() == f"{short(PLAN.stages[1].node)} is gone"
+        assert place.ring_member.reason() == f"{short(PLAN.stages[1].node)} is gone"
         place.alive.remove(ENTRY)
         place.profiles |= {ENTRY: SimpleNamespace(name="a"), STAGE: SimpleNamespace(name="b")}
-        assert place.standing.reason() == "a, b are gone"
+        assert place.ring_member.reason() == "a, b are gone"
 
     run(story)
 
@@ -153,7 +155,7 @@ def test_the_reason_why_the_ring_does_not_serve_is_reported() -> None:
 def test_a_node_that_has_left_publishes_no_more() -> None:
     async def story() -> None:
         place = Place()
-        place.standing.has_left = True
+        place.ring_member.has_left = True
         place.serve()
         assert place.told == []
 
@@ -164,9 +166,9 @@ def test_an_error_is_the_reason() -> None:
     async def story() -> None:
         place = Place()
         place.serve()
-        assert place.standing.reason() == "its nodes are loading and connecting"
-        place.standing.loaded(False, ModelError("no memory"))
-        assert place.standing.reason() == "no memory"
+        assert place.ring_member.reason() == "its nodes are loading and connecting"
+        place.ring_member.loaded(False, ModelError("no memory"))
+        assert place.ring_member.reason() == "no memory"
 
     run(story)
 
@@ -174,14 +176,14 @@ def test_an_error_is_the_reason() -> None:
 def test_waiters_for_changes_are_woken() -> None:
     async def story() -> None:
         place = Place()
-        async with aclosing(place.standing.changes()) as changes:
+        async with aclosing(place.ring_member.changes()) as changes:
             await anext(changes)
             waiting = asyncio.ensure_future(anext(changes))
             await asyncio.sleep(1)
             assert not waiting.done()
             place.serve()
             await waiting
-            place.standing.publish()  # between two iterations
+            place.ring_member.publish()  # between two iterations
             await anext(changes)
 
     run(story)
@@ -190,7 +192,7 @@ def test_waiters_for_changes_are_woken() -> None:
 def test_the_entry_is_known_when_it_serves() -> None:
     async def story() -> None:
         place = Place()
-        waiting = asyncio.ensure_future(place.standing.entry())
+        waiting = asyncio.ensure_future(place.ring_member.entry())
         place.serve()
         await asyncio.sleep(1)
         assert not waiting.done()
@@ -207,14 +209,14 @@ def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
         place.states[STAGE] = loaded()
         place.states[ENTRY] = State(Lifecycle.SERVING, followed=b"another", is_loaded=True)
         place.links.lines[ENTRY] = object()
-        assert place.standing.standing_entry() is None
+        assert place.ring_member.serving_entry() is None
         place.states[ENTRY] = loaded()
-        assert place.standing.standing_entry() == ENTRY
+        assert place.ring_member.serving_entry() == ENTRY
         del place.states[STAGE]
-        assert place.standing.standing_entry() is None
+        assert place.ring_member.serving_entry() is None
         place.states[STAGE] = loaded()
         place.links.lines.clear()
-        assert place.standing.standing_entry() is None
+        assert place.ring_member.serving_entry() is None
 
     run(story)
 
@@ -226,9 +228,9 @@ def test_the_runtime_is_notified_when_all_have_loaded() -> None:
         for node in (ENTRY, STAGE):
             assert not any(place.formed)
             place.states[node] = loaded()
-            place.standing.publish()
+            place.ring_member.publish()
         assert place.formed[-1]
-        assert await place.standing.dial(C) == C  # type: ignore[comparison-overlap]  # a fake
+        assert await place.ring_member.dial(C) == C  # type: ignore[comparison-overlap]  # a fake
 
     run(story)
 
@@ -239,7 +241,7 @@ def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
         place.serve()
         place.work()
         for _ in range(2):
-            async with place.standing.backend() as backend:
+            async with place.ring_member.backend() as backend:
                 assert backend == RingBackend(*cast("Any", ("entry", "worker", "text", PLAN)))
                 await asyncio.sleep(CALM_S * 3)
                 assert not place.told[-1].may_change
@@ -266,7 +268,7 @@ def test_a_request_waits_for_the_ring_of_this_node() -> None:
 
 
 async def ask(place: Place) -> None:
-    async with place.standing.backend():
+    async with place.ring_member.backend():
         pass
 
 
@@ -298,18 +300,18 @@ def test_only_the_entry_has_a_backend(me: bytes) -> None:
 
 def test_times_of_ranks_follow_from_the_latest_offers() -> None:
     place = Place()
-    unknown = place.standing.times(PLAN)
-    place.standing.agreement = AGREEMENT
-    without_charter = place.standing.times(PLAN)
+    unknown = place.ring_member.times(PLAN)
+    place.ring_member.agreement = AGREEMENT
+    without_charter = place.ring_member.times(PLAN)
     place.machine.charter = charter()
 
-    times = place.standing.times(PLAN)
+    times = place.ring_member.times(PLAN)
 
     slow = [replace(each, layer_s=((1, 9.0),)) for each in AGREEMENT.offers]
-    place.standing.agreement = replace(AGREEMENT, offers=tuple(slow))
-    slower = place.standing.times(PLAN)
-    place.standing.agreement = replace(AGREEMENT, offers=AGREEMENT.offers[:1])
-    gone = place.standing.times(PLAN)
+    place.ring_member.agreement = replace(AGREEMENT, offers=tuple(slow))
+    slower = place.ring_member.times(PLAN)
+    place.ring_member.agreement = replace(AGREEMENT, offers=AGREEMENT.offers[:1])
+    gone = place.ring_member.times(PLAN)
     assert times == ring_times(PLAN, AGREEMENT.offers, AGREEMENT.links, charter().shape)
     assert slower is not None
     assert [rank.offer for rank in slower.ranks] == slow
@@ -320,8 +322,8 @@ def test_begin_creates_a_runtime() -> None:
     async def story() -> None:
         place = Place()
         model: Any = SimpleNamespace()
-        runtime = place.standing.begin(model)
-        assert (place.standing.runtime, place.standing.model) == (runtime, model)
+        runtime = place.ring_member.begin(model)
+        assert (place.ring_member.runtime, place.ring_member.model) == (runtime, model)
         assert runtime.plan is None
 
     run(story)

@@ -36,7 +36,7 @@ CALM_S = 1.0  # s without a request after which an entry allows the plan to chan
 FORM_S = 20.0  # s until the ring of an entry must serve
 
 
-class Standing:
+class RingMember:
     """The state of one node in the ring of the mesh."""
 
     def __init__(self, machine: Mesh, links: Links, plan_reason: Callable[[], str]) -> None:
@@ -106,7 +106,7 @@ class Standing:
             yield
             await news.wait()
 
-    def standing_entry(self) -> NodeId | None:
+    def serving_entry(self) -> NodeId | None:
         """Return the entry of the ring if the ring serves, as far as known here; else None."""
         if self.runtime is None or self.plan is None:
             return None
@@ -121,7 +121,7 @@ class Standing:
         """Wait until a ring serves; return its entry."""
         while True:
             news = self._changed
-            if (entry := self.standing_entry()) is not None:
+            if (entry := self.serving_entry()) is not None:
                 return entry
             await news.wait()
 
