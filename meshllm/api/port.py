@@ -26,7 +26,7 @@ class NodePort(Backend, Protocol):
         """List the models that this node serves."""
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Create a ticket; 0 seconds or uses is no limit. Raise `UserError` if out of range."""
+        """Create a ticket; 0 seconds or uses mean no limit. Raise `UserError` if out of range."""
 
     def remove(self, node: str) -> Removed:
         """Permanently remove a member; raise `UserError` if the id is unknown."""

@@ -55,7 +55,7 @@ class NodeControl:
     snapshot: Callable[[], NodeView]
     key: NodeKey
     create_ticket: Callable[[Role, float | None, int | None], str]
-    """Takes role, seconds of validity, and uses; None is no limit."""
+    """Takes role, seconds of validity, and uses; None means no limit."""
     expel: Callable[[Removal], None]
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then after each possible change."""
@@ -116,13 +116,13 @@ class NodeControl:
         return [charter.shape.name] if charter else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Create a ticket; 0 seconds or uses is no limit."""
+        """Create a ticket; 0 seconds or uses mean no limit."""
         if role not in tuple(Role):
             raise UserError(f"Invalid role `{role}`", hint="`node` or `client`")
         if not (0 <= expires_s <= MAX_LASTS_S and uses >= 0):
             raise UserError(
                 f"Invalid limits of a ticket: {expires_s} s, {uses} uses",
-                hint=f"at most {MAX_LASTS_S} s; 0 is no limit",
+                hint=f"at most {MAX_LASTS_S} s; 0 means no limit",
             )
         return self.create_ticket(Role(role), expires_s or None, uses or None)
 

@@ -190,7 +190,7 @@ class MeshNode:
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
-        """Create a ticket; None is no limit."""
+        """Create a ticket; None means no limit."""
         addresses = self.endpoints.addresses
         return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 

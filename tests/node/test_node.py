@@ -378,6 +378,6 @@ async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
         )
 
     async with asyncio.timeout(PATIENCE_S):
-        while not heard():  # noqa: ASYNC110 -- a change of address is no change of the ring
+        while not heard():  # noqa: ASYNC110 -- a change of address does not change the ring
             await asyncio.sleep(0.05)
     assert "loopback:elsewhere" in control_of(b).status().listening

@@ -213,7 +213,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def slack(self) -> int | None:
-        """Tokens that `crop` can always remove, besides a step of drafts; None is no limit."""
+        """Tokens that `crop` can always remove, besides a step of drafts; None means no limit."""
         if not self.croppable:
             return 0
         windows = any(isinstance(layer, WindowLayer) for layer in self.layers)

@@ -47,7 +47,7 @@ class Invitation:
     expires_s: int
     """Unix time; 0 is never."""
     uses: int | None
-    """Most keys that it admits; None is no limit."""
+    """Most keys that it admits; None means no limit."""
     guests: tuple[NodeId, ...] = ()
     """The admitted keys, if there is a limit: they may retry, for example after a lost reply."""
 

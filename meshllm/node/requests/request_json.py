@@ -37,7 +37,7 @@ REQUEST_BYTES = 4 << 20  # a million tokens of text
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
-MAX_TOKENS = 1 << 24  # of an answer; the same limit as of a session
+MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
 MESSAGE_CHARS = 4096
 
 _ERRORS: dict[str, type[MeshError]] = {

@@ -55,7 +55,7 @@ class Problem:
     members: int | None
     pins: Mapping[int, Span]
     limit: int | None = None
-    """Upper limit of a stage's time; None is no limit."""
+    """Upper limit of a stage's time; None means no limit."""
 
     @property
     def layers(self) -> int:

@@ -48,7 +48,7 @@ def chooses_int8(rank: Rank, number: int = 0) -> bool:
 
 
 def worked(way: Known | None, *, step_s: float = 0.0, chunk_s: float = 0.0) -> Rank:
-    """Return a rank after a few jobs that took this long; 0 is no such job."""
+    """Return a rank after a few jobs that took this long; 0 means none."""
     rank = Rank(WireMode.AUTO, way)
     for _ in range(3):
         if step_s:
