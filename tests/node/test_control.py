@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.requests.router import Counts
@@ -332,5 +332,5 @@ async def test_requests_are_served_until_the_node_leaves(node: Owned) -> None:
 
     node.see(is_leaving=True)
 
-    with pytest.raises(UserError, match="is leaving"):
+    with pytest.raises(Busy, match="is leaving"):
         node.control.generate(Request(raw="x"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from meshllm.errors import MeshError, ModelError, NotAuthorised, UserError
+from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
 from meshllm.model.files.source import resolve
 from meshllm.names import Span
 from meshllm.node import node as node_module
@@ -197,7 +197,7 @@ async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
     await until(lambda: states(a)["b"] == "left", a)
 
     assert await ask(control_of(a))
-    with pytest.raises(UserError, match="is leaving the mesh"):
+    with pytest.raises(Busy, match="is leaving the mesh"):
         await ask(control_of(b))
 
 

@@ -26,7 +26,7 @@ from contextlib import (
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshllm.errors import LinkLost, MeshError, TimedOut
+from meshllm.errors import Busy, LinkLost, MeshError, TimedOut
 from meshllm.names import NodeId
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
@@ -165,7 +165,7 @@ class RequestRouter:
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         held = Counter(asker for asker, _ in self._served)[peer]
         if held >= MAX_PER_PEER or (peer, ask) in self._served:
-            error = MeshError(f"{held} requests of this node are in progress", hint="retry later")
+            error = Busy(f"{held} requests of this node are in progress", hint="retry later")
             self._send(peer, Said(ask, error_to_json(error)))
             return
         task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))

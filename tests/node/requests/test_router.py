@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut, UserError
+from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
@@ -472,6 +472,7 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
 
     world.run(story)
     (told,) = world.said(OTHER)
+    assert isinstance(told, Busy)
     assert str(told) == f"{MAX_PER_PEER} requests of this node are in progress"
     assert world.said(ENTRY) == []
 
@@ -487,7 +488,7 @@ def test_a_duplicate_request_id_is_refused(world: World) -> None:
 
     world.run(story)
     (told,) = world.said(OTHER)
-    assert type(told) is MeshError
+    assert type(told) is Busy
     assert len(world.rings[ME].asked) == 1
 
 
