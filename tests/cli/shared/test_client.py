@@ -159,7 +159,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
         (b"HTTP/1.1 503 X\r\ncontent-length: 4\r\n\r\nBusy", PeerFault, "HTTP status 503"),
         (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", PeerFault, "HTTP status 500"),
         (HEAD % 2 + b"[]", PeerFault, "not a JSON object"),
-        (HEAD % 2 + b"{}", PeerFault, "cannot be read: `.*` is missing"),
+        (HEAD % 2 + b"{}", PeerFault, "Invalid status from the node: `.*` is missing"),
         (HEAD % 1 + b"x", PeerFault, "not a JSON object"),
         (HEAD % 9 + b"{}", LinkLost, "The connection to the node"),
         (b"what\r\n\r\n", LinkLost, "The connection to the node"),

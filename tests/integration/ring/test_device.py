@@ -72,9 +72,9 @@ async def test_a_missing_device_is_reported(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
-    with pytest.raises(UserError, match=f"`{device}` is"):
+    with pytest.raises(UserError, match=f"device `{device}`"):
         await write(source, device=device)
-    with pytest.raises(UserError, match=f"`{device}` is"):
+    with pytest.raises(UserError, match=f"device `{device}`"):
         await ModelRuntime.open(source, Worker(InlineExecutor()), InferenceConfig(device=device))
 
 
