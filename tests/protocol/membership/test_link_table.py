@@ -175,9 +175,9 @@ def test_another_process_with_the_same_key_is_refused_while_the_first_is_active(
     ],
 )
 def test_of_two_crossing_links_the_favoured_one_is_kept(
-    ring_member: bool, newcomer: bool, why: Why | None
+    standing: bool, newcomer: bool, why: Why | None
 ) -> None:
-    one = links(b=contact(is_favoured=ring_member))
+    one = links(b=contact(is_favoured=standing))
 
     assert one.refusal(B, contact(1.0, is_favoured=newcomer), 1.0) is why
     assert one.refusal(B, contact(1.0, is_favoured=newcomer), FRESH) is None
