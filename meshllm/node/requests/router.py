@@ -111,8 +111,8 @@ class RequestRouter:
                                 if isinstance(new, Answer):
                                     self._count(new)
                                 yield new
-                except LinkLost as error:
-                    delay = failover.lost(error)
+                except (LinkLost, Busy) as error:
+                    delay = failover.failed(error)
                     logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
                     await asyncio.sleep(delay)
                 else:

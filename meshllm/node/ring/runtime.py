@@ -141,8 +141,12 @@ class SessionStore:
 
     def move(self, budget: KvBudget) -> None:
         """Count the kept caches in the budget of the next ring; evict what does not fit."""
-        for session in self.prefixes.move(budget):
-            self.caches.pop(session, None)
+        self.prefixes.move(budget)
+        self.caches = {
+            session: cache
+            for session, cache in self.caches.items()
+            if self.prefixes.index.holds(session)
+        }
 
 
 class RingRuntime:
@@ -165,8 +169,7 @@ class RingRuntime:
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
         self._is_closed = False
-        self.entry: EntryNode | None = None
-        """Set while this node is rank 0 of an open ring."""
+        self._entry: EntryNode | None = None
         self.stage: StageNode | None = None
         """Set while this node is another rank of an open ring."""
 
@@ -178,12 +181,17 @@ class RingRuntime:
     @property
     def sessions(self) -> int:
         """Number of sessions in progress on this rank."""
-        return sum(node.sessions for node in (self.entry, self.stage) if node)
+        return sum(node.sessions for node in (self._entry, self.stage) if node)
+
+    @property
+    def entry(self) -> EntryNode | None:
+        """The entry while this node is rank 0 of an open ring."""
+        return self._entry if self._entry and not self._entry.is_lost else None
 
     def follow(self, plan: Plan | None) -> None:
         """Serve this plan from now on."""
         if plan != self.plan:
-            self.entry = self.stage = None  # they belong to the last plan, and are about to end
+            self._entry = self.stage = None  # they belong to the last plan, and are about to end
             self._act(self._machine.follow(plan, self._now()))
 
     def reload(self) -> None:
@@ -400,7 +408,7 @@ class RingRuntime:
         return self._model.pace(len(plan.stages), prompt, others, self._host.times(plan))
 
     def _at_work(self, node: EntryNode | StageNode | None) -> None:
-        self.entry = node if isinstance(node, EntryNode) else None
+        self._entry = node if isinstance(node, EntryNode) else None
         self.stage = node if isinstance(node, StageNode) else None
         self._host.at_work()
 

@@ -140,6 +140,11 @@ class EntryNode:
         return self._ends.front.vocabulary
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the ring was lost, so that no generation can start."""
+        return self._lost is not None
+
+    @property
     def sessions(self) -> int:
         """Number of generations in progress."""
         return len(self._sessions)
@@ -377,9 +382,12 @@ class EntryNode:
     def _end(self, reason: MeshError) -> None:
         """Interrupt the generations in progress; their Close cannot come back."""
         self._lost = reason
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(reason)
         for session, generation in list(self._sessions.items()):
-            generation.outcome = reason
-            generation.machine.interrupt()
+            if generation.machine.interrupt():
+                generation.outcome = reason
             self._close(session, ())
 
     def _deadline(self) -> float | None:

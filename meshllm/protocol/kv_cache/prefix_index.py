@@ -114,6 +114,10 @@ class PrefixIndex:
             self._items[session] = replace(item, used=now)
         return item.reach
 
+    def holds(self, session: SessionId) -> bool:
+        """Return whether a session is kept."""
+        return session in self._items
+
     def move(self, budget: KvBudget) -> list[SessionId]:
         """Count what is kept in another budget; return the sessions that this evicts."""
         self.budget = budget

@@ -19,7 +19,7 @@ client may turn to another ingress, with the tokens that it has.
 from dataclasses import replace
 from typing import assert_never
 
-from meshllm.errors import LinkLost
+from meshllm.errors import Busy, LinkLost
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
@@ -51,13 +51,17 @@ class Failover:
         given = self._tokens[: self.resumed]
         return replace(self._request, given=(*self._request.given, *given))
 
-    def lost(self, error: LinkLost) -> float:
+    def failed(self, error: LinkLost | Busy) -> float:
         """Start another attempt; return the seconds to wait before it.
 
         Raises:
             LinkLost: ``error``, after the last attempt.
+            Busy: ``error``, if no ring has accepted the request yet; later ones may still hold the
+                place of the attempt that was lost.
         """
-        if self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
+        is_new = self._attempts == 1 and not self._tokens
+        is_refused = is_new and isinstance(error, Busy)
+        if is_refused or self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1

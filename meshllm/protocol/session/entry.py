@@ -222,11 +222,16 @@ class Entry:
         """End the answer where it is; also cancels it, at any time."""
         return [Done(reason), *self._leave(now, self._keepable)] if self._is_live else []
 
-    def interrupt(self) -> None:
-        """End without Close, as the ring is lost; what has been all round it may be kept."""
-        if self._is_live:
+    def interrupt(self) -> bool:
+        """End without Close, as the ring is lost; what has been all round it may be kept.
+
+        Return whether the answer was still incomplete.
+        """
+        is_incomplete = self._is_live
+        if is_incomplete:
             self._kept = self._keepable
         self.state = State.CLOSED
+        return is_incomplete
 
     @property
     def deadline(self) -> float | None:

@@ -145,3 +145,23 @@ async def test_without_a_prefix_cache_the_answer_is_prefilled(folder: Path) -> N
         assert len(first + rest) == len(whole)
         assert ended is not None
         assert ended.measured.reused == 0
+
+
+async def test_a_request_that_waits_for_a_place_is_interrupted_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.node.ring.runtime.MAX_SESSIONS", 1)
+    config = InferenceConfig(threads=1, speculation=False)
+    cut = Cut()
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+
+        def on_token(count: int) -> None:
+            if count == 3:
+                cut.at = 0
+
+        first, second = await asyncio.gather(attempt(ring, [], on_token), attempt(ring, []))
+
+        assert len(first[0]) >= 3
+        assert (first[1], second) == (None, ([], None))

@@ -123,5 +123,7 @@ def test_a_smaller_budget_evicts_the_least_recently_used() -> None:
         index.put(session, 1, 1, float(number))
 
     assert index.move(KvBudget([room(1)])) == [A]
+    assert not index.holds(A)
+    assert index.holds(B)
     assert index.budget.kept_bytes == KvBudget([room(1)]).rooms[0].cost(256).held
     assert index.take(B, 1, 2.0, whole=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.errors import LinkLost
+from meshllm.errors import Busy, LinkLost
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from tests.builders.fake_ring import answer_of
@@ -35,7 +35,7 @@ def test_every_token_and_text_is_shown_once_wherever_rings_break(breaks: list[in
     failover, shown = Failover(REQUEST), list[Event]()
     for seen in breaks:
         shown += filter(None, map(failover.take, events(failover.request)[:seen]))
-        failover.lost(GONE)
+        failover.failed(GONE)
     shown += filter(None, map(failover.take, events(failover.request)))
 
     pieces = [event for event in shown if isinstance(event, Piece)]
@@ -51,7 +51,7 @@ def test_the_next_attempt_is_given_the_tokens_so_far() -> None:
 
     for token in (1, 2):
         failover.take(Piece("x", (token,)))
-    failover.lost(GONE)
+    failover.failed(GONE)
     for token in (3, 4):
         failover.take(Piece("x", (token,)))
 
@@ -62,33 +62,47 @@ def test_the_next_attempt_is_given_the_tokens_so_far() -> None:
 def test_delays_grow_and_attempts_without_a_token_are_limited() -> None:
     failover = Failover(REQUEST)
 
-    delays = [failover.lost(GONE) for _ in range(ATTEMPTS - 1)]
+    delays = [failover.failed(GONE) for _ in range(ATTEMPTS - 1)]
 
     assert delays == [RETRY_DELAY_S * number for number in range(ATTEMPTS - 1)]
     with pytest.raises(LinkLost, match="gone"):
-        failover.lost(GONE)
+        failover.failed(GONE)
 
 
 def test_a_token_renews_the_attempts() -> None:
     failover = Failover(REQUEST)
 
     for before, after in pairwise(range(3 * ATTEMPTS)):
-        assert failover.lost(GONE) == 0.0
+        assert failover.failed(GONE) == 0.0
         failover.take(Piece("x", (before * after,)))
 
 
 def test_what_an_ingress_reports_is_final() -> None:
     with pytest.raises(RetriesExhausted):
-        Failover(REQUEST).lost(RetriesExhausted("no ring"))
+        Failover(REQUEST).failed(RetriesExhausted("no ring"))
 
 
 def test_prefill_is_reported_until_the_first_token() -> None:
     failover = Failover(REQUEST)
     failover.take(Prefilled(8, 8))
-    failover.lost(GONE)
+    failover.failed(GONE)
     assert failover.take(Prefilled(4, 8)) == Prefilled(4, 8)
 
     failover.take(Piece("x", (1,)))
-    failover.lost(GONE)
+    failover.failed(GONE)
 
     assert failover.take(Prefilled(4, 9)) is None
+
+
+def test_a_request_that_no_ring_accepted_yet_is_not_retried_when_it_is_refused() -> None:
+    with pytest.raises(Busy):
+        Failover(REQUEST).failed(Busy("full"))
+
+
+def test_a_ring_that_is_busy_with_the_lost_attempt_is_retried() -> None:
+    failover = Failover(REQUEST)
+    failover.failed(GONE)
+
+    assert failover.failed(Busy("full")) == RETRY_DELAY_S
+    failover.take(Piece("x", (1,)))
+    assert failover.failed(Busy("full")) == 0.0

@@ -979,7 +979,7 @@ def test_fewer_tokens_than_accepted_restart_after_the_last_one() -> None:
 def test_an_interrupted_session_keeps_what_was_all_round_the_ring() -> None:
     entry = decoding()
 
-    entry.interrupt()
+    assert entry.interrupt()
 
     assert entry.state is State.CLOSED
     assert entry.kept == [11, 12]
@@ -1002,6 +1002,6 @@ def test_an_answer_that_waits_for_its_close_keeps_what_it_asked_to_keep() -> Non
     entry = decoding()
     entry.finish(CANCELLED, 2.0)
 
-    entry.interrupt()
+    assert not entry.interrupt()
 
     assert entry.kept == [11, 12]
