@@ -207,4 +207,4 @@ def test_a_missing_gpu_is_refused(
     result = meshllm("bench", "--device", "cuda")
 
     assert (result.exit_code, cases) == (2, [])
-    assert "`cuda` is not here" in result.stderr
+    assert "There is no device `cuda`" in result.stderr

@@ -23,7 +23,7 @@ from meshllm.testing.models import tiny_model
 
 CHUNKS = {"embed", "_prefill"}
 """Functions that compute a prefill chunk, on the entry and on a stage."""
-STEPS = {"_turn"}
+STEPS = {"_run_batch"}
 """Functions that compute a decode step."""
 
 
@@ -115,7 +115,7 @@ async def test_decode_steps_overtake_a_long_prefill(
         chunks = [at for at, note in enumerate(notes) if note in {(n, "begun") for n in CHUNKS}]
         between = notes[chunks[0] : chunks[-1]]
         assert len(chunks) >= 50
-        assert ("_turn", "begun") in between
+        assert ("_run_batch", "begun") in between
         assert max(waits(notes)) <= 1
 
 

@@ -14,7 +14,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Sampling
 
-HELDOUT = Path(__file__).parents[1] / "builtin" / "heldout.toml"
+HELDOUT = Path(__file__).parents[2] / "builtin" / "heldout.toml"
 SIZES = (1, 2, 3, 4)
 TOKENS = 12
 
