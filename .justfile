@@ -42,6 +42,7 @@ bench:
     python -m tests.bench.loop
     python -m tests.bench.handshake --mutations 100000
     python -m tests.bench.kills --times 10
+    python -m tests.bench.chaos
     python -m tests.bench.quality
     python -m tests.bench.links --acceptance 0,0.5,0.7,0.85
     python -m tests.bench.sessions

@@ -1,0 +1,201 @@
+"""What a user sees of losses in the middle of an answer: `python -m tests.bench.chaos`.
+
+Three processes form a ring and a client asks a fourth one, which holds no layers. When the answer
+has so many tokens, the fault happens: a rank is killed (`kill -9`), or stopped for two seconds
+(`SIGSTOP`, `SIGCONT`). The table shows the longest pause between two tokens, and whether the answer
+is that of the undisturbed ring, token for token. An answer that ends with an error, is too short,
+or repeats or drops a token that was shown fails the command. Other tokens behind the loss are
+counted, and do not fail it: another ring may round another way.
+"""
+
+import json
+import shutil
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from threading import Thread
+
+import httpx2
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshllm.api.unix import SOCKET
+from meshllm.model.files.source import resolve
+from tests.bench.report import Report, counts, parser_of
+from tests.processes.fleet import ALONE, Fleet, Node, open_fleet, until
+
+RANKS = ("attic", "bench", "cellar")
+INGRESS = "door"
+ROLES = ("entry", "middle", "last")
+FAULTS = ("kill", "stop")
+STOP_S = 2.0
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One answer with one fault."""
+
+    fault: str
+    role: str
+    at: int
+    """Tokens before the fault."""
+    pause_s: float
+    """The longest time between two tokens after it."""
+    same: int
+    """Tokens that are those of the undisturbed answer, from the first on."""
+    tokens: int
+    error: str = ""
+
+
+def random_model(folder: Path) -> Path:
+    """Write a model of 12 random layers, about 100 MB, with the embedded tokenizer."""
+    source = resolve("builtin").folder
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, folder / name)
+    config = AutoConfig.from_pretrained(source)
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 12, 512, 2048
+    config.layer_types = ["full_attention"] * 12
+    config.num_attention_heads, config.num_key_value_heads = 8, 4
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def client(node: Node) -> Iterator[httpx2.Client]:
+    transport = httpx2.HTTPTransport(uds=str(node.state / SOCKET))
+    with httpx2.Client(transport=transport, base_url="http://node", timeout=TIMEOUT_S) as opened:
+        yield opened
+
+
+def ask(node: Node, tokens: int, temperature: float, seed: int) -> Iterator[list[int]]:
+    """Yield the new tokens of an answer as they come; raise `RuntimeError` for an error."""
+    request = {
+        "raw": "Once upon a time there was a ring of nodes that",
+        "max_tokens": tokens,
+        "sampling": {"temperature": temperature, "seed": seed},
+    }
+    shown: list[int] = []
+    with client(node) as opened, opened.stream("POST", "/mesh/ask", json=request) as reply:
+        for line in reply.iter_lines():
+            event = json.loads(line)
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            if "answer" in event and event["answer"]["tokens"] != shown:
+                raise RuntimeError("the answer is not what was shown")
+            shown += event.get("ids", [])
+            yield event.get("ids", [])
+
+
+def strike(node: Node, fault: str) -> None:
+    if fault == "kill":
+        node.kill()
+        return
+    node.send(signal.SIGSTOP)
+    time.sleep(STOP_S)
+    node.send(signal.SIGCONT)
+
+
+def disturb(
+    fleet: Fleet, model: str, fault: str, role: str, at: int, right: list[int], heat: float
+) -> Outcome:
+    """Ask, let a fault happen after ``at`` tokens, and compare the answer."""
+    ingress = fleet.node(INGRESS)
+    names = {node["rank"]: node["name"] for node in ingress.status()["nodes"]}
+    victim = fleet.node(names[ROLES.index(role)])
+    got: list[int] = []
+    pause, last, error = 0.0, 0.0, ""
+    striking: Thread | None = None
+    try:
+        for tokens in ask(ingress, len(right), heat, at):
+            now = time.monotonic()
+            if striking:
+                pause = max(pause, now - last)
+            got, last = got + tokens, now
+            if striking is None and len(got) >= at:
+                striking = Thread(target=strike, args=(victim, fault))
+                striking.start()
+    except (RuntimeError, httpx2.HTTPError) as failure:
+        error = str(failure) or type(failure).__name__
+    if striking:
+        striking.join()
+    if fault == "kill":
+        victim.start("--model", model, *ALONE)
+    same = next(
+        (i for i, pair in enumerate(zip(got, right, strict=False)) if len(set(pair)) > 1), None
+    )
+    return Outcome(fault, role, at, pause, len(got) if same is None else same, len(got), error)
+
+
+def whole(fleet: Fleet) -> None:
+    """Wait until the ring of three is whole and its ingress knows it."""
+    nodes = [fleet.node(name) for name in (*RANKS, INGRESS)]
+
+    def is_whole() -> bool:
+        rings = [status["ring"] for node in nodes if (status := node.status())]
+        return len(rings) == len(nodes) and all(
+            ring["state"] == "serving" and len(ring["stages"]) == len(RANKS) for ring in rings
+        )
+
+    until(is_whole, fleet.told)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = parser_of("chaos", __doc__)
+    parser.add_argument("--times", type=int, default=3, metavar="N")
+    parser.add_argument("--at", type=counts, default=(15, 60, 280), metavar="N,...")
+    parser.add_argument("--tokens", type=int, default=320, metavar="N")
+    parser.add_argument("--fault", choices=FAULTS, action="append")
+    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--embedded", action="store_true", help="use the model inside")
+    options = parser.parse_args()
+    report, outcomes, heat = Report(options), list[Outcome](), options.temperature
+    report.say(
+        "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |",
+        "|---|---|---|---|---|---|---|---|",
+    )
+    with open_fleet() as fleet:
+        (fleet.folder / "model").mkdir()
+        model = "builtin" if options.embedded else str(random_model(fleet.folder / "model"))
+        ticket = fleet.found(RANKS[0])
+        common = ("--join", ticket, "--model", model, *ALONE)
+        for name in RANKS:
+            fleet.node(name).start(*common, "--members", str(len(RANKS)))
+        ingress = fleet.node(INGRESS)
+        ingress.start(*common, "--exclude", INGRESS)
+        whole(fleet)
+        for fault in options.fault or FAULTS:
+            for at in options.at:
+                for role in ROLES:
+                    rows = []
+                    right = [*chain.from_iterable(ask(ingress, options.tokens, heat, at))]
+                    for _ in range(options.times):
+                        rows.append(disturb(fleet, model, fault, role, at, right, heat))
+                        whole(fleet)
+                    outcomes += rows
+                    report.say(line(rows, len(right)))
+    report.write(outcomes)
+    wrong = [it for it in outcomes if it.error or it.same < it.at]
+    sys.exit("\n".join(map(str, wrong)) or 0)
+
+
+def line(rows: list[Outcome], length: int) -> str:
+    """Lay out the outcomes of one fault."""
+    first, pauses = rows[0], [row.pause_s for row in rows]
+    same, errors = sum(row.same == length for row in rows), sum(bool(row.error) for row in rows)
+    cells = [first.fault, first.role, first.at, len(rows), same, errors]
+    return (
+        f"| {' | '.join(map(str, cells))} | {statistics.median(pauses):.2f} | {max(pauses):.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
