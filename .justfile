@@ -1,4 +1,4 @@
-quick := "tests/protocol tests/transport tests/api tests/cli tests/plugins/test_loopback.py tests/plugins/test_websocket.py tests/node/membership tests/node/net tests/node/requests tests/model/files tests/model/text tests/model/wire tests/test_map.py tests/test_contracts.py tests/test_generated.py tests/test_topics.py"
+quick := "tests/protocol tests/transport tests/cli/ring tests/cli/shared tests/cli/terminal tests/cli/doctor tests/cli/node tests/node/membership tests/node/requests tests/test_map.py tests/test_contracts.py tests/test_topics.py"
 export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 
 # everything that must be green: format, lint, types, imports, generated files, tests

@@ -1,6 +1,7 @@
 """A table of turns that a reader stumbles over, and what to write instead; no linter of taste."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,29 +25,31 @@ INSTEAD = {
 }
 
 
-def texts() -> list[Path]:
+@cache
+def texts() -> dict[Path, list[str]]:
+    """Read all lines, by file."""
     found = [
         path
         for place in PLACES
         for path in ([ROOT / place] if (ROOT / place).is_file() else (ROOT / place).rglob("*"))
     ]
-    return [
-        path
+    return {
+        path: path.read_text("utf-8").splitlines()
         for path in found
         if path.is_file()
         and path.suffix in SUFFIXES
         and CORPORA not in path.parents
         and path != Path(__file__)
         and "__pycache__" not in path.parts
-    ]
+    }
 
 
 @pytest.mark.parametrize("turn", INSTEAD)
 def test_no_text_has_a_turn_of_the_table(turn: str) -> None:
     hits = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in texts()
-        for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
+        for path, lines in texts().items()
+        for number, line in enumerate(lines, start=1)
         if re.search(turn, line, re.IGNORECASE)
     ]
 
