@@ -2,7 +2,8 @@
 
 A transport carries whole messages (byte strings) over links, in order per channel, with
 backpressure when the peer does not read. Authentication and encryption are done above it. A plugin
-imports only this module, `meshllm.errors` and `meshllm.names` of meshllm; the conformance test is
+imports `meshllm.transport`, `meshllm.errors` and `meshllm.names` only: this module, and over a byte
+stream `meshllm.transport.stream`. The conformance test is
 `meshllm.testing.transports.check_transport`.
 """
 

@@ -40,9 +40,8 @@ class StreamWire(asyncio.Protocol):
         self._is_accepted = False
         self._head = b""  # an incomplete header
         self._body = 0  # bytes missing of the current body
-        self._size = dict.fromkeys(
-            Channel, 0
-        )  # bytes of the current messages in pieces that have not begun
+        self._size = dict.fromkeys(Channel, 0)
+        """By channel: bytes of the current message in pieces that have not begun."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start; a listener yields the link."""

@@ -79,7 +79,7 @@ class Worker:
         self._running = begin, begin + max(hang_s, HANG_TIMES * longest_s)
         try:
             return function(*args)
-        except Exception:
+        except Exception:  # goes to the caller as it is; only what is below needs a type
             raise
         except BaseException as error:
             raise as_exception(error) from error
