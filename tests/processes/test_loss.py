@@ -10,14 +10,6 @@ from tests.processes.fleet import ALONE, Fleet, Node, ask, asking, until
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
 
-def is_complete(answer: str, undisturbed: str) -> bool:
-    """Return whether an answer went on to its end.
-
-    The text behind a loss may be another one: tokens that are prefilled round another way.
-    """
-    return answer[:1] == undisturbed[:1] and answer.endswith(".\n") and len(answer) > 80
-
-
 def entry(trio: Fleet) -> Node:
     """Return the node that embeds and samples."""
     status = trio.node("attic").status()
@@ -55,7 +47,7 @@ def test_a_running_answer_survives_a_killed_node(
         answer = chat.answer()
 
     assert is_under_way
-    assert is_complete(answer, answers[STORY])
+    assert answer == answers[STORY]
     assert chat.process.returncode == 0
 
 
@@ -90,4 +82,4 @@ def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> Non
         answer = chat.answer()
 
     assert leaver.ended() == 130
-    assert is_complete(answer, answers[STORY])
+    assert answer == answers[STORY]

@@ -209,6 +209,7 @@ class EntryNode:
             ring=self._config.ring,
             prompt=order.known,
             max_tokens=order.max_tokens - len(order.given),
+            given=len(order.given) if self._ends.front.is_row_invariant else 0,
             context=self._ends.context,
             slack=self._config.slack,
             keep_from=MIN_SHARED if self._prefixes.index.keeps else None,

@@ -269,7 +269,8 @@ class Generation:
         return self.cache
 
     def _is_step(self, job: Embed) -> bool:
-        return job.pos >= self.known_tokens and len(job.tokens) == 1 + job.guesses
+        is_new = job.pos >= self.known_tokens and len(job.tokens) == 1 + job.guesses
+        return is_new or job.pos in self.machine.replayed
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V] until a draft token is rejected or the answer ends.

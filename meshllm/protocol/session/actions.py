@@ -25,6 +25,9 @@ class Task:
     """Most tokens that the model takes, prompt included."""
     slack: int | None = None
     """Positions by which a cache can be cropped; None is any number. All can be cropped to 0."""
+    given: int = 0
+    """How many of the last tokens of the prompt were decode steps of an earlier ring. They are
+    computed as such again, with the same bits."""
     keep_from: int | None = None
     """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
 

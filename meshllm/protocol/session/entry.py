@@ -62,6 +62,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 from meshllm.protocol.session.actions import (
     Action,
@@ -131,6 +132,12 @@ class Entry:
         """Positions of the prompt that came from the prefix cache."""
         self.reach = 0
         """Positions for which the caches have room."""
+
+    @property
+    def replayed(self) -> range:
+        """Positions of decode steps of an earlier ring, which are computed as such again."""
+        prompt = len(self._task.prompt)
+        return range(prompt - self._task.given, prompt)
 
     @property
     def kept(self) -> list[int]:
@@ -273,7 +280,7 @@ class Entry:
         pos, known = self._injected, len(self._tokens)
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
-        tokens = (*self._tokens[pos : pos + self._pace.chunk], *guesses)
+        tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
         room = MAX_PENDING if is_step else self._pace.window
         if self._job or not tokens or len(self._flight) >= room:
             return []
@@ -283,6 +290,13 @@ class Entry:
         self.reach = max(self.reach, self._injected)
         self._job = Embed(self._gen, pos, tokens, len(tokens) - 1 if is_step else 0)
         return [self._job]
+
+    def _rows_from(self, pos: int) -> int:
+        """Return how many known tokens the next Embed may take."""
+        if pos in self.replayed:
+            return max(1, min(MAX_STEP_ROWS, len(self._tokens) - 1 - pos))
+        before = self.replayed.start - pos
+        return min(self._pace.chunk, before) if self.replayed and before > 0 else self._pace.chunk
 
     def _keep_flight(self, flying: tuple[int, ...] | None) -> list[Action]:
         """Keep the steps in flight if they may be right; else inject from the last token on."""
@@ -302,7 +316,8 @@ class Entry:
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
         rows, flags = len(job.tokens), Flags(0)
-        if job.pos < len(self._task.prompt) or rows > 1 + job.guesses:
+        is_known = job.pos < len(self._task.prompt) or rows > 1 + job.guesses
+        if is_known and job.pos not in self.replayed:
             flags |= Flags.PREFILL
         if job.pos + rows >= len(self._tokens):
             flags |= Flags.NEED_ROW

@@ -1005,3 +1005,37 @@ def test_an_answer_that_waits_for_its_close_keeps_what_it_asked_to_keep() -> Non
     assert not entry.interrupt()
 
     assert entry.kept == [11, 12]
+
+
+def test_decode_steps_of_an_earlier_ring_are_computed_as_steps_again() -> None:
+    task = replace(TASK, prompt=tuple(range(5 + 20)), given=20, max_tokens=9, ring=1)
+    entry = Entry(task, replace(PACE, chunk=4))
+
+    jobs, actions = list[Embed](), entry.open(0.0)
+    while isinstance(job := actions[-1], Embed):
+        jobs.append(job)
+        actions = entry.computed(None, 0.0)
+
+    assert [(job.pos, len(job.tokens)) for job in jobs] == [
+        (0, 4),
+        (4, 1),
+        (5, 17),
+        (22, 2),
+        (24, 1),
+    ]
+    assert [job.pos in entry.replayed for job in jobs] == [False, False, True, True, True]
+
+
+def test_replayed_steps_are_not_marked_as_prefill() -> None:
+    entry = Entry(replace(TASK, given=2), PACE)
+    actions, flags = entry.open(0.0), list[Flags]()
+    while actions and isinstance(job := actions[-1], Embed):
+        forward, *more = entry.computed(blob(len(job.tokens)), 0.0)
+        assert isinstance(forward, Forward)
+        assert isinstance(forward.message, Data)
+        flags.append(forward.message.flags)
+        if not more:
+            more = entry.receive(back(job.pos, len(job.tokens)), 0.1)
+        actions = more
+
+    assert flags == [Flags.PREFILL, Flags.PREFILL, NO_FLAGS, Flags.NEED_ROW]
