@@ -353,6 +353,7 @@ class Simulation:
             self.act(rank, self.stages[rank].missed(compute.session))
             return
         self.missing.discard((rank, compute.session))
+        assert compute.blob is not None
         out = self.layers(rank, compute.session, compute.pos, unpack(compute.session, compute.blob))
         kept = out[len(out) - compute.keep :]
         blob = pack(compute.session, kept) if kept else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher
@@ -68,7 +68,7 @@ class EntryConfig:
     """Concurrent generations; further ones wait."""
     slack: int | None
     """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
-    prefixes: PrefixCache[SpanCache]
+    prefixes: PrefixCache[SessionCache]
     """Prefix cache, and the budget for KV caches on every rank, this one first."""
     drafting: Drafting | None = None
     """Drafter for speculative decoding, if caches can be cropped; None disables it."""
@@ -213,6 +213,7 @@ class EntryNode:
             context=self._ends.context,
             slack=self._config.slack,
             keep_from=MIN_SHARED if self._prefixes.index.keeps else None,
+            resumes=self._prefixes.index.resumes,
         )
 
     def _open(self, task: Task, order: GenerationRequest) -> Generation:
@@ -221,7 +222,9 @@ class EntryNode:
         session, now = task.session, self._now()
         # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
         machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
-        start = start_from(self._prefixes.find(order.known, now), self._ends.front.new_cache)
+        finds = self._prefixes.index.keeps or order.given
+        found = self._prefixes.find(order.known, now) if finds else None
+        start = start_from(found, self._ends.front.new_cache)
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
@@ -270,7 +273,7 @@ class EntryNode:
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
-        if isinstance(message, Data) and not message.flags & Flags.PREFILL:
+        if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.REFILL):
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
@@ -300,7 +303,17 @@ class EntryNode:
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
             self.budget.release(session)  # counted as kept from now on
-            self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
+            self._prefixes.keep(
+                session,
+                machine.kept,
+                prompt,
+                cache,
+                machine.reach,
+                self._now(),
+                chunks=machine.kept_chunks,
+                lost=machine.lost,
+                is_lost=self._lost is not None,
+            )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Sample, and start the next step before the tokens are delivered."""

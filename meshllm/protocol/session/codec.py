@@ -11,7 +11,7 @@ from struct import Struct
 from typing import Any, Literal, assert_never
 
 from meshllm.errors import PeerFault
-from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
+from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId, Span
 from meshllm.protocol.binary import Reader, sized
 from meshllm.protocol.session.blob import HEADER, check_shape, pack_header, unpack_header
 from meshllm.protocol.session.messages import (
@@ -38,6 +38,7 @@ from meshllm.protocol.session.messages import (
 
 MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
 MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
+MAX_LAYERS = 1 << 16  # of a model
 MAX_TALLY = 512  # bytes of a tally, with fields of later versions
 MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is truncated when it is sent
 
@@ -64,9 +65,11 @@ _LAYOUTS = {  # version and kind, then the fields of the message
     _Kind.CANCEL: Struct("<BB 16s I I"),
     _Kind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies
     _Kind.FAULT: Struct("<BB 16s I B B"),  # then a text
-    _Kind.RESUME: Struct("<BB 16s I 16s I B"),
+    _Kind.RESUME: Struct("<BB 16s I 16s I B"),  # then the number of lost spans, and they
     _Kind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
 }
+_COUNT = Struct("<H")
+_SPAN = Struct("<I I")
 _TALLY = Struct("<Q Q Q I Q I")
 _FAULTS = {int(code): code for code in FaultCode}
 _DATA_BYTES = _LAYOUTS[_Kind.DATA].size
@@ -87,7 +90,11 @@ def encode(message: Message) -> list[Buffer]:
             return [_pack(_Kind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
         case Unknown(unknown, body):
             return [bytes([PROTOCOL_VERSION, unknown]) + body]
-        case Hello() | Beat() | Gap() | Cancel() | Resume():
+        case Resume(session, epoch, base, length, whole, lost):
+            head = _pack(_Kind.RESUME, session, epoch, base, length, whole)
+            spans = (_SPAN.pack(span.start, span.stop) for span in lost)
+            return [b"".join((head, _COUNT.pack(len(lost)), *spans))]
+        case Hello() | Beat() | Gap() | Cancel():
             fields = (getattr(message, name) for name in message.__match_args__)
             return [_pack(_Kind[type(message).__name__.upper()], *fields)]
         case _:
@@ -164,7 +171,8 @@ def _control(
             epoch, base, length, whole = fields
             _bounded("length", length, 1, MAX_POSITION)
             is_whole = bool(_bounded("whole", whole, 0, 1))
-            return Resume(session, epoch, SessionId(base), length, is_whole)
+            lost = _lost(Reader(bytes(rest), "Resume")) if rest else ()
+            return Resume(session, epoch, SessionId(base), length, is_whole, lost)
         case _:
             assert_never(kind)
 
@@ -184,6 +192,15 @@ def _blob(rest: memoryview) -> Blob:
     dtype, shape = unpack_header(rest[: HEADER.size])
     check_shape(dtype, shape, len(payload))
     return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
+
+
+def _lost(reader: Reader) -> tuple[Span, ...]:
+    (count,) = reader.unpack(_COUNT)
+    _bounded("lost spans", count, 0, MAX_RANKS)
+    pairs = [reader.unpack(_SPAN) for _ in range(count)]
+    return tuple(
+        Span(start, _bounded("last layer", stop, start, MAX_LAYERS)) for start, stop in pairs
+    )
 
 
 def _tallies(count: int, reader: Reader) -> tuple[Tally, ...]:

@@ -97,7 +97,7 @@ async def test_a_node_holds_its_layers_on_its_device(
     assert entry.ends
     assert entry.ends.head
     assert [each for each in traffic.taken() if "with a wait" not in each] == ONCE  # the draft
-    for runner in (held.runner, entry.ends.front, entry.ends.head):
+    for runner in (*held.runners, *entry.runners):
         assert runner.shard.device == GPU
     layer = engine.shape.kv_bytes_per_token[0]
     (first, _), prefixes = engine.budget(PLAN, [7, 8]).rooms, engine.prefix_bytes

@@ -12,8 +12,10 @@ from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
+from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, _IdleLink
+from meshllm.node.ring.span_loader import LoadedSpan, Part, SpanLoader
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
@@ -94,8 +96,9 @@ class Place:
 class World:
     """Hosts on one slow network."""
 
-    def __init__(self, llama: Path) -> None:
+    def __init__(self, llama: Path, prefix_bytes: int | None = None) -> None:
         self.llama = llama
+        self.config = InferenceConfig(prefix_bytes=prefix_bytes)
         self.transport = LoopbackTransport(Shape(delay_s=0.01))
         self.places: dict[NodeId, Place] = {}
         self.links: list[Link] = []
@@ -112,7 +115,8 @@ class World:
     @asynccontextmanager
     async def serving(self, *nodes: NodeId) -> AsyncIterator[list[Place]]:
         for node in nodes:
-            model = await ModelRuntime.open(resolve(str(self.llama)), Worker(InlineExecutor()))
+            source, worker = resolve(str(self.llama)), Worker(InlineExecutor())
+            model = await ModelRuntime.open(source, worker, self.config)
             Place(self, node, model)
         places = list(self.places.values())
         jobs = [job for place in places for job in (place.runtime.run(), place.listen())]
@@ -275,14 +279,14 @@ def test_a_load_error_is_reported(world: World) -> None:
             await until(lambda: at_work(a))
 
     with pytest.MonkeyPatch.context() as patch:
-        load = ModelRuntime._load
+        load = SpanLoader._load
 
-        def refuse(self: ModelRuntime, span: Span, *rest: bool) -> object:
-            if span.stop > 6:
+        def refuse(self: SpanLoader, part: Part) -> LoadedSpan:
+            if part.span.stop > 6:
                 raise ModelError("there are 6 layers")
-            return load(self, span, *rest)
+            return load(self, part)
 
-        patch.setattr(ModelRuntime, "_load", refuse)
+        patch.setattr(SpanLoader, "_load", refuse)
         run_virtual(main())
 
 
