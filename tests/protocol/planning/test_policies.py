@@ -140,6 +140,24 @@ def test_a_bound_that_unequal_layers_cannot_reach_is_not_trusted() -> None:
     assert plan.stages[-1].node == A
 
 
+def test_a_ring_of_the_same_bound_may_be_faster() -> None:
+    # Both orders have one bound; only the quick node should hold the layer of 240 bytes.
+    offers = [offer(A, 3, ms=2), offer(B, 3, ms=1)]
+
+    plan = make_plan(offers, NEAR, model(sizes=(240, 80)))
+
+    assert spans(plan) == {B: "0:1", A: "1:2"}
+
+
+def test_of_two_equally_fast_rings_the_one_with_the_lower_entry_is_taken() -> None:
+    # The slow node holds one of two equal layers, the first or the last: the same time.
+    offers = [offer(A, 3, ms=2), offer(B, 6, ms=1)]
+
+    plan = make_plan(offers, NEAR, model(sizes=(160, 80, 160)), policy="fastest", terms=TWO)
+
+    assert spans(plan) == {A: "0:1", B: "1:3"}
+
+
 def test_throughput_has_the_fastest_slowest_stage() -> None:
     offers = [offer(A, 8, ms=1), offer(B, 8, ms=3)]
 
@@ -162,6 +180,15 @@ def test_throughput_leaves_out_a_node_that_is_too_slow_for_one_layer() -> None:
     plan = make_plan(offers, NEAR, model(4), policy="throughput")
 
     assert spans(plan) == {A: "0:2", B: "2:4"}
+
+
+def test_throughput_limits_the_others_to_the_stage_of_a_slow_preferred_node() -> None:
+    # A layer takes C 10 ms. With A alone beside it a token is faster, but the stage takes 10.4 ms.
+    offers = [offer(A, 9, ms=1.3), offer(B, 9, ms=2), offer(C, 9, ms=10)]
+
+    plan = make_plan(offers, NEAR, model(9), policy="throughput", terms=Terms(prefer=[C]))
+
+    assert {stage.node: len(stage.span) for stage in plan.stages} == {A: 7, B: 1, C: 1}
 
 
 def test_throughput_loosens_the_limit_until_whole_layers_fit() -> None:
