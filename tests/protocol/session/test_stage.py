@@ -389,6 +389,15 @@ def test_an_idle_session_is_freed_and_can_come_back() -> None:
     assert stage.receive(data(0, gen=1), 61.0) == [compute(0, 1, 1)]
 
 
+def test_a_session_that_only_meets_gaps_is_idle() -> None:
+    stage = filled(2)
+
+    assert stage.receive(data(5), 50.0) == [Forward(Gap(ONE, EPOCH, 0, 2))]
+
+    assert stage.deadline == 60.0
+    assert stage.expire(60.0) == [Free(ONE)]
+
+
 def test_a_session_that_computes_is_not_idle() -> None:
     stage = filled(2)
     stage.receive(data(2), 1.0)
