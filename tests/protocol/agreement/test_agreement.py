@@ -92,6 +92,16 @@ def test_a_small_gain_does_not_change_the_plan() -> None:
     assert "would gain 10%" in agreement.reason
 
 
+@pytest.mark.parametrize(("ms", "changes"), [(0.85, False), (0.84, True)])
+def test_a_gain_at_the_limit_does_not_change_the_plan(ms: float, *, changes: bool) -> None:
+    world = World({A: profile(4), B: profile(4, ms=ms)}, followed={A: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert (agreement.plan != ring((A, 0, 4))) == changes
+    assert ("would gain 15%" in agreement.reason) != changes
+
+
 def test_a_much_better_ring_is_adopted_in_the_next_epoch() -> None:
     world = World({A: profile(4), B: profile(4, ms=0.5)}, followed={A: ring((A, 0, 4))})
 
