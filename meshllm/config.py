@@ -1,7 +1,9 @@
 """Settings, merged from files, environment and flags, with the origin of each value.
 
 Precedence, lowest first: default, user file, project file, environment, flag. The project file is
-`meshllm.toml` in the working directory only: one in a parent may belong to another user.
+`meshllm.toml` in the working directory only: one in a parent may belong to another user. It comes
+with folders that others wrote, so it sets `PROJECT_KEYS` only: nothing that says where a prompt
+goes, which model is loaded or what is kept.
 """
 
 import os
@@ -149,6 +151,12 @@ class Config:
     """By setting: `default`, a file, a variable or a flag."""
 
 
+PROJECT_KEYS = frozenset({"max_tokens", "context", "log_format", "debug"}) | {
+    each.name for each in fields(Sampling)
+}
+"""Settings that a project file may contain: sampling, limits and display."""
+
+
 @cache
 def keys() -> Mapping[str, Key]:
     """Return every setting by name, in the order of the dataclasses."""
@@ -241,9 +249,13 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def _given(
     flags: Mapping[str, Scalar], environ: Mapping[str, str] | None, folder: Path | None
 ) -> Iterator[tuple[str, Scalar, str]]:
-    for path in files(folder):
-        for name, value in _read(path).items():
-            yield name, value, str(path)
+    user, project = files(folder)
+    for name, value in _read(user).items():
+        yield name, value, str(user)
+    for name, value in _read(project).items():
+        if _known(name, str(project)).name not in PROJECT_KEYS:
+            raise _not_of_a_project(name, project, user)
+        yield name, value, str(project)
     for variable, text in sorted((os.environ if environ is None else environ).items()):
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower()
@@ -260,6 +272,13 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"Cannot read `{path}`: {error}") from None
+
+
+def _not_of_a_project(name: str, project: Path, user: Path) -> UserError:
+    return UserError(
+        f"`{name}` cannot be set by a project file ({project})",
+        hint=f"set it in `{user}`, as `{keys()[name].variable}` or as a flag",
+    )
 
 
 def _known(name: str, origin: str) -> Key:
