@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args, get_type_hints
 from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
+from meshllm.local_files import read_regular
 from meshllm.request import Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
@@ -34,6 +35,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 PREFIX = "MESHLLM_"
 PROJECT_FILE = "meshllm.toml"
 DEFAULT = "default"
+MAX_FILE_BYTES = 1 << 20
 
 _RANGES: dict[str, tuple[float, float]] = {
     "nodes": (1, 1024),  # more than any model has layers
@@ -267,7 +269,7 @@ def _given(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path, MAX_FILE_BYTES).decode())
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

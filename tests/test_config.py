@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,6 +115,13 @@ def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 
     with pytest.raises(UserError, match=r"Cannot read `.*meshllm\.toml`"):
+        load({}, environ={}, folder=folder)
+
+
+def test_a_pipe_in_place_of_a_file_is_reported(folder: Path) -> None:
+    os.mkfifo(folder / "meshllm.toml")
+
+    with pytest.raises(UserError, match="not a regular file"):
         load({}, environ={}, folder=folder)
 
 
