@@ -22,6 +22,7 @@ from meshllm.node.net.beacon import open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.supervisor import Supervisor
@@ -68,7 +69,7 @@ class MeshClient:
             if link is not None:
                 self.links.adopt(link)
             else:
-                self.links.hint(ticket.inviter, ticket.addresses)
+                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Fail the pending requests if a bug ended the client."""
@@ -83,7 +84,7 @@ class MeshClient:
         while True:
             await asyncio.sleep(REDIAL_S)
             if not self.links.lines:
-                self.links.hint(ticket.inviter, ticket.addresses)
+                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
     async def entry(self) -> NodeId:
         """Wait for a linked node; any can be the ingress."""

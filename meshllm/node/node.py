@@ -33,6 +33,7 @@ from meshllm.node.net.beacon import Beacon, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
@@ -98,7 +99,8 @@ class MeshNode:
         )
         self.machine.restore(load_records(store), self.now())
         side = Own(store.key, own.incarnation, own.credential)
-        dialer = NodeDialer(endpoints.schemes, side)
+        here = Machine(machine_secret(), own.credential.mesh)
+        dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = Links(dialer, self.machine, self._gate, self)
         self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
@@ -110,7 +112,9 @@ class MeshNode:
         self._options = options
         self._own = own
         self._preparation = preparation
-        self._profile = Profile(self.name, __version__, endpoints.addresses, memory_bytes=0)
+        self._profile = Profile(
+            self.name, __version__, endpoints.addresses, memory_bytes=0, machine=here.tag(self.me)
+        )
         self._measured = self._profile
         self._retry_s = FIRST_RETRY_S
         self._is_scheduled = False
@@ -194,10 +198,13 @@ class MeshNode:
         addresses = self.endpoints.addresses
         return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
+    def _records(self) -> SavedRecords:
+        return SavedRecords.of(self.machine, self.links.local_of)
+
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        save_records(self.store, SavedRecords.of(self.machine))  # on disk before the caller returns
+        save_records(self.store, self._records())  # on disk before the caller returns
 
     def leave(self) -> None:
         """Finish running requests, announce that this node leaves, and stop."""
@@ -238,7 +245,7 @@ class MeshNode:
         """Write records to disk that are not written yet."""
         if self._unsaved.is_set():
             with self._warned():
-                save_records(self.store, SavedRecords.of(self.machine))
+                save_records(self.store, self._records())
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Pass a bug that ended the node on to `stopped`."""
@@ -475,10 +482,10 @@ class MeshNode:
         while True:
             await self._unsaved.wait()
             await asyncio.sleep(SAVE_S)
-            records = SavedRecords.of(self.machine)
+            records = self._records()
             with self._warned():
                 await self._off_loop(save_records, self.store, records)
-            if records == SavedRecords.of(self.machine):
+            if records == self._records():
                 self._unsaved.clear()
 
     @staticmethod

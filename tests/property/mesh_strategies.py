@@ -58,6 +58,7 @@ profiles = st.builds(
     st.none() | spans,
     labels,
     st.lists(sixteen, max_size=5).map(tuple),
+    st.just(b"") | sixteen,
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 states = st.builds(

@@ -15,6 +15,7 @@ from typing import ParamSpec, Protocol, assert_never
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import NodeDialer
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
@@ -189,7 +190,7 @@ class Links:
                     role = self._machine.links[peer].role
                     self._host.talk(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
-                    self._begin(self._dial, peer, addresses)
+                    self._begin(self._dial, peer, addresses, self.local_of(peer))
                 case Drop(peer, why, _, text):
                     logger.info("drop node %s: %s", short(peer), text or why.name.lower())
                     self._drop(peer, why)
@@ -206,15 +207,15 @@ class Links:
         """Send a message about a request; drop it if there is no link."""
         self._post(peer, message)
 
-    def hint(self, peer: NodeId, addresses: Sequence[str]) -> None:
-        """Dial a member at addresses where it may be."""
+    def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
+        """Dial a member at addresses where it may be, each `peer_address.permitted`."""
         now = self._now()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
         is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
         if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
             return
         self._hinted[peer] = now + HINT_S
-        self._begin(self._dial, peer, addresses)
+        self._begin(self._dial, peer, addresses, local)
 
     def adopt(self, link: SecureLink) -> None:
         """Run a mesh link that was dialled elsewhere."""
@@ -227,7 +228,14 @@ class Links:
             LinkLost: it cannot be reached.
         """
         profile = self._machine.profiles.get(peer)
-        return await self._dial_peer(profile.addresses if profile else (), Purpose.RING, peer)
+        addresses = profile.addresses if profile else ()
+        return await self._dial_peer(addresses, Purpose.RING, peer, self.local_of(peer))
+
+    def local_of(self, peer: NodeId) -> Local:
+        """Return which addresses of this machine a member may name: all if it is here itself."""
+        profile, machine = self._machine.profiles.get(peer), self._dialer.machine
+        is_here = profile and machine and machine.has(peer, profile.machine)
+        return Local.YES if is_here else Local.NO
 
     async def leave(self) -> None:
         """Announce that this node leaves, and close all links."""
@@ -269,9 +277,9 @@ class Links:
         else:
             await secured.close()
 
-    async def _dial(self, peer: NodeId, addresses: Sequence[str]) -> None:
+    async def _dial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
         try:
-            link = await self._dial_peer(addresses, Purpose.MESH, peer)
+            link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
             self._machine.refused(peer, self._now())
@@ -280,10 +288,10 @@ class Links:
             await self._carry(link, dialled=True)
 
     async def _dial_peer(
-        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId
+        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId, local: Local
     ) -> SecureLink:
         return await self._dialer.dial(
-            addresses, purpose, expect=peer, removals=self._machine.removals
+            addresses, purpose, expect=peer, removals=self._machine.removals, local=local
         )
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:

@@ -1,0 +1,88 @@
+"""A member of a mesh that breaks the rules: it joins with a ticket, then says what it likes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshllm.errors import NotAuthorised
+from meshllm.names import NodeId
+from meshllm.node.membership.bootstrap import dial_inviter, granted
+from meshllm.node.membership.state_store import StateStore
+from meshllm.node.net.dialer import NodeDialer
+from meshllm.node.net.endpoints import by_scheme
+from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.secure import SecureLink
+from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.trust.credential import Credential
+from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.ticket import parse_ticket
+from meshllm_websocket.transport import WebsocketTransport
+
+
+class _Host:
+    """The callbacks of its links: it ignores what others say."""
+
+    def changed(self) -> None:
+        """Ignore it."""
+
+    async def ring(self, link: SecureLink) -> None:
+        """Be in no ring."""
+        await link.close()
+
+    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+        """Answer no request."""
+
+    def lost(self, peer: NodeId) -> None:
+        """Ignore it."""
+
+    def dropped(self, peer: NodeId, why: Why) -> None:
+        """Ignore it."""
+
+
+class _Closed:
+    """Admits nobody."""
+
+    def guests(self) -> tuple[bytes, ...]:
+        return ()
+
+    async def judge(self, *_: object) -> Credential:
+        raise NotAuthorised("closed")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What an attacker has: a key, a credential, links."""
+
+    store: StateStore
+    credential: Credential
+    machine: Mesh
+    links: Links
+
+
+@asynccontextmanager
+async def join(ticket: str, state: Path) -> AsyncIterator[Member]:
+    """Join the mesh of a ticket; raise what refuses it."""
+    store, invitation = StateStore.open(state), parse_ticket(ticket)
+    transports, life = (WebsocketTransport(),), store.next_incarnation()
+    link = await dial_inviter(store, invitation, transports, life, discovery=False)
+    credential = store.join(granted(link), invitation)
+    now = asyncio.get_running_loop().time()
+    machine = Mesh(store.key, credential, life, now=now, wall_s=time.time())
+    dialer = NodeDialer(by_scheme(transports), Own(store.key, life, credential))
+    links = Links(dialer, machine, _Closed(), _Host())
+    async with AsyncExitStack() as stack:
+        running = asyncio.ensure_future(links.run([]))
+        stack.push_async_callback(_ended, running)
+        await asyncio.sleep(0)
+        links.adopt(link)
+        await asyncio.sleep(0)
+        yield Member(store, credential, machine, links)
+
+
+async def _ended(running: "asyncio.Future[None]") -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
