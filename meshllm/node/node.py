@@ -45,7 +45,7 @@ from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import View
-from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.charter import Charter, differing
 from meshllm.protocol.membership.codec import Talk, Why
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
@@ -466,6 +466,9 @@ class MeshNode:
 
     def _publish(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
         self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
+        if charter is not None and self.machine.charter is not None:
+            for name in differing(charter, self.machine.charter):
+                logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
 
     async def _redial(self) -> None:
         """Dial the known addresses of members: often while no node is linked, else rarely.

@@ -6,10 +6,15 @@ Arguments select attacks by a part of their name; without any, all run.
 import sys
 
 from meshllm.cli.terminal.render import out, table, talk
-from tests.security import addresses, files, project_file
+from tests.security import addresses, charter, files, project_file
 from tests.security.attack import Attack
 
-ATTACKS: tuple[Attack, ...] = (*project_file.ATTACKS, *files.ATTACKS, *addresses.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (
+    *project_file.ATTACKS,
+    *files.ATTACKS,
+    *addresses.ATTACKS,
+    *charter.ATTACKS,
+)
 
 
 def main(words: list[str]) -> int:

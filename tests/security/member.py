@@ -15,8 +15,11 @@ from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.mesh_link import Links
 from meshllm.node.net.secure import SecureLink
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.actions import Send
+from meshllm.protocol.membership.codec import Talk, Why, batches
+from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.record_store import Record, slot_of
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import parse_ticket
@@ -61,6 +64,20 @@ class Member:
     credential: Credential
     machine: Mesh
     links: Links
+
+    def say(self, *records: Record) -> None:
+        """Sign records, whatever they contain, and send them to every peer."""
+        mesh = self.credential.mesh
+        items = []
+        for record in records:
+            slot, version = slot_of(self.store.key.node, record)
+            item = Item(
+                slot.kind, slot.subject, self.store.key.node, version or 0, 0,
+                self.credential.encode(), record.encode(),
+            )  # fmt: skip
+            items.append(item.sign(self.store.key, mesh))
+        for peer in list(self.links.lines):
+            self.links.act([Send(peer, batch) for batch in batches(items)])
 
 
 @asynccontextmanager

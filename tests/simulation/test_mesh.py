@@ -213,7 +213,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
         ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9),
         ("meshllm.protocol.membership.redial.DialSchedule.want", lambda *_: None),
-        ("meshllm.protocol.membership.charter.in_force", lambda at: in_force(newest(at))),
+        ("meshllm.protocol.membership.charter.in_force", lambda at, _=None: in_force(newest(at))),
     ],
     ids=["no summaries", "no order", "no recount", "no silence", "no dials", "no merging"],
 )

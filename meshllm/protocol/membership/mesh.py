@@ -169,7 +169,7 @@ class Mesh:
     def _publish_charter(self, wanted: Charter) -> list[Action]:
         records = self._replica.records
         actions = self._broadcast([wanted]) if records.base is None else []
-        changed = amend(wanted, records.charter or wanted, self.me, records.amendments)
+        changed = amend(wanted, records.charter or wanted, self.me, records.valid)
         return [*actions, *(self._broadcast([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
@@ -296,7 +296,7 @@ class Mesh:
         records = self._replica.records
         items, own = list(items), Amendments(())
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
-            own = effective_terms(self.me, records.amendments)
+            own = effective_terms(self.me, records.valid, records.founder)
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
