@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
@@ -18,16 +18,21 @@ class Runner:
     """Runs one shard, see `meshllm.model.steps.strategies`."""
 
     def __init__(
-        self, shard: Shard, counts: Sequence[int] = (), trial: Trial | None = None
+        self,
+        shard: Shard,
+        counts: Sequence[int] = (),
+        trial: Trial | None = None,
+        whole: nn.Module | None = None,
     ) -> None:
         """Prepare steps of one row and of each number of rows in ``counts``; if empty, stock steps.
 
-        ``trial`` returns why they cannot be used, or ""; None runs `try_steps`.
+        ``trial`` returns why they cannot be used, or ""; None runs `try_steps`. ``whole`` is the
+        whole model on meta; None builds it.
 
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
+        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache

@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.files.source import Source
 from meshllm.model.shape import ModelShape
 from meshllm.model.speculation.draft_model import Draft, ModelDrafting
 from meshllm.model.split.session_cache import SentRows
+from meshllm.model.split.skeleton import build
 from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -106,6 +108,7 @@ class SpanLoader:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._kept = _Kept()
+        self._whole: nn.Module | None = None  # on meta, once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
     def load(self, part: Part) -> LoadedSpan:
@@ -236,7 +239,9 @@ class SpanLoader:
             device=self._device,
             **more,
         )
-        return Runner(shard, self._steps, CachedTrial(cache) if cache else None)
+        if self._steps and self._whole is None:
+            self._whole = build(self._source.config, self._dtype).model
+        return Runner(shard, self._steps, CachedTrial(cache) if cache else None, self._whole)
 
 
 def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:

@@ -125,17 +125,22 @@ def test_an_inner_span_is_tested_up_to_its_end(tmp_path: Path) -> None:
     assert output.shape == (1, 29, 64)
 
 
-def test_a_passed_trial_is_cached_per_part_and_machine(
+def test_a_passed_trial_is_cached_per_kind_of_layer_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
     whole = load_shard(source, Span(0, 6), embed=True, head=True)
-    part = load_shard(source, Span(0, 4), embed=True, head=False)
+    part = load_shard(source, Span(2, 4), embed=False, head=False)
+    front = load_shard(source, Span(0, 4), embed=True, head=False)
     trial, bad = CachedTrial(tmp_path / "cache"), "steps differ"
 
     assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # not cached
     assert trial(whole, Stepped(whole)) == ""
     assert trial(whole, Stepped(whole, 1.1)) == ""  # cached: not tested again
+    assert trial(part, Stepped(part, 1.1)) == ""  # no layer of another kind
+    assert trial(front, Stepped(front, 1.1)).startswith(bad)  # other ends
+    norm = part.layer(3).get_submodule("input_layernorm")
+    norm.is_strange = True  # a kind of its own
     assert trial(part, Stepped(part, 1.1)).startswith(bad)
     assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
     for name, other in (("_code", "other code"), ("machine", ("another",))):
