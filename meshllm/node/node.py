@@ -32,7 +32,7 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
@@ -44,9 +44,9 @@ from meshllm.node.ring_member import RingMember
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter, differing
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
 from meshllm.protocol.membership.twin import Twin
@@ -102,7 +102,7 @@ class MeshNode:
         here = Machine(machine_secret(), own.credential.mesh)
         dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
-        self.links = Links(dialer, self.machine, self._gate, self)
+        self.links = MeshLinks(dialer, self.machine, self._gate, self)
         self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
         self.router = RequestRouter(self.me, self.ring_member, self.links.post)
         self.planner = Planner(self._view, self._agreed, off_loop)
@@ -267,7 +267,7 @@ class MeshNode:
         else:
             await self.ring_member.runtime.arrive(link, link.peer)
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
         self.router.receive(peer, message, is_client=is_client)
 
@@ -275,10 +275,10 @@ class MeshNode:
         """Fail requests that depend on the lost peer."""
         self.router.lost(peer)
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        is_twin, heard = why is Why.TWIN and not self.links.lines, self.machine.heard
+        is_twin, heard = why is CloseReason.TWIN and not self.links.lines, self.machine.heard
         if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
             self._stop(error)
 
@@ -294,12 +294,12 @@ class MeshNode:
             self._withdraw()
             self.ring_member.publish()
 
-    def _view(self) -> View | None:
+    def _view(self) -> MeshView | None:
         """Take a snapshot of the records for planning; None before there is a charter."""
         machine = self.machine
         if machine.charter is None or machine.author is None:
             return None
-        return View(
+        return MeshView(
             self.me, machine.charter, machine.author, dict(machine.profiles),
             dict(machine.states), tuple(machine.removals),
         )  # fmt: skip

@@ -23,7 +23,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.span_loader import LoadedSpan, Part, SpanLoader
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Role
@@ -134,7 +134,7 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
     monkeypatch.setattr(node_module, "FIRST_RETRY_S", 0.01)
     load, failing = SpanLoader._load, [error, error]
 
-    def fail(self: SpanLoader, part: Part) -> LoadedSpan:
+    def fail(self: SpanLoader, part: RankPart) -> LoadedSpan:
         if failing and part.is_alone:
             raise failing.pop()
         return load(self, part)

@@ -13,10 +13,10 @@ from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
-from meshllm.protocol.membership.actions import Send
-from meshllm.protocol.membership.codec import Talk, Why, batches
+from meshllm.protocol.membership.actions import SendToPeer
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage, batches
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.record_store import Record, slot_of
@@ -36,13 +36,13 @@ class _Host:
         """Be in no ring."""
         await link.close()
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Answer no request."""
 
     def lost(self, peer: NodeId) -> None:
         """Ignore it."""
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Ignore it."""
 
 
@@ -63,7 +63,7 @@ class Member:
     store: StateStore
     credential: Credential
     machine: Mesh
-    links: Links
+    links: MeshLinks
 
     def say(self, *records: Record) -> None:
         """Sign records, whatever they contain, and send them to every peer."""
@@ -77,7 +77,7 @@ class Member:
             )  # fmt: skip
             items.append(item.sign(self.store.key, mesh))
         for peer in list(self.links.lines):
-            self.links.act([Send(peer, batch) for batch in batches(items)])
+            self.links.act([SendToPeer(peer, batch) for batch in batches(items)])
 
 
 @asynccontextmanager
@@ -90,7 +90,7 @@ async def join(ticket: str, state: Path) -> AsyncIterator[Member]:
     now = asyncio.get_running_loop().time()
     machine = Mesh(store.key, credential, life, now=now, wall_s=time.time())
     dialer = NodeDialer(by_scheme(transports), Own(store.key, life, credential))
-    links = Links(dialer, machine, _Closed(), _Host())
+    links = MeshLinks(dialer, machine, _Closed(), _Host())
     async with AsyncExitStack() as stack:
         running = asyncio.ensure_future(links.run([]))
         stack.push_async_callback(_ended, running)

@@ -9,13 +9,13 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import MeshId, NodeId, Span
-from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.founding import Names, resolve_names
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.ring.span_loader import LoadedSpan, Part, SpanLoader
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session import text
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check
@@ -53,7 +53,7 @@ def change(found: Agreement, change: Callable[[Plan], Plan]) -> Agreement:
     return replace(found, plan=found.plan and change(found.plan))
 
 
-def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement:
+def agree_on_machine_0(view: MeshView, before: Agreement | None = None) -> Agreement:
     """Swap the first two nodes of a ring in the plans of this machine."""
 
     def swap(plan: Plan) -> Plan:
@@ -67,11 +67,11 @@ def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement
     return change(found, swap) if process and process.number == 0 else found
 
 
-def agree_on_epoch_1(view: View, before: Agreement | None = None) -> Agreement:
+def agree_on_epoch_1(view: MeshView, before: Agreement | None = None) -> Agreement:
     return change(agree(view, before), lambda plan: replace(plan, epoch=1))
 
 
-def load_one_more(loader: SpanLoader, part: Part) -> LoadedSpan:
+def load_one_more(loader: SpanLoader, part: RankPart) -> LoadedSpan:
     start = part.span.start if part.is_entry else part.span.start - 1
     return LOAD(loader, replace(part, span=Span(start, part.span.stop)))
 
@@ -87,7 +87,7 @@ def nod(*_: object) -> None:
     pass
 
 
-def tell_layer_0(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+def tell_layer_0(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:
     return tuple(replace(hop, span=Span(0, 1)) for hop in HOPS(measured, plan))
 
 

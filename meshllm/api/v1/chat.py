@@ -27,7 +27,7 @@ MAX_STOPS = 4  # OpenAI API reference
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """A content part of a message."""
 
     type: Literal["text"]
@@ -39,7 +39,7 @@ class Message:
     """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | tuple[Part, ...]
+    content: str | tuple[ContentPart, ...]
 
     def turn(self) -> Turn:
         """Return the message with its parts joined."""

@@ -44,7 +44,7 @@ has 0.1.
 """
 
 
-class Steps(Protocol):
+class TestedSteps(Protocol):
     """What is tested."""
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
@@ -62,7 +62,7 @@ class Steps(Protocol):
         ...
 
 
-def skip_trial(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+def skip_trial(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Skip the trial: a shard that is only timed generates no text."""
     _ = shard, steps, most
     return ""
@@ -78,7 +78,7 @@ class CachedTrial:
 
     cache: Path
 
-    def __call__(self, shard: Shard, steps: Steps, most: int = TRIED) -> str:
+    def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
         keys = [self._key(shard, kind, most) for kind in sorted(_kinds(shard))]
         if all(recall(self.cache, *key) is True for key in keys):
@@ -115,7 +115,7 @@ def _code() -> str:
 
 
 @torch.inference_mode()
-def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Return why steps of ``most`` rows differ from single rows or the stock forward; or ""."""
     device = shard.device
     layers = (

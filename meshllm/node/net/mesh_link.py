@@ -18,15 +18,23 @@ from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
 from meshllm.node.timer import DeadlineTimer
-from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.actions import (
+    Action,
+    Changed,
+    DeliverRequest,
+    Dial,
+    Drop,
+    Parted,
+    SendToPeer,
+)
 from meshllm.protocol.membership.codec import (
-    Ask,
+    AnswerEvent,
     Bye,
-    Hush,
+    CancelRequest,
+    CloseReason,
+    Generate,
     Message,
-    Said,
-    Talk,
-    Why,
+    RequestMessage,
     decode,
     encode,
 )
@@ -56,13 +64,13 @@ class LinkHost(Protocol):
     async def ring(self, link: SecureLink) -> None:
         """Handle an accepted ring link."""
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
 
     def lost(self, peer: NodeId) -> None:
         """Handle the loss or the closing of the link to a peer."""
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Handle the peer's reason for closing the link."""
 
 
@@ -107,7 +115,7 @@ class _MeshLink:
 
     def post(self, message: Message) -> None:
         """Queue a message; close the link if too many bytes are queued."""
-        is_talk = isinstance(message, Ask | Said | Hush)
+        is_talk = isinstance(message, Generate | AnswerEvent | CancelRequest)
         queue = self._queues[Channel.DATA if is_talk else Channel.CONTROL]
         queue.put(encode(message))
         if queue.size > MAX_QUEUED:
@@ -118,7 +126,7 @@ class _MeshLink:
         """Let `run` end."""
         self._done.set()
 
-    async def part(self, why: Why) -> None:
+    async def part(self, why: CloseReason) -> None:
         """Send the reason, then close."""
         self.post(Bye(why))
         try:
@@ -152,7 +160,7 @@ class _MeshLink:
             receive(decode(buffer))
 
 
-class Links:
+class MeshLinks:
     """All mesh links of a node, over all its transports."""
 
     def __init__(
@@ -184,9 +192,9 @@ class Links:
         """Perform the actions of the machine."""
         for action in actions:
             match action:
-                case Send(peer, message):
+                case SendToPeer(peer, message):
                     self._post(peer, message)
-                case Deliver(peer, message):
+                case DeliverRequest(peer, message):
                     role = self._machine.links[peer].role
                     self._host.talk(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
@@ -203,7 +211,7 @@ class Links:
                     assert_never(action)
         self._timer.reset()
 
-    def post(self, peer: NodeId, message: Talk) -> None:
+    def post(self, peer: NodeId, message: RequestMessage) -> None:
         """Send a message about a request; drop it if there is no link."""
         self._post(peer, message)
 
@@ -241,7 +249,7 @@ class Links:
         """Announce that this node leaves, and close all links."""
         lines = list(self._lines.values())
         self.act(self._machine.leave(self._now()))
-        await asyncio.gather(*(line.part(Why.LEAVING) for line in lines))
+        await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
 
     def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run a job of one link in a task: a bug in it closes the link, not the node."""
@@ -327,7 +335,7 @@ class Links:
         if line := self._lines.get(peer):
             line.post(message)
 
-    def _drop(self, peer: NodeId, why: Why | None) -> None:
+    def _drop(self, peer: NodeId, why: CloseReason | None) -> None:
         if line := self._lines.pop(peer, None):
             self._host.lost(peer)
             if why is None:
@@ -335,7 +343,7 @@ class Links:
             else:
                 self._jobs.create_task(line.part(why))
 
-    async def _reject(self, line: _MeshLink, why: Why) -> None:
+    async def _reject(self, line: _MeshLink, why: CloseReason) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(line.run(lambda _: None))
             await line.part(why)

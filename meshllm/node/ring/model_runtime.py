@@ -21,7 +21,7 @@ from meshllm.names import NodeId, Quant
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.kv_rooms import budget_for
-from meshllm.node.ring.span_loader import LoadedSpan, Part, SpanLoader
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.activation_codec import resolve_wire_mode
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
@@ -152,7 +152,7 @@ class ModelRuntime:
         self.verdict.require(len(plan.stages))
         is_last, is_alone = rank == len(plan.stages) - 1, len(plan.stages) == 1
         is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
-        part = Part(plan.stages[rank].span, rank == 0, is_alone, is_divided, room)
+        part = RankPart(plan.stages[rank].span, rank == 0, is_alone, is_divided, room)
         held = self._held
         if not (held and _is_met(part, held)):
             self._held = held = None
@@ -192,7 +192,7 @@ class ModelRuntime:
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 
 
-def _is_met(part: Part, held: LoadedSpan) -> bool:
+def _is_met(part: RankPart, held: LoadedSpan) -> bool:
     """Return whether all that a part has to load is loaded."""
     if held.span != part.span or (held.ends is not None) is not part.is_entry:
         return False

@@ -23,18 +23,18 @@ from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import (
     Action,
+    AttemptEnded,
     Begin,
-    Close,
-    Dial,
-    Failed,
+    CloseLink,
     Forming,
     Load,
+    OpenLink,
     Release,
-    Report,
+    ReportLoad,
     Stop,
 )
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import SILENCE, Link
+from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import Hello
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Stage
@@ -207,17 +207,17 @@ class RingRuntime:
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Stop() | Load() | Dial() | Begin():
+                case Stop() | Load() | OpenLink() | Begin():
                     self._job = self._job_of(action)
                     self._is_replaced.set()
                 case Release():
                     self._span = self._store = None
                     self._model.release()
-                case Close(number):
+                case CloseLink(number):
                     self._close(number)
-                case Report(is_loaded, trouble):
+                case ReportLoad(is_loaded, trouble):
                     self._host.loaded(is_loaded, trouble)
-                case Failed(reason):
+                case AttemptEnded(reason):
                     logger.info("ring not formed: %s", reason)
                 case _:
                     assert_never(action)
@@ -228,11 +228,11 @@ class RingRuntime:
 
     # Jobs, one at a time.
 
-    def _job_of(self, action: Stop | Load | Dial | Begin) -> Job | None:
+    def _job_of(self, action: Stop | Load | OpenLink | Begin) -> Job | None:
         match action:
             case Load(plan):
                 return partial(self._load, plan)
-            case Dial(node):
+            case OpenLink(node):
                 return partial(self._dial, node)
             case Begin(plan, before, after):
                 for number in (before, after):
@@ -338,7 +338,7 @@ class RingRuntime:
         """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
         nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
-        machines = [Link(self._hello, peer=node) for node in nodes[: len(links)]]
+        machines = [NeighbourLink(self._hello, peer=node) for node in nodes[: len(links)]]
         for machine in machines[1:]:
             machine.open(self._now())  # the next rank got a Hello when it was dialled
         return [RingLink(link, machine) for link, machine in zip(links, machines, strict=True)]

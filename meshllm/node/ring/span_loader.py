@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What a rank of a plan has to load."""
 
     span: Span
@@ -111,7 +111,7 @@ class SpanLoader:
         self._whole: nn.Module | None = None  # on meta, once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
-    def load(self, part: Part) -> LoadedSpan:
+    def load(self, part: RankPart) -> LoadedSpan:
         """Load a part; keep what of it is loaded already, and release the rest before.
 
         Raises:
@@ -134,7 +134,7 @@ class SpanLoader:
         """Keep nothing."""
         self._kept = _Kept()
 
-    def load_help(self, part: Part) -> Runner | None:
+    def load_help(self, part: RankPart) -> Runner | None:
         """Load the last rank's part of the LM head, if it is split and the headroom suffices.
 
         The plan does not count it, so it must not use the memory of layers or caches. Without it
@@ -149,7 +149,7 @@ class SpanLoader:
             )
             return None
 
-    def _load(self, part: Part) -> LoadedSpan:
+    def _load(self, part: RankPart) -> LoadedSpan:
         parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
         self._kept = self._reusable(part, is_divided=parts[0] is not None)
         kept, span = self._kept, part.span
@@ -172,7 +172,7 @@ class SpanLoader:
         self._kept = _Kept(pieces, head, helped, draft)
         return LoadedSpan(span, EntryRunners(layers, head, self._context, helped), None, draft)
 
-    def _reusable(self, part: Part, *, is_divided: bool) -> _Kept:
+    def _reusable(self, part: RankPart, *, is_divided: bool) -> _Kept:
         """Return what of the loaded parts the next one needs."""
         kept, span = self._kept, part.span
         if not part.is_entry:
@@ -202,7 +202,7 @@ class SpanLoader:
         ]
         return sorted((*kept, *added), key=lambda piece: piece.span.start)
 
-    def _load_help(self, part: Part) -> Runner | None:
+    def _load_help(self, part: RankPart) -> Runner | None:
         shape = self._shape
         if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
             return None
@@ -211,7 +211,7 @@ class SpanLoader:
             return None
         return self._build(self._no_layers, head=True, outputs=parts[0])
 
-    def _headroom(self, part: Part) -> int:
+    def _headroom(self, part: RankPart) -> int:
         """Return the bytes that the plan leaves free besides the layers and caches of a part."""
         used = sum(self._shape.layer_bytes[part.span.start : part.span.stop]) + max(0, part.room)
         return used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)

@@ -36,7 +36,7 @@ from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
-from meshllm.protocol.session.actions import Action, Closed, Embed, Pick, Task
+from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
@@ -187,7 +187,7 @@ class EntryNode:
                 await generation.closed.wait()
 
     @asynccontextmanager
-    async def _admitted(self, task: Task) -> AsyncIterator[None]:
+    async def _admitted(self, task: GenerationTask) -> AsyncIterator[None]:
         """Wait for admission of a task; hold its reservation inside the context."""
         try:
             if not self._admission.ask(task.session, task.limit):
@@ -202,8 +202,8 @@ class EntryNode:
                 if not waiter.done():  # else it was cancelled and leaves by itself
                     waiter.set_result(None)
 
-    def _task(self, session: SessionId, order: GenerationRequest) -> Task:
-        return Task(
+    def _task(self, session: SessionId, order: GenerationRequest) -> GenerationTask:
+        return GenerationTask(
             session=session,
             epoch=self._config.epoch,
             ring=self._config.ring,
@@ -216,7 +216,7 @@ class EntryNode:
             resumes=self._prefixes.index.resumes,
         )
 
-    def _open(self, task: Task, order: GenerationRequest) -> Generation:
+    def _open(self, task: GenerationTask, order: GenerationRequest) -> Generation:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()

@@ -13,7 +13,7 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.node.compute.gauge import Gauge, Measured
+from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
 from meshllm.node.session.resume import CacheMiss, Start, crop_cache, refill, sent_again
@@ -39,7 +39,7 @@ class Ended:
     """The generation ended on every rank."""
 
     reason: FinishReason
-    measured: Measured
+    measured: GenerationTimes
 
 
 Output = Prefilled | Token | Ended

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
+class _StageSession:
     """What this rank holds for a session; used on the compute thread."""
 
     encoder: SessionEncoder
@@ -59,7 +59,7 @@ class StageNode:
         self._runner = runner
         self._neighbours = neighbours
         self._encoder = ActivationEncoder(wire, neighbours)
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, _StageSession] = {}
         self._kept = kept
         self._jobs = asyncio.TaskGroup()
         self._steps = Batcher(worker, self._step, self._jobs)
@@ -175,7 +175,7 @@ class StageNode:
             logger.exception("cannot copy a cache")
         else:
             if cache is not None:
-                self._sessions[job.session] = _Session(
+                self._sessions[job.session] = _StageSession(
                     self._encoder.for_session(job.session), cache
                 )
 
@@ -193,7 +193,7 @@ class StageNode:
         return held.encoder.seal(sent_again(rows), 0, is_step=False) if job.keep else None
 
     def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
-        def run(opened: list[tuple[_Session, Tensor]]) -> list[tuple[_Session, Tensor]]:
+        def run(opened: list[tuple[_StageSession, Tensor]]) -> list[tuple[_StageSession, Tensor]]:
             caches = [held.cache for held, _ in opened]
             outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
             return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
@@ -219,7 +219,7 @@ class StageNode:
         blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
         return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)
 
-    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Session, Tensor]:
+    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_StageSession, Tensor]:
         """Return the session and its rows [1, T, D]."""
         watch.queued()
         held = self._session(job.session)
@@ -229,15 +229,15 @@ class StageNode:
         crop_cache(held.cache, job.pos)
         return held, hidden
 
-    def _session(self, session: SessionId) -> _Session:
+    def _session(self, session: SessionId) -> _StageSession:
         """Return what is held for a session, at first nothing."""
         if session not in self._sessions:
-            held = _Session(self._encoder.for_session(session), self._runner.new_cache())
+            held = _StageSession(self._encoder.for_session(session), self._runner.new_cache())
             self._sessions[session] = held
         return self._sessions[session]
 
     def _sealed(
-        self, job: Compute, held: _Session, output: Tensor, watch: Stopwatch
+        self, job: Compute, held: _StageSession, output: Tensor, watch: Stopwatch
     ) -> Blob | None:
         watch.computed()
         if not job.keep:

@@ -25,7 +25,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, Quant
 from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
-from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, Shape
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, ModelSizes
 from meshllm.protocol.planning.policies import AUTO, POLICIES
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
@@ -55,7 +55,7 @@ class Charter:
     """The mesh-wide configuration."""
 
     version: int
-    shape: Shape
+    shape: ModelSizes
     """The model, and the context length to reserve memory for."""
     dtype: DType
     """Of the model's computation and of the hidden states on the wire."""
@@ -318,12 +318,12 @@ _TERMS: Mapping[str, Callable[[str], object]] = {
 """Parser of each term; `ValueError` means a value that is invalid in every version."""
 
 
-def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> Shape:
+def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> ModelSizes:
     hidden_size, context, itemsize, embed_bytes, head_bytes = sizes
     for weights, cache in each:
         reader.bounded("bytes of a layer", weights, 1, MAX_BYTES)
         reader.bounded("bytes of cache per token", cache, 0, MAX_BYTES)
-    return Shape(
+    return ModelSizes(
         reader.text(MAX_NAME_BYTES),
         tuple(weights for weights, _ in each),
         tuple(cache for _, cache in each),

@@ -25,10 +25,10 @@ from meshllm.names import MeshId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Charter, merge, overruled
 from meshllm.protocol.membership.codec import MAX_AMENDERS, MAX_CARRIED, MAX_REMOVALS
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, ItemStore, Kind, Slot
-from meshllm.protocol.membership.records import Profile, State
+from meshllm.protocol.membership.records import Profile, StateRecord
 from meshllm.protocol.trust.credential import Credential, Removal, Role, check, founder_of
 
-Record: TypeAlias = Profile | State | Charter | Amendments | Removal
+Record: TypeAlias = Profile | StateRecord | Charter | Amendments | Removal
 
 
 class RecordStore:
@@ -38,7 +38,7 @@ class RecordStore:
         self.mesh = mesh
         self.store = ItemStore()
         self.profiles: dict[NodeId, Profile] = {}
-        self.states: dict[NodeId, State] = {}
+        self.states: dict[NodeId, StateRecord] = {}
         self.charter: Charter | None = None
         """The founder's charter with the terms in force."""
         self.base: Charter | None = None
@@ -141,7 +141,7 @@ class RecordStore:
         match record:
             case Profile():
                 self.profiles[subject] = record
-            case State():
+            case StateRecord():
                 self.states[subject] = record
             case Charter():
                 self.base = record
@@ -175,7 +175,7 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
     match record:
         case Profile():
             return Slot(Kind.PROFILE, author), None
-        case State():
+        case StateRecord():
             return Slot(Kind.STATE, author), None
         case Charter():
             return Slot(Kind.CHARTER, WHOLE_MESH), record.version
@@ -189,7 +189,7 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
 
 _RECORDS: dict[int, type[Record]] = {
     Kind.PROFILE: Profile,
-    Kind.STATE: State,
+    Kind.STATE: StateRecord,
     Kind.CHARTER: Charter,
     Kind.AMENDMENTS: Amendments,
     Kind.REMOVAL: Removal,

@@ -131,7 +131,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateRecord:
     """The current activity of a node; changes often."""
 
     lifecycle: Lifecycle = Lifecycle.JOIN
@@ -173,7 +173,7 @@ class State:
         )
 
 
-def alive(states: Mapping[NodeId, State], me: NodeId) -> frozenset[NodeId]:
+def alive(states: Mapping[NodeId, StateRecord], me: NodeId) -> frozenset[NodeId]:
     """Return the living nodes: those connected to ``me`` by links that both ends list.
 
     No node can declare another dead. A node that has not left is alive while it and another living

@@ -12,7 +12,7 @@ from meshllm.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class GenerationTask:
     """One generation."""
 
     session: SessionId

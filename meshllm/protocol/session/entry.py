@@ -75,9 +75,9 @@ from meshllm.protocol.session.actions import (
     Embed,
     Emit,
     Failed,
+    GenerationTask,
     Pick,
     Progress,
-    Task,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import (
@@ -99,7 +99,7 @@ from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.request import FinishReason
 
 
-class State(Enum):
+class EntryState(Enum):
     """State of a generation."""
 
     IDLE = auto()
@@ -112,9 +112,9 @@ class State(Enum):
 class Entry:
     """One generation; times are seconds on the driver's clock."""
 
-    def __init__(self, task: Task, pace: Pace) -> None:
+    def __init__(self, task: GenerationTask, pace: Pace) -> None:
         """Prepare a task; raise `UserError` if its limit is invalid."""
-        self.state = State.IDLE
+        self.state = EntryState.IDLE
         self._task = task
         self._pace = pace
         self._limit = task.limit
@@ -167,7 +167,7 @@ class Entry:
 
     def open(self, now: float, base: PrefixHit | None = None) -> list[Action]:
         """Start, after the prefix ``base`` if given; the actions include the first Embed."""
-        self.state, self._waiting = State.PREFILL, now
+        self.state, self._waiting = EntryState.PREFILL, now
         task, self._base = self._task, base
         if base is None:
             return self._next_job()
@@ -186,13 +186,13 @@ class Entry:
         if message.epoch != self._task.epoch:
             return []
         match self.state, message:
-            case State.PREFILL | State.DECODE, Data(gen=self._gen) as data:
+            case EntryState.PREFILL | EntryState.DECODE, Data(gen=self._gen) as data:
                 return self._result(data, now)
-            case State.PREFILL | State.DECODE, Gap(gen=self._gen, kv_len=kv_len):
+            case EntryState.PREFILL | EntryState.DECODE, Gap(gen=self._gen, kv_len=kv_len):
                 return self._restart(kv_len, now)
-            case State.PREFILL | State.DECODE, Fault(code=code, rank=rank, text=text):
+            case EntryState.PREFILL | EntryState.DECODE, Fault(code=code, rank=rank, text=text):
                 return self._fail(Failed(code, text, rank), now)
-            case State.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
+            case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
                 return self._closed(tallies, message.keep)
             case _:
                 return []
@@ -227,7 +227,7 @@ class Entry:
         job, self._job = self._job, None
         if not self._is_live or not isinstance(job, Pick):
             return []
-        self.state = State.DECODE
+        self.state = EntryState.DECODE
         self._tokens += tokens
         emitted: list[Action] = [Emit(token) for token in tokens]
         is_full = len(self._tokens) >= self._limit
@@ -265,13 +265,13 @@ class Entry:
         is_incomplete = self._is_live
         if is_incomplete:
             self._kept = self._keepable(1 if self._task.resumes else None)
-        self.state = State.CLOSED
+        self.state = EntryState.CLOSED
         return is_incomplete
 
     @property
     def deadline(self) -> float | None:
         """When ``expire`` has something to do; None while the next move is the driver's."""
-        if self.state is State.CLOSING:
+        if self.state is EntryState.CLOSING:
             return self._waiting + self._pace.close_s
         if self._is_live and self._flight and self._job is None:
             return self._waiting + self._pace.patience_s * (1 << self._tries)
@@ -281,11 +281,13 @@ class Entry:
         """Do what is due: a retry, or the end of the wait for Close."""
         if self.deadline is None or now < self.deadline:
             return []
-        return self._closed(()) if self.state is State.CLOSING else self._restart(self._done, now)
+        return (
+            self._closed(()) if self.state is EntryState.CLOSING else self._restart(self._done, now)
+        )
 
     @property
     def _is_live(self) -> bool:
-        return self.state not in {State.CLOSING, State.CLOSED}
+        return self.state not in {EntryState.CLOSING, EntryState.CLOSED}
 
     def _next_job(self) -> list[Action]:
         """Start the next job, if there is one."""
@@ -428,12 +430,12 @@ class Entry:
         return self._task.slack is None or positions <= self._task.slack
 
     def _leave(self, now: float, keep: int = 0) -> list[Action]:
-        self.state, self._waiting, self._kept = State.CLOSING, now, keep
+        self.state, self._waiting, self._kept = EntryState.CLOSING, now, keep
         if self._task.ring == 1:
             return self._closed((), keep)
         return [Forward(Close(self._task.session, self._task.epoch, keep))]
 
     def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
         """End; only what every rank has confirmed to keep is kept here too."""
-        self.state, self._kept = State.CLOSED, min(self._kept, keep)
+        self.state, self._kept = EntryState.CLOSED, min(self._kept, keep)
         return [Closed(tallies)]

@@ -257,7 +257,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownRingMessage:
     """A message of a later version, which only proves that its sender is alive."""
 
     kind: int
@@ -267,7 +267,7 @@ class Unknown:
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """Messages that go from rank to rank, round the ring."""
 
-Message = Hello | Beat | SessionMessage | Unknown
+Message = Hello | Beat | SessionMessage | UnknownRingMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ Action = Compute | Free | Keep | Adopt | Forward
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionState:
     used: float  # creation or last computation; a session that only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
@@ -184,7 +184,7 @@ class Stage:
         self._context = context
         self._index = index or PrefixIndex(KvBudget(()), 0)
         self.budget = self._index.budget
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, _SessionState] = {}
         self._closed: dict[SessionId, Tally] = {}
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
@@ -291,7 +291,7 @@ class Stage:
             if len(self._sessions) >= self._max_sessions:
                 text = f"The limit of {self._max_sessions} sessions is reached"
                 return [self._fault(data, FaultCode.BUSY, text)]
-            state = self._sessions[session] = _Session(now)
+            state = self._sessions[session] = _SessionState(now)
         compute = Compute(
             session,
             data.pos,
@@ -304,7 +304,7 @@ class Stage:
         )
         return self._queue(state, data, compute)
 
-    def _refusal(self, data: Data, state: _Session | None) -> tuple[str, FaultCode] | None:
+    def _refusal(self, data: Data, state: _SessionState | None) -> tuple[str, FaultCode] | None:
         """Return why rows cannot be computed, whatever else runs here; None if they can."""
         stop = data.pos + data.rows
         if broken := _violation(data):
@@ -336,7 +336,9 @@ class Stage:
                 self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
         reach = reach if whole else length
-        self._sessions[session] = _Session(now, kv_len=length, reach=reach, feeds_lost=feeds_lost)
+        self._sessions[session] = _SessionState(
+            now, kv_len=length, reach=reach, feeds_lost=feeds_lost
+        )
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
     def _resume_empty(self, resume: Resume, now: float, *, feeds_lost: bool) -> list[Action]:
@@ -344,10 +346,12 @@ class Stage:
         session, length = resume.session, resume.length
         if not self.budget.reserve(session, length):
             return []
-        self._sessions[session] = _Session(now, kv_len=length, reach=length, feeds_lost=feeds_lost)
+        self._sessions[session] = _SessionState(
+            now, kv_len=length, reach=length, feeds_lost=feeds_lost
+        )
         return [Free(each) for each in self._index.make_room()]
 
-    def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
+    def _queue(self, state: _SessionState, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
             return []
         state.raise_gen(data.gen)
@@ -357,7 +361,7 @@ class Stage:
         state.pending.append((data, compute))
         return self._next(state) if state.running is None else []
 
-    def _next(self, state: _Session) -> list[Action]:
+    def _next(self, state: _SessionState) -> list[Action]:
         refused: list[Action] = []
         while state.pending:
             data, compute = state.pending.popleft()
@@ -387,7 +391,7 @@ class Stage:
         """End one session, for lack of room or because its messages break the rules."""
         return [*self._end(data.session), self._fault(data, code, text)]
 
-    def _keep(self, data: Data, state: _Session) -> int:
+    def _keep(self, data: Data, state: _SessionState) -> int:
         if data.flags & Flags.REFILL:
             return data.rows if state.feeds_lost else 0
         if not self._is_last:

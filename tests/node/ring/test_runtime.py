@@ -15,10 +15,10 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, _IdleLink
-from meshllm.node.ring.span_loader import LoadedSpan, Part, SpanLoader
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
-from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
+from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.forming import Begin
 from meshllm.protocol.session.codec import encode
 from meshllm.protocol.session.link import SILENCE
@@ -33,7 +33,7 @@ NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
-    stages = tuple(Stage(node, Span.parse(span)) for node, span in places)
+    stages = tuple(PlanStage(node, Span.parse(span)) for node, span in places)
     return Plan(epoch, "tiny", Ends.ENTRY, stages)
 
 
@@ -183,7 +183,7 @@ def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
             entry = a.runtime.entry
             assert entry is not None
             before = entry.pace(2000, 0)
-            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, Wire(0.0)),), 0.0, 8)
+            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, LinkSpeed(0.0)),), 0.0, 8)
             assert before == usual_pace(2000, 1)
             assert entry.pace(2000, 1) == a.known.best_pace(2000, 1) != before
 
@@ -281,7 +281,7 @@ def test_a_load_error_is_reported(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         load = SpanLoader._load
 
-        def refuse(self: SpanLoader, part: Part) -> LoadedSpan:
+        def refuse(self: SpanLoader, part: RankPart) -> LoadedSpan:
             if part.span.stop > 6:
                 raise ModelError("there are 6 layers")
             return load(self, part)

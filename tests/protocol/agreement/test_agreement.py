@@ -6,8 +6,8 @@ import pytest
 from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.membership.records import Lifecycle, State
-from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, Stage, Standby
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C, D, model, node, spans
@@ -18,7 +18,7 @@ THREE = World({A: profile(2), B: profile(2), C: profile(2)})
 
 
 def ring(*stages: tuple[NodeId, int, int], epoch: int = 5) -> Plan:
-    return Plan(epoch, "tiny", Ends.ENTRY, tuple(Stage(at, Span(a, b)) for at, a, b in stages))
+    return Plan(epoch, "tiny", Ends.ENTRY, tuple(PlanStage(at, Span(a, b)) for at, a, b in stages))
 
 
 def planned(agreement: Agreement) -> Plan:
@@ -456,7 +456,7 @@ def test_plans_of_removed_nodes_are_ignored() -> None:
     "followed", [b"garbage", ring((A, 0, 4), epoch=MAX_EPOCH).encode()], ids=["garbage", "epoch"]
 )
 def test_an_unusable_plan_is_ignored(followed: bytes) -> None:
-    view = replace(ALONE.view(A), states={A: State(followed=followed)})
+    view = replace(ALONE.view(A), states={A: StateRecord(followed=followed)})
 
     assert planned(agree(view)).epoch == 1
 

@@ -25,7 +25,7 @@ from meshllm.protocol.session.messages import (
     Resume,
     Spent,
     Tally,
-    Unknown,
+    UnknownRingMessage,
 )
 
 SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
@@ -91,8 +91,8 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
-    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
-    assert packed(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+    assert decode(b"\x02\x63abc") == UnknownRingMessage(0x63, b"abc")
+    assert packed(UnknownRingMessage(0x63, b"abc")) == b"\x02\x63abc"
 
 
 def test_unknown_flags_codes_and_tally_fields_are_tolerated() -> None:

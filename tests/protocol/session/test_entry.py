@@ -14,13 +14,13 @@ from meshllm.protocol.session.actions import (
     Embed,
     Emit,
     Failed,
+    GenerationTask,
     Pick,
     Progress,
-    Task,
 )
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.session.entry import Entry, State
+from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
     Blob,
     Cancel,
@@ -48,7 +48,7 @@ LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
 TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
-TASK = Task(
+TASK = GenerationTask(
     SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
 )
 PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
@@ -122,7 +122,7 @@ def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
         Progress(2, 2),
         Pick(0, 2, blob(1), (), 5),
     ]
-    assert entry.state is State.PREFILL
+    assert entry.state is EntryState.PREFILL
     assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
 
 
@@ -140,7 +140,7 @@ def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
 def test_a_decode_step_is_one_row_that_comes_back() -> None:
     entry = decoding()
 
-    assert entry.state is State.DECODE
+    assert entry.state is EntryState.DECODE
     assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
     assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
     assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
@@ -377,7 +377,7 @@ def test_close_that_comes_back_brings_the_tallies() -> None:
 
     assert entry.receive(back(2, 1, row=blob(1)), 2.1) == []
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.2) == [Closed(TALLIES)]
-    assert entry.state is State.CLOSED
+    assert entry.state is EntryState.CLOSED
     assert entry.deadline is None
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.3) == []
 
@@ -405,7 +405,7 @@ def test_a_lost_close_times_out() -> None:
         (replace(TASK, max_tokens=0), "at most 0 tokens"),
     ],
 )
-def test_an_impossible_task_is_refused(task: Task, words: str) -> None:
+def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Entry(task, PACE)
 
@@ -676,7 +676,7 @@ def test_a_ring_of_one_sends_no_cancel() -> None:
 STEPS = ((91, 92), (93, 94, 95), (96, 97))
 
 
-def flying(*steps: tuple[int, ...], task: Task = TASK) -> Entry:
+def flying(*steps: tuple[int, ...], task: GenerationTask = TASK) -> Entry:
     """An entry with token 90 and these guesses in flight: at 2 with the first ones, at 5, at 8."""
     entry = Entry(replace(task, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
@@ -986,7 +986,7 @@ def test_an_interrupted_session_keeps_what_was_all_round_the_ring() -> None:
 
     assert entry.interrupt()
 
-    assert entry.state is State.CLOSED
+    assert entry.state is EntryState.CLOSED
     assert entry.kept == [11, 12]
     assert entry.receive(back(2, 1, row=blob(1)), 2.0) == []
     assert entry.deadline is None
