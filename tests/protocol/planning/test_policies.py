@@ -193,6 +193,16 @@ def test_throughput_limits_the_others_to_the_stage_of_a_slow_preferred_node() ->
     assert {stage.node: len(stage.span) for stage in plan.stages} == {A: 7, B: 1, C: 1}
 
 
+def test_throughput_takes_the_preferred_and_the_largest_of_few_members() -> None:
+    sizes = {A: 1, B: 1, C: 2, D: 2}
+    offers = [offer(at, size) for at, size in sizes.items()]
+    terms = PlanConstraints(members=3, prefer=[B], entry=C)
+
+    plan = make_plan(offers, NEAR, model(5), policy="throughput", terms=terms)
+
+    assert {stage.node: len(stage.span) for stage in plan.stages} == {B: 1, C: 2, D: 2}
+
+
 def test_throughput_loosens_the_limit_until_whole_layers_fit() -> None:
     # With room for 320, 240 and 480 bytes, two thirds on the quick node would be 2.7 ms; the best
     # that whole layers allow is 3 ms.
