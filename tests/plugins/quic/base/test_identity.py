@@ -3,6 +3,7 @@
 import inspect
 from datetime import UTC, datetime
 
+import pytest
 from aioquic import tls
 from aioquic.quic import connection as quic
 from aioquic.quic.packet_builder import QuicPacketBuilder
@@ -104,6 +105,23 @@ def test_windows_grow_only_by_grants() -> None:
 
     assert stuck == 64 * 1024
     assert server._streams[STREAMS[Channel.DATA]].receiver.highest_offset == 3 * 64 * 1024
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_acknowledgement_leaves_at_once_only_with_data(*, answers: bool) -> None:
+    client, server = pair()
+    shake(client, server)
+    client.write(Channel.DATA, b"asked")
+    for datagram, _ in client.datagrams_to_send(now=1.0):
+        server.receive_datagram(datagram, PEER, now=1.0)
+
+    if answers:
+        server.write(Channel.DATA, b"answered")
+    server.acknowledge_with_data(1.0)
+    for datagram, _ in server.datagrams_to_send(now=1.0):
+        client.receive_datagram(datagram, PEER, now=1.0)
+
+    assert client.unacknowledged() == (0 if answers else len(b"asked"))
 
 
 def test_aioquic_still_has_the_private_attributes_in_use() -> None:
