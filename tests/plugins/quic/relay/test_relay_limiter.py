@@ -13,7 +13,7 @@ def test_connections_per_host_are_limited() -> None:
     assert [limiter.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
     assert limiter.enter("192.0.2.2")
     limiter.leave("192.0.2.1")
-    assert limiter.enter("192.0.2.1")
+    assert [limiter.enter("192.0.2.1") for _ in range(2)] == [True, False]
 
 
 def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
