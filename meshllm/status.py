@@ -293,6 +293,8 @@ class Removed(Named):
 
     spared: tuple[Named, ...]
     """Members it had invited, which stay."""
+    taken: tuple[Named, ...] = ()
+    """Members it had invited, which are removed with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class _TicketRequest:
 @dataclass(frozen=True, slots=True)
 class _RemoveRequest:
     node: str
+    spare: tuple[str, ...] = ()
 
 
 def routes(node: NodePort) -> list[Route]:
@@ -68,7 +69,7 @@ class _Mesh:
 
     async def remove(self, request: Request) -> Response:
         asked = await read(request, _RemoveRequest)
-        return _object(self.node.remove(asked.node))
+        return _object(self.node.remove(asked.node, asked.spare))
 
     async def events(self, _: Request) -> Response:
         return Stream(self.node.events(), NDJSON, _line, _failure)

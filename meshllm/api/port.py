@@ -1,6 +1,6 @@
 """The interface of a node that the HTTP application uses."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from meshllm.request import Backend
@@ -28,8 +28,12 @@ class NodePort(Backend, Protocol):
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Create a ticket; 0 seconds or uses mean no limit. Raise `UserError` if out of range."""
 
-    def remove(self, node: str) -> Removed:
-        """Permanently remove a member; raise `UserError` if the id is unknown."""
+    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+        """Permanently remove a member, and whom it invited except those to spare.
+
+        Raises:
+            UserError: an id is unknown.
+        """
 
     def events(self) -> AsyncGenerator[Change, None]:
         """Yield the state at once and after each change; missed changes are merged into one."""

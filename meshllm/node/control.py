@@ -126,20 +126,33 @@ class NodeControl:
             )
         return self.create_ticket(Role(role), expires_s or None, uses or None)
 
-    def remove(self, node: str) -> Removed:
-        """Permanently remove a member, and those it invited except connected nodes."""
+    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+        """Permanently remove a member, and those it invited except this node and those to spare."""
         view = self.snapshot()
         gone = find_node(node, view.profiles)
         if gone == view.me:
             raise UserError("A node cannot remove itself", hint="stop it with Ctrl-C")
-        paths = ((*view.hosts.get(each, ()), each) for each in sorted(view.alive))
-        guests = {path[-1]: path[path.index(gone) + 1] for path in paths if gone in path[:-1]}
-        spared = tuple(sorted(set(guests.values())))  # next in each guest's chain
-        self.expel(remove(self.key, view.mesh, gone, int(time.time()), spared))
+        if gone in view.hosts.get(view.me, ())[:1]:
+            raise UserError("The founder cannot be removed", hint="begin a new mesh without it")
+        guests = _guests(view, gone)
+        kept = [find_node(text, view.profiles) for text in spare]
+        if strange := [each for each in kept if each not in guests]:
+            raise UserError(f"`{show(strange[0])}` was not invited by `{show(gone)}`")
+        spared = {guests[each] for each in (view.me, *kept) if each in guests}
+        removal = remove(self.key, view.mesh, gone, int(time.time()), tuple(sorted(spared)))
+        self.expel(removal)
         if gone not in self.snapshot().removed:
-            raise MeshError("The mesh cannot store more removals", hint="begin a new mesh")
-        spared_guests = tuple(Named(*_named(view, each)) for each in guests)
-        return Removed(*_named(view, gone), spared_guests)
+            raise MeshError(
+                "The mesh cannot store more removals of this member and its guests",
+                hint="remove it on a node that the founder invited, or on the founder's",
+            )
+        stay, go = (
+            tuple(
+                Named(*_named(view, each)) for each in guests if (guests[each] in spared) is is_so
+            )
+            for is_so in (True, False)
+        )
+        return Removed(*_named(view, gone), stay, go)
 
     async def events(self) -> AsyncGenerator[Change, None]:
         """Yield once at first, then after each possible change."""
@@ -237,6 +250,13 @@ def _model(view: NodeView) -> ModelStatus | None:
     return ModelStatus(
         shape.name, shape.layers, shape.hidden_size, charter.dtype.name.lower(), str(charter.quant)
     )
+
+
+def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
+    """Return whom a member invited, itself or by guests, and which of its own guests led there."""
+    chains = {**view.hosts, **{peer: link.issuers for peer, link in view.links.items()}}
+    paths = ((*hosts, node) for node, hosts in sorted(chains.items()))
+    return {path[-1]: path[path.index(host) + 1] for path in paths if host in path[:-1]}
 
 
 def _ring_state(view: NodeView) -> RingState:

@@ -140,8 +140,13 @@ class MeshNode:
 
     @property
     def ticket(self) -> str:
-        """A new ticket for another node."""
-        return self.invite(Role.NODE, TICKET_S, None)
+        """A new ticket for `ticket_uses` nodes."""
+        return self.invite(Role.NODE, TICKET_S, self.ticket_uses)
+
+    @property
+    def ticket_uses(self) -> int:
+        """The number of other nodes of `--members`, else one."""
+        return max(1, (self._options.members or 1) - 1)
 
     @property
     def mesh(self) -> MeshId:

@@ -51,8 +51,11 @@ async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> 
     said = await client.post("/mesh/remove", json={"node": "abc"})
 
     spared = [{"node": "def", "name": "attic"}]
-    assert said.json() == {"schema": 1, "node": "abc", "name": "desk", "spared": spared}
-    assert door.calls == [("abc",)]
+    assert said.json() == {
+        "schema": 1, "node": "abc", "name": "desk", "spared": spared, "taken": [],
+    }  # fmt: skip
+    await client.post("/mesh/remove", json={"node": "abc", "spare": ["def"]})
+    assert door.calls == [("abc",), ("abc", "def")]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A fake client of a running node."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,8 @@ class FakeClient:
         self.posted.append((role, expires_s, uses))
         return "meshllm1abc"
 
-    async def remove(self, node: str) -> Removed:
-        self.posted.append((node,))
+    async def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+        self.posted.append((node, *spare))
         return self.removed
 
     async def events(self) -> AsyncGenerator[Change, None]:

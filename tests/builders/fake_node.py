@@ -1,7 +1,7 @@
 """A fake node, to test the HTTP API without a mesh."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,8 +80,8 @@ class FakeNode:
         self.calls.append((role, expires_s, uses))
         return "meshllm1abc"
 
-    def remove(self, node: str) -> Removed:
-        self.calls.append((node,))
+    def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
+        self.calls.append((node, *spare))
         return Removed(node, "desk", (Named("def", "attic"),))
 
     async def events(self) -> AsyncGenerator[Change, None]:

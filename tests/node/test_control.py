@@ -273,26 +273,48 @@ def test_invalid_limits_of_a_ticket_are_refused(
     assert node.invited == []
 
 
-def test_a_removal_spares_connected_guests_and_their_inviters(node: Owned) -> None:
+def test_a_removal_takes_the_guests_with_it(node: Owned) -> None:
     told = node.control.remove("there")
 
-    assert (told.node, told.name, told.spared) == (show(B), "there", (Named(show(C), "spare"),))
+    assert (told.node, told.name, told.spared) == (show(B), "there", ())
+    assert told.taken == (Named(show(C), "spare"),)
     (removal,) = node.expelled
-    assert (removal.node, removal.issuer, removal.spared) == (B, A, (D,))
+    assert (removal.node, removal.issuer, removal.spared) == (B, A, ())
     assert removal.is_signed(node.view.mesh)
 
 
-def test_a_removal_does_not_list_guests_of_others(node: Owned) -> None:
+def test_a_removal_spares_a_named_guest_and_its_inviters(node: Owned) -> None:
+    told = node.control.remove("there", ["spare"])
+
+    assert (told.spared, told.taken) == ((Named(show(C), "spare"),), ())
+    assert node.expelled[0].spared == (D,)
+
+
+def test_a_removal_spares_this_node(node: Owned) -> None:
+    node.see(hosts={B: (D,), A: (D, B), C: (D, B)})
+
+    told = node.control.remove("there")
+
+    assert (told.spared, told.taken) == (
+        (Named(show(A), "here"),), (Named(show(C), "spare"),),
+    )  # fmt: skip
+    assert node.expelled[0].spared == (A,)
+
+
+def test_only_guests_can_be_spared(node: Owned) -> None:
     node.see(hosts={B: (A,), C: (A,)})
 
-    assert node.control.remove("there").spared == ()
-    assert node.expelled[0].spared == ()
+    with pytest.raises(UserError, match="was not invited by"):
+        node.control.remove("there", ["spare"])
+    assert node.expelled == []
 
 
-def test_guests_that_are_not_connected_are_not_spared(node: Owned) -> None:
-    node.see(alive=frozenset({A, B}))
+def test_the_founder_cannot_be_removed(node: Owned) -> None:
+    node.see(hosts={A: (B,)})
 
-    assert node.control.remove("there").spared == ()
+    with pytest.raises(UserError, match="founder cannot be removed"):
+        node.control.remove("there")
+    assert node.expelled == []
 
 
 def test_a_removal_that_cannot_be_stored_is_reported(node: Owned) -> None:

@@ -260,6 +260,14 @@ async def test_a_client_needs_no_model(mesh: Mesh) -> None:
             pass
 
 
+async def test_the_ticket_of_a_node_is_for_the_other_members(mesh: Mesh) -> None:
+    alone = await mesh.start("a")
+    three = await mesh.start("b", members=3)
+
+    assert (alone.ticket_uses, three.ticket_uses) == (1, 2)
+    assert [each.ticket and each.store.invitations()[-1].uses for each in (alone, three)] == [1, 2]
+
+
 async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> None:
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket, members=2, policy="throughput", prefer=("a",))

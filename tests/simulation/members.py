@@ -140,7 +140,10 @@ class Members:
             return False
         is_scarce = ticket.uses is not None and len(ticket.holders) > ticket.uses
         has_place = not is_scarce or member(number)[0].node in ticket.guests
-        is_late = any(ticket.is_late(self._latest_s(each)) for each in (number, ticket.inviter))
+        is_closed = not ticket.guests.isdisjoint(self.removals)
+        is_late = is_closed or any(
+            ticket.is_late(self._latest_s(each)) for each in (number, ticket.inviter)
+        )
         return is_late or not has_place or self.is_out(ticket.inviter)
 
     def _key(self, number: int) -> None:

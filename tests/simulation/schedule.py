@@ -151,9 +151,9 @@ class Schedule:
     def _remove(self) -> None:
         world, people = self.world, self.people
         nodes = [each for each in self._awake() if world.nodes[each].machine.charter]
-        if nodes:
+        if nodes and self.count > 2:
             number = people.choice(nodes)
-            gone = people.choice([each for each in range(self.count) if each != number])
+            gone = people.choice([each for each in range(1, self.count) if each != number])
             world.remove(number, gone)
             if people.random() < 0.3:
                 world.loop.call_later(people.uniform(0, 4), self._harm, self._crash, number)

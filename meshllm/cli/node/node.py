@@ -162,7 +162,9 @@ async def _run(options: "NodeOptions", notify: Callable[[Notice], None], file: P
             tasks = [group.create_task(serve(control, socket))]
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_POLL_S)
-            _print_ticket(opened.ticket, notify, file)
+            count = opened.ticket_uses
+            text = f"ticket for {count} more machine{'s' if count > 1 else ''}, and the command:"
+            _print_ticket(opened.ticket, Notice("ready", text), notify, file)
             tasks.append(group.create_task(_report(control, notify)))
             await opened.stopped
             for task in tasks:
@@ -207,10 +209,12 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
         line.show(f"{ring.reason or ring.state}, {waited} s")
 
 
-def _print_ticket(ticket: str, notify: Callable[[Notice], None], file: Path | None) -> None:
+def _print_ticket(
+    ticket: str, ready: Notice, notify: Callable[[Notice], None], file: Path | None
+) -> None:
     if file is not None:
         _write_private(file, f"{ticket}\n")
-    notify(Notice("ready", "ticket, and the command for the next machine:"))
+    notify(ready)
     render.out(f"{ticket}\nmeshllm node --join {ticket}")  # one write: a reader may stop early
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 RoleName = Literal["node", "client"]
 
 MIN_PREFIX = 7  # characters that identify a member: the short form of an id
-_OFFLINE = {"down", "left"}
 
 TICKET_EXAMPLES = """\b
 Examples:
@@ -31,7 +30,7 @@ Examples:
 REMOVE_EXAMPLES = """\b
 Examples:
   meshllm ring remove 3kq7f2ab
-  meshllm ring remove 3kq7f2ab --with-guests --yes
+  meshllm ring remove 3kq7f2ab --spare m5xd7qpe --yes
 """
 
 
@@ -83,41 +82,42 @@ def remove(
     member: Annotated[
         str, typer.Argument(metavar="ID", help="Remove the member whose id starts with this.")
     ],
-    with_guests: Annotated[
-        bool, typer.Option("--with-guests", help="Also remove the nodes that it invited.")
-    ] = False,
+    spare: Annotated[
+        list[str] | None,
+        typer.Option("--spare", metavar="ID", help="Keep this node that it invited; repeatable."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
     """Permanently remove a member from the mesh.
 
-    Its links are closed at once, every node is notified, and its key can never rejoin. Nodes that
-    joined with its tickets stay if they are online now, unless `--with-guests` is given; this node
-    itself always stays. Ids are listed by `ring members`.
+    Its links are closed at once, every node is notified, its key can never rejoin, and the ticket
+    that admitted it admits nobody any more. Members that it invited go with it, unless `--spare`
+    names them; this node itself always stays. Ids are listed by `ring members`.
     """
     import asyncio
 
     chosen = settings(flags)
     there = _members(chosen).members
     found = find(there, member)
-    going = [*(guests(there, found) if with_guests else ()), found]
+    kept = [find(there, each) for each in spare or ()]
     if not yes:
-        here = [each for each in guests(there, found) if each.state not in _OFFLINE]
-        _confirm(going, [] if with_guests else here)
-    # Guests first: one that is already removed is not spared because of its own guests.
-    done = [asyncio.run(_node(chosen).remove(each.node)) for each in going]
+        _confirm(found, [each for each in guests(there, found) if each not in kept])
+    done = asyncio.run(_node(chosen).remove(found.node, [each.node for each in kept]))
     if as_json:
         from meshllm.status import to_json
 
-        *rest, last = map(to_json, done)
-        render.dump({**last, "guests": rest})
+        render.dump(to_json(done))
         return
-    for each in going:
-        render.talk(f"{_title(each)} was removed")
-    spared = {each.node for each in done[-1].spared}
+    by_node = {each.node: each for each in there}
+    for node in (done.node, *(each.node for each in done.taken)):
+        render.talk(f"{_title(by_node[node])} was removed")
+    spared = {each.node for each in done.spared}
     if staying := [each for each in there if each.node in spared and not each.is_self]:
-        render.talk(_stay(staying, found))
+        names = ", ".join(map(_name, staying))
+        verb = "stays" if len(staying) == 1 else "stay"
+        render.talk(f"{names}, invited by {_name(found)}, {verb}")
 
 
 def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> str:
@@ -141,12 +141,8 @@ def lay_out(members: "Sequence[MemberStatus]", columns: int | None = None) -> st
 
 
 def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[MemberStatus]":
-    """Return the nodes invited by a member or its guests, except this node."""
-    return [
-        each
-        for each in members
-        if host.node in each.hosts and each.role == "node" and not each.is_self
-    ]
+    """Return the members invited by a member or its guests, except this node."""
+    return [each for each in members if host.node in each.hosts and not each.is_self]
 
 
 def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
@@ -165,15 +161,12 @@ def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
     raise UserError(f"No member has the id `{text}`", hint="see `meshllm ring members`")
 
 
-def _confirm(going: "list[MemberStatus]", staying: "list[MemberStatus]") -> None:
-    *others, found = map(_title, going)
+def _confirm(found: "MemberStatus", going: "list[MemberStatus]") -> None:
     if not _is_interactive():
         raise UserError("Cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
-    if staying:
-        render.talk(f"{_stay(staying, going[-1])}, unless `--with-guests` is given")
-    for each in others:
-        render.talk(f"{each} will be removed, too: it was invited by {_name(going[-1])}")
-    if not typer.confirm(f"Permanently remove {found}?", err=True):
+    for each in going:
+        render.talk(f"{_title(each)} will be removed, too: it was invited by {_name(found)}")
+    if not typer.confirm(f"Permanently remove {_title(found)}?", err=True):
         raise typer.Exit(1)
 
 
@@ -181,11 +174,6 @@ def _inviter(member: "MemberStatus", names: dict[str, str]) -> str | None:
     if member.hosts:
         return render.cut(names.get(member.hosts[-1], member.hosts[-1][:MIN_PREFIX]))
     return "(founder)" if member.role == "node" else None
-
-
-def _stay(staying: "list[MemberStatus]", host: "MemberStatus") -> str:
-    names = ", ".join(map(_name, staying))
-    return f"{names}, invited by {_name(host)}, {'stays' if len(staying) == 1 else 'stay'}"
 
 
 def _title(member: "MemberStatus") -> str:

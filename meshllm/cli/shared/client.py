@@ -1,7 +1,7 @@
 """HTTP client of the running node, over its unix socket."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,13 @@ class NodeClient:
         wish = {"role": role, "expires_s": expires_s, "uses": uses}
         return from_json(NewTicket, await self._post("/mesh/ticket", wish)).ticket
 
-    async def remove(self, node: str) -> "Removed":
-        """Permanently remove a member from the mesh."""
+    async def remove(self, node: str, spare: Sequence[str] = ()) -> "Removed":
+        """Permanently remove a member from the mesh, and whom it invited except those to spare."""
         from meshllm.status import Removed, from_json
 
-        return from_json(Removed, await self._post("/mesh/remove", {"node": node}))
+        return from_json(
+            Removed, await self._post("/mesh/remove", {"node": node, "spare": list(spare)})
+        )
 
     async def events(self) -> AsyncGenerator["Change", None]:
         """Yield changes of the mesh as they happen."""

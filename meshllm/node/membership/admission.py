@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.membership.state_store import StateStore
+from meshllm.node.membership.state_store import Invitation, StateStore
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.trust.credential import Credential, Removals, check, issue
 from meshllm.protocol.trust.handshake import Purpose
@@ -30,10 +30,10 @@ class MemberAdmission:
         self._removals = removals
 
     def guests(self) -> Iterator[bytes]:
-        """Yield the pre-shared keys of the unexpired tickets, the newest first."""
+        """Yield the pre-shared keys of the tickets that are valid, the newest first."""
         now = time.time()
         for invitation in reversed(self._store.invitations()):
-            if not invitation.is_late(now):
+            if not (invitation.is_late(now) or self._is_closed(invitation)):
                 yield guest_psk(invitation.secret)
 
     async def judge(
@@ -54,6 +54,7 @@ class MemberAdmission:
                     raise NotAuthorised("The node was permanently removed from the mesh")
                 granted = issue(self._store.key, self._credential, peer, invitation.role)
                 is_late = not invitation.is_open(time.time(), peer)
+                is_late = is_late or self._is_closed(invitation)
                 if is_late or not await self._run(self._store.use, invitation, peer):
                     raise NotAuthorised(
                         "The ticket has expired or is used up",
@@ -64,3 +65,7 @@ class MemberAdmission:
             "Ticket rejected: used up, expired, or issued by another node",
             hint="make another one with `meshllm ring ticket`",
         )
+
+    def _is_closed(self, invitation: Invitation) -> bool:
+        """Return whether a ticket admitted a member that was removed since."""
+        return not self._removals.keys().isdisjoint(invitation.guests)

@@ -28,6 +28,7 @@ from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
 SALT_BYTES = 16
 SEED_BYTES = 32
 MAX_FILE_BYTES = 64 << 20  # thousands of members with every record
+MAX_GUESTS = 1024  # of one ticket; more than a mesh has members and clients
 MAX_INVITATIONS = 256  # more than a mesh has members; the oldest are dropped
 
 Content: TypeAlias = dict[str, Any]
@@ -49,9 +50,9 @@ class Invitation:
     expires_s: int
     """Unix time; 0 is never."""
     uses: int | None
-    """Most keys that it admits; None means no limit."""
+    """Most keys that it admits; None means `MAX_GUESTS`."""
     guests: tuple[NodeId, ...] = ()
-    """The admitted keys, if there is a limit: they may retry, for example after a lost reply."""
+    """The admitted keys. They may retry, for example after a lost reply."""
 
     def is_late(self, now_s: float) -> bool:
         """Return whether the ticket has expired."""
@@ -59,7 +60,7 @@ class Invitation:
 
     def is_open(self, now_s: float, guest: NodeId | None = None) -> bool:
         """Return whether the ticket still admits this key; None is any new key."""
-        is_full = self.uses is not None and len(self.guests) >= self.uses
+        is_full = len(self.guests) >= (MAX_GUESTS if self.uses is None else self.uses)
         return (not is_full or guest in self.guests) and not self.is_late(now_s)
 
 
@@ -196,7 +197,7 @@ class StateStore:
 
     def use(self, invitation: Invitation, guest: NodeId) -> bool:
         """Record a use of an invitation; return whether it is still open, also after races."""
-        if invitation.uses is None or guest in invitation.guests:
+        if guest in invitation.guests:
             return True
         is_open = False
 

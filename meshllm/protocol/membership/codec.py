@@ -27,6 +27,8 @@ from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.session.messages import PROTOCOL_VERSION, Buffer
 
 MAX_REMOVALS = 1024  # nodes removed over the lifetime of one mesh
+FOUNDER_REMOVALS = 512  # of these, for the founder only
+BRANCH_REMOVALS = 64  # by one guest of the founder and those that it invited, together
 MAX_AMENDERS = 128  # nodes that changed the charter, including departed ones
 MAX_CARRIED = 4  # records of unknown kinds per node
 MAX_SLOTS = (2 + MAX_CARRIED) * MAX_MEMBERS + 1 + MAX_AMENDERS + MAX_REMOVALS

@@ -23,7 +23,13 @@ from typing import TypeAlias, assert_never
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Charter, merge, overruled
-from meshllm.protocol.membership.codec import MAX_AMENDERS, MAX_CARRIED, MAX_REMOVALS
+from meshllm.protocol.membership.codec import (
+    BRANCH_REMOVALS,
+    FOUNDER_REMOVALS,
+    MAX_AMENDERS,
+    MAX_CARRIED,
+    MAX_REMOVALS,
+)
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, ItemStore, Kind, Slot
 from meshllm.protocol.membership.records import Profile, StateRecord
 from meshllm.protocol.trust.credential import Credential, Removal, Role, check, founder_of
@@ -46,6 +52,8 @@ class RecordStore:
         self.founder: NodeId | None = None
         """Known from the first credential."""
         self.removals: dict[NodeId, Removal] = {}
+        self._branches: dict[NodeId, NodeId | None] = {}
+        """By removed node, see `_branch`."""
         self._credentials: dict[NodeId, Credential] = {}
 
     def role(self, credential: Credential, node: NodeId, wall_s: float) -> Role | None:
@@ -75,12 +83,17 @@ class RecordStore:
             credential = Credential.decode(item.credential)
             if not self._is_accepted(item, credential, wall_s):
                 return False
-            self.founder = founder_of(credential, item.author)
-            if item.kind is Kind.PROFILE:
-                self._credentials[item.author] = credential
+            self._learn_from(item, credential)
         self.store.keep(item)
         self._index(item.subject, record)
         return True
+
+    def _learn_from(self, item: Item, credential: Credential) -> None:
+        self.founder = founder_of(credential, item.author)
+        if item.kind is Kind.PROFILE:
+            self._credentials[item.author] = credential
+        elif item.kind is Kind.REMOVAL:
+            self._branches[item.subject] = _branch(credential)
 
     @property
     def valid(self) -> dict[NodeId, Amendments]:
@@ -104,7 +117,7 @@ class RecordStore:
 
     def _has_room_for(self, item: Item) -> bool:
         if item.kind is Kind.REMOVAL:
-            return item.subject in self.removals or len(self.removals) < MAX_REMOVALS
+            return item.subject in self.removals or self._has_room_to_remove(item)
         if item.kind in _RECORDS:
             return item.kind is not Kind.STATE or item.author in self.profiles
         carried = {
@@ -113,6 +126,19 @@ class RecordStore:
         }  # fmt: skip
         has_room = len(carried | {item.kind}) <= MAX_CARRIED
         return item.subject == item.author and item.author in self.profiles and has_room
+
+    def _has_room_to_remove(self, item: Item) -> bool:
+        """Return whether a removal is within the limits of its author.
+
+        Anyone can make keys and invite them, so that all who came through one guest of the founder
+        share a limit.
+        """
+        branch = _branch(Credential.decode(item.credential))
+        if branch is None:
+            return len(self.removals) < MAX_REMOVALS
+        others = [each for each in self._branches.values() if each is not None]
+        is_crowded = others.count(branch) >= BRANCH_REMOVALS
+        return not is_crowded and len(others) < MAX_REMOVALS - FOUNDER_REMOVALS
 
     def _admits(self, author: NodeId, record: Amendments) -> bool:
         """Return whether there is room for the amendments of an author."""
@@ -132,6 +158,8 @@ class RecordStore:
             return self.role(credential, item.author, wall_s) is Role.NODE
         if item.kind is Kind.CHARTER and credential.chain:
             return False
+        if item.kind is Kind.REMOVAL and item.subject == founder_of(credential, item.author):
+            return False  # without the founder's certificates there is no mesh
         try:
             return check(credential, item.author, self.mesh, 0, {}) is Role.NODE
         except NotAuthorised:
@@ -185,6 +213,11 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
             return Slot(Kind.REMOVAL, record.node), 0
         case _:
             assert_never(record)
+
+
+def _branch(credential: Credential) -> NodeId | None:
+    """Return the guest of the founder through whom a member joined; None for the founder."""
+    return credential.chain[0].subject if credential.chain else None
 
 
 _RECORDS: dict[int, type[Record]] = {

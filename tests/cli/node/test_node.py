@@ -44,6 +44,7 @@ class FakeNode:
     opening: Callable[[], None] = lambda: None
     options: NodeOptions | None = None
     ticket: str = "meshllm1abc"
+    ticket_uses: int = 2
     asked: int = 0
     is_open: bool = False
 
@@ -121,7 +122,7 @@ def test_events_are_logged_with_the_time(meshllm: Invoke, node: FakeNode) -> Non
     lines = meshllm("node").stderr.splitlines()
 
     assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
-        "ticket, and the command for the next machine:",
+        "ticket for 2 more machines, and the command:",
         "waiting: alone",
         "desk joined (desk1bc, 8.0 GiB)",
         "ring of 2 serving, epoch 3: attic 0:10, desk 10:20",

@@ -6,7 +6,7 @@ from meshllm.cli.ring.members import find, lay_out
 from meshllm.errors import UserError
 from meshllm.status import Named, Removed, to_json
 from tests.builders.fake_client import FakeClient
-from tests.builders.status import NAMES, member, node_id
+from tests.builders.status import member, node_id
 from tests.cli.conftest import Invoke
 
 
@@ -107,44 +107,29 @@ def test_a_removal_as_json(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "remove", node_id(1), "-y", "--json").stdout)
 
     assert told == {
-        "schema": 1, "node": node_id(1), "name": "desk", "spared": [], "guests": [],
+        "schema": 1, "node": node_id(1), "name": "desk", "spared": [], "taken": [],
     }  # fmt: skip
 
 
-def test_guests_stay_and_are_listed(meshllm: Invoke, node: FakeClient) -> None:
-    node.there = [member(each) for each in range(4)]
-    spared = tuple(Named(node_id(each), "") for each in (2, 3))
-    node.removed = Removed(node_id(1), "desk", spared)
+def test_guests_go_or_stay_and_are_listed(meshllm: Invoke, node: FakeClient) -> None:
+    node.there = [member(each) for each in range(5)]
+    one, *others = (Named(node_id(each), "") for each in (2, 3, 4))
+    node.removed = Removed(node_id(1), "desk", tuple(others), (one,))
 
-    result = meshllm("ring", "remove", node_id(1), "--yes")
+    result = meshllm("ring", "remove", node_id(1), "--yes", "--spare", node_id(3))
 
     assert result.stderr.splitlines() == [
         f"desk {node_id(1)} was removed",
-        "laptop, cellar, invited by desk, stay",
+        f"laptop {node_id(2)} was removed",
+        "cellar, kitchen, invited by desk, stay",
     ]
-    assert len(node.posted) == 1
+    assert node.posted == [(node_id(1), node_id(3))]
 
 
-def test_with_guests_removes_the_guests_first(meshllm: Invoke, node: FakeClient) -> None:
-    client = member(4, role="client")
-    node.there = [*(member(each) for each in range(4)), client]
+def test_an_unknown_node_cannot_be_spared(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("ring", "remove", node_id(1), "--yes", "--spare", node_id(7))
 
-    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
-
-    assert node.posted == [(node_id(each),) for each in (2, 3, 1)]
-    assert result.stderr.splitlines() == [
-        f"{NAMES[each]} {node_id(each)} was removed" for each in (2, 3, 1)
-    ]
-
-
-def test_with_guests_never_removes_this_node(meshllm: Invoke, node: FakeClient) -> None:
-    node.there = [member(1), member(2, is_self=True), member(3)]
-    node.removed = Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),))
-
-    result = meshllm("ring", "remove", node_id(1), "--with-guests", "--yes")
-
-    assert node.posted == [(node_id(each),) for each in (3, 1)]
-    assert "stay" not in result.stderr
+    assert (result.exit_code, node.posted) == (2, [])
 
 
 def test_a_removal_needs_a_confirmation(meshllm: Invoke, node: FakeClient) -> None:
@@ -175,8 +160,8 @@ def test_the_confirmation_shows_the_full_id(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ((), "laptop, invited by desk, stays, unless `--with-guests` is given\n"),
-        (("--with-guests",), f"laptop {node_id(2)} will be removed, too: it was invited by desk\n"),
+        ((), f"laptop {node_id(2)} will be removed, too: it was invited by desk\n"),
+        (("--spare", node_id(2)), ""),
     ],
 )
 def test_the_confirmation_lists_the_guests(
@@ -187,8 +172,7 @@ def test_the_confirmation_lists_the_guests(
     line: str,
 ) -> None:
     monkeypatch.setattr("meshllm.cli.ring.members._is_interactive", lambda: True)
-    away = member(3, state="down", hosts=(node_id(1),))
-    node.there = [member(0), member(1), member(2), *([] if options else [away])]
+    node.there = [member(0), member(1), member(2), member(3, hosts=(node_id(0),))]
 
     result = meshllm("ring", "remove", node_id(1), *options, stdin="n\n")
 

@@ -103,6 +103,28 @@ def test_a_ticket_admits_a_member_in_its_role(house: House, role: Role) -> None:
     assert house.judge(credential) == credential
 
 
+@pytest.mark.parametrize("uses", [3, None])
+def test_a_ticket_is_closed_when_a_member_that_it_admitted_is_removed(
+    house: House, uses: int | None
+) -> None:
+    ticket, other = house.ticket(uses=uses), house.ticket()
+    house.judge(ticket.prove(CONTEXT))
+    house.remove(GUEST.node)
+
+    with pytest.raises(NotAuthorised, match="used up"):
+        house.judge(ticket.prove(CONTEXT), OTHER.node)
+    assert list(house.gate.guests()) == [other.psk]
+    assert house.judge(other.prove(CONTEXT), OTHER.node)
+
+
+def test_a_ticket_without_a_limit_has_one(house: House) -> None:
+    proof = house.ticket().prove(CONTEXT)
+    with patch.object(keyring_module, "MAX_GUESTS", 1):
+        house.judge(proof)
+        with pytest.raises(NotAuthorised, match="used up"):
+            house.judge(proof, OTHER.node)
+
+
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_used_up_ticket_still_admits_its_guests(house: House, uses: int) -> None:
     proof = house.ticket(uses=uses).prove(CONTEXT)

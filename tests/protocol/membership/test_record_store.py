@@ -12,11 +12,11 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership import record_store as module
 from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term
-from meshllm.protocol.membership.codec import MAX_CARRIED, MAX_REMOVALS
+from meshllm.protocol.membership.codec import BRANCH_REMOVALS, MAX_CARRIED
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.record_store import RecordStore, expires_at_s
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import Role, remove
+from meshllm.protocol.trust.credential import Role, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -254,14 +254,38 @@ def test_charter_and_removals_outlive_their_authors() -> None:
     assert len(digests) == 1
 
 
-def test_removals_are_bounded() -> None:
-    records = stored(sign(FOUNDER, REMOVAL))
-    for number in range(MAX_REMOVALS - 1):
-        node = NodeId(number.to_bytes(32))
-        records.removals[node] = remove(FOUNDER, MESH, node, 0)
+def removal(key: NodeKey, number: int) -> Item:
+    """Make the removal of a made-up key."""
+    return sign(key, remove(key, MESH, NodeId(number.to_bytes(32)), int(WALL)))
 
-    another = remove(FOUNDER, MESH, LAST.node, int(WALL))
-    newer = remove(LAST, MESH, MIDDLE.node, int(WALL))
 
-    assert not records.take(sign(FOUNDER, another), WALL)
-    assert records.take(sign(LAST, newer), WALL)
+def test_a_member_and_its_guests_cannot_take_the_room_for_removals() -> None:
+    records = stored(sign(FOUNDER, CHARTER))
+    guest = issue(MIDDLE, CREDENTIALS[MIDDLE.node], STRANGER.node, Role.NODE)
+
+    with patch.dict(CREDENTIALS, {STRANGER.node: guest}):
+        taken = [
+            records.take(removal(key, 1000 * at + number), WALL)
+            for at, key in enumerate((MIDDLE, STRANGER))
+            for number in range(BRANCH_REMOVALS)
+        ]
+
+    assert taken == [True] * BRANCH_REMOVALS + [False] * BRANCH_REMOVALS
+    assert records.take(removal(LAST, 5000), WALL)
+    assert records.take(sign(FOUNDER, REMOVAL), WALL)
+
+
+def test_the_founder_has_room_for_removals_of_its_own() -> None:
+    records = RecordStore(MESH)
+    with patch.multiple(module, MAX_REMOVALS=3, FOUNDER_REMOVALS=2):
+        taken = [records.take(removal(LAST, number), WALL) for number in range(2)]
+        taken += [records.take(removal(FOUNDER, number), WALL) for number in range(9, 12)]
+
+    assert taken == [True, False, True, True, False]
+
+
+def test_the_founder_cannot_be_removed() -> None:
+    records = RecordStore(MESH)
+
+    assert not records.take(sign(LAST, remove(LAST, MESH, FOUNDER.node, int(WALL))), WALL)
+    assert not records.removals
