@@ -28,7 +28,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.span_loader import SpanLoader
+from meshllm.node.ring.span_loader import RankPart, SpanLoader
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
@@ -181,6 +181,10 @@ class ToyModel(ModelRuntime):
 
 class ToyLoader(SpanLoader):
     """Loads spans of the toy model."""
+
+    def _headroom(self, part: RankPart) -> int:
+        """Return more than the rows sent to the next rank take, as rows take whole blocks."""
+        return 1 << 20
 
     def _build(
         self, span: Span, *, embed: bool = False, head: bool = False, **_more: object

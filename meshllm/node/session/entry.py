@@ -222,8 +222,9 @@ class EntryNode:
         session, now = task.session, self._now()
         # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
         machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
-        finds = self._prefixes.index.keeps or order.given
-        found = self._prefixes.find(order.known, now) if finds else None
+        found, resumes = None, bool(order.given)
+        if resumes or self._prefixes.index.keeps:
+            found = self._prefixes.find(order.known, now, resumes=resumes)
         start = start_from(found, self._ends.front.new_cache)
         speculator = None
         if self._speculation:

@@ -40,8 +40,12 @@ class PrefixCache(Generic[Cache]):
         self._slack = slack
         self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
 
-    def find(self, prompt: Sequence[int], now: float) -> tuple[PrefixHit, Cache] | None:
+    def find(
+        self, prompt: Sequence[int], now: float, *, resumes: bool = False
+    ) -> tuple[PrefixHit, Cache] | None:
         """Find the text with the longest common prefix, and its cache; None is a fresh start.
+
+        With ``resumes`` the prompt ends with an answer whose ring was lost: any prefix is used.
 
         The next turn of a chat takes over the cache of the previous one; if much of the cache would
         be thrown away, it is copied instead, provided there is room. The session has reserved its
@@ -50,7 +54,7 @@ class PrefixCache(Generic[Cache]):
         wanted = array("i", prompt)
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
         name = max(shares, key=lambda each: shares[each], default=None)
-        if name is None or shares[name] < MIN_SHARED:
+        if name is None or shares[name] < (1 if resumes else MIN_SHARED):
             self._drop(self.index.make_room())
             return None
         length, text = shares[name], self._texts[name]
