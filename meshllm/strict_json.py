@@ -26,6 +26,7 @@ from typing import (
 )
 
 from meshllm.errors import UserError
+from meshllm.json_shape import check_shape
 from meshllm.names import Span
 
 T = TypeVar("T")
@@ -56,8 +57,9 @@ def parse(data: bytes) -> object:
     """Parse UTF-8 JSON, without duplicate names, non-finite numbers or lone surrogates.
 
     Raises:
-        UserError: the bytes are anything else, or nested too deeply.
+        UserError: the bytes are anything else, nested too deeply, or have too many values.
     """
+    check_shape(data)
     try:
         found: object = json.loads(
             data.decode(),

@@ -39,6 +39,7 @@ from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
+from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.ring_member import RingMember
 from meshllm.node.supervisor import Supervisor
@@ -65,6 +66,8 @@ REDIAL_S = 2.0  # s between two dials of known addresses while no node is linked
 REDIAL_LINKED_S = 30.0  # s between two dials of members that are not linked
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
+REQUEST_HEAD_BYTES = 64 * 1024  # of a request beside its text
+TOKEN_BYTES = 64  # of one token as JSON: a word of ten letters, each escaped
 WATCH_S = 1.0  # s between two checks of the compute thread
 DRAIN_S = 60.0  # s to finish running requests before the node leaves
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
@@ -104,7 +107,13 @@ class MeshNode:
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)
         self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
-        self.router = RequestRouter(self.me, self.ring_member, self.links.post)
+        self.router = RequestRouter(
+            self.me,
+            self.ring_member,
+            self.links.post,
+            longest=self._longest_request,
+            off_loop=off_loop,
+        )
         self.planner = Planner(self._view, self._agreed, off_loop)
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,6 +211,12 @@ class MeshNode:
         """Create a ticket; None means no limit."""
         addresses = self.endpoints.addresses
         return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
+
+    def _longest_request(self) -> int:
+        """Return the limit on the bytes of a request, from the context length of the mesh."""
+        charter = self.machine.charter
+        context = charter.shape.context if charter else 0
+        return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + TOKEN_BYTES * context)
 
     def _records(self) -> SavedRecords:
         return SavedRecords.of(self.machine, self.links.local_of)

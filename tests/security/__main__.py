@@ -6,7 +6,7 @@ Arguments select attacks by a part of their name; without any, all run.
 import sys
 
 from meshllm.cli.terminal.render import out, table, talk
-from tests.security import addresses, charter, files, project_file, removal
+from tests.security import addresses, charter, clients, files, project_file, removal
 from tests.security.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
@@ -15,6 +15,7 @@ ATTACKS: tuple[Attack, ...] = (
     *addresses.ATTACKS,
     *charter.ATTACKS,
     *removal.ATTACKS,
+    *clients.ATTACKS,
 )
 
 

@@ -32,10 +32,13 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.json_shape import check_shape
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
+REQUEST_VALUES = 16_384  # a turn has four: 4096 turns
+REQUEST_NUMBER_BYTES = 1 << 20  # token ids so far: more than 100,000
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
@@ -94,9 +97,10 @@ def request_from_json(data: bytes) -> Request:
     """Decode a request.
 
     Raises:
-        UserError: too long, malformed JSON, or a missing or invalid field.
+        UserError: too long, too many values, malformed JSON, or a missing or invalid field.
     """
     _check_size(data)
+    check_shape(data, values=REQUEST_VALUES, number_bytes=REQUEST_NUMBER_BYTES)
     request = build(Request, parse(data), strict=False)
     if request.raw is not None and request.turns:
         raise WrongField("raw", "`raw` and `turns` cannot be combined", hint="omit one of them")

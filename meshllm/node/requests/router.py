@@ -26,15 +26,23 @@ from contextlib import (
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshllm.errors import Busy, LinkLost, MeshError, TimedOut
+from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
 from meshllm.names import NodeId
+from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
-from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
+from meshllm.node.requests.request_json import (
+    REQUEST_BYTES,
+    error_to_json,
+    event_to_lines,
+    request_from_json,
+)
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
+from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
 MAX_PER_PEER = 16  # concurrent requests of one node or client
+SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 
 logger = logging.getLogger(__name__)
@@ -79,8 +87,16 @@ class RequestRouter:
         send: Callable[[NodeId, RequestMessage], None],
         *,
         asks_ingress: bool = False,
+        longest: Callable[[], int] = lambda: REQUEST_BYTES,
+        off_loop: OffLoop = asyncio.to_thread,
     ) -> None:
-        """Answer; with ``asks_ingress``, remote requests go to an ingress, which retries itself."""
+        """Answer; with ``asks_ingress``, remote requests go to an ingress, which retries itself.
+
+        ``longest`` returns the limit on the bytes of a request of another node or client.
+        """
+        self._longest = longest
+        self._off_loop = off_loop
+        self._strikes = Strikes()
         self._me = me
         self._ring = ring
         self._send = send
@@ -124,9 +140,15 @@ class RequestRouter:
             self.counts.active -= 1
 
     def receive(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
-        """Handle a message about a request."""
+        """Handle a message about a request.
+
+        Raises:
+            PeerFault: the peer has sent too many invalid requests.
+        """
         match message:
             case Generate(ask, data):
+                if self._strikes.is_out(peer, _now()):
+                    raise PeerFault(f"{MAX_STRIKES} invalid requests within {WINDOW_S:.0f} s")
                 self._open(peer, ask, data, is_client=is_client)
             case AnswerEvent():
                 self._remote.receive(peer, message)
@@ -174,7 +196,7 @@ class RequestRouter:
 
     async def _serve(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         try:
-            request = request_from_json(data)
+            request = await self._read(peer, data)
             async with (
                 nullcontext(self) if is_client else self._ring.backend() as backend,
                 aclosing(backend.generate(request)) as events,
@@ -190,8 +212,31 @@ class RequestRouter:
                 peer, AnswerEvent(ask, error_to_json(MeshError(f"Bug: {type(error).__name__}")))
             )
 
+    async def _read(self, peer: NodeId, data: bytes) -> Request:
+        """Parse a request, off the event loop unless it is short; count an invalid one."""
+        try:
+            _check_length(data, self._longest())
+            if len(data) <= SHORT_BYTES:
+                return request_from_json(data)
+            return await self._off_loop(request_from_json, data)
+        except UserError:
+            self._strikes.strike(peer, _now())
+            raise
+
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1
         self.counts.tokens += len(answer.tokens)
         self.counts.last = replace(answer, text="", tokens=())
         self.counts.last_tokens = len(answer.tokens)
+
+
+def _check_length(data: bytes, longest: int) -> None:
+    if len(data) > longest:
+        raise UserError(
+            f"The request is {len(data)} bytes long; the limit is {longest}",
+            hint="the limit follows from the context length of the mesh",
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -13,8 +13,9 @@ from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserE
 from meshllm.names import NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
-from meshllm.node.requests.router import MAX_PER_PEER, RING_S, RequestRouter
+from meshllm.node.requests.router import MAX_PER_PEER, RING_S, SHORT_BYTES, RequestRouter
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
+from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.ring.failover import ATTEMPTS
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
@@ -455,6 +456,55 @@ def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes)
     world.run(story)
     (told,) = world.said(OTHER)
     assert isinstance(told, UserError)
+
+
+def test_a_peer_with_many_invalid_requests_is_refused(world: World) -> None:
+    router = world.add(ME)
+
+    async def story() -> None:
+        for number in range(MAX_STRIKES):
+            router.receive(OTHER, Generate(bytes([number]) * 16, b"{"), is_client=True)
+            await asyncio.sleep(0.1)
+        with pytest.raises(PeerFault, match="invalid requests"):
+            router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=True)
+        router.receive(ENTRY, Generate(ASK, b"{"), is_client=True)
+        await asyncio.sleep(WINDOW_S)
+        router.receive(OTHER, Generate(ASK, b"{"), is_client=True)
+
+    world.run(story)
+    assert [len(world.said(peer)) for peer in (OTHER, ENTRY)] == [MAX_STRIKES + 1, 1]
+
+
+def test_a_request_longer_than_the_context_needs_is_refused_unread(world: World) -> None:
+    router = world.add(ME)
+    router._longest = lambda: 100
+
+    async def story() -> None:
+        router.receive(OTHER, Generate(ASK, b"{" * 101), is_client=True)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert str(told) == "The request is 101 bytes long; the limit is 100"
+
+
+def test_a_long_request_is_parsed_off_the_event_loop(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer(), answer()]))
+    lengths: list[int] = []
+
+    async def off_loop(function: Callable[..., Any], /, *args: Any) -> Any:
+        lengths.append(len(args[0]))
+        return function(*args)
+
+    router._off_loop = off_loop
+    long = replace(REQUEST, raw="x" * SHORT_BYTES, turns=())
+
+    async def story() -> None:
+        for peer, request in ((OTHER, REQUEST), (ENTRY, long)):
+            router.receive(peer, Generate(ASK, request_to_json(request)), is_client=True)
+
+    world.run(story)
+    assert lengths == [len(request_to_json(long))]
+    assert text_of(world.said(OTHER)) == text_of(world.said(ENTRY)) == TEXT
 
 
 def test_the_requests_of_a_peer_are_limited(world: World) -> None:

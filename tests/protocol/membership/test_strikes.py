@@ -1,0 +1,35 @@
+"""A peer with many invalid requests is refused for a while."""
+
+from meshllm.names import NodeId
+from meshllm.protocol.membership.strikes import MAX_STRIKES, MAX_STRUCK, WINDOW_S, Strikes
+
+A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
+
+
+def test_a_peer_is_out_after_many_strikes_in_a_window() -> None:
+    strikes = Strikes()
+    for number in range(MAX_STRIKES):
+        assert not strikes.is_out(A, now=number)
+        strikes.strike(A, now=number)
+
+    assert strikes.is_out(A, now=MAX_STRIKES)
+    assert not strikes.is_out(B, now=MAX_STRIKES)
+    assert not strikes.is_out(A, now=WINDOW_S)
+
+
+def test_rare_strikes_are_forgiven() -> None:
+    strikes = Strikes()
+    for number in range(10 * MAX_STRIKES):
+        strikes.strike(A, now=number * WINDOW_S / 8)
+
+        assert not strikes.is_out(A, now=number * WINDOW_S / 8)
+
+
+def test_the_list_is_bounded() -> None:
+    strikes = Strikes()
+    for _ in range(MAX_STRIKES):
+        strikes.strike(A, now=0.0)
+    for number in range(MAX_STRUCK):
+        strikes.strike(NodeId(number.to_bytes(32)), now=0.0)
+
+    assert not strikes.is_out(A, now=0.0)

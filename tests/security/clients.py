@@ -1,0 +1,91 @@
+"""Clients that send what is expensive to read."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+
+from meshllm.errors import MeshError
+from meshllm.node.membership.state_store import StateStore
+from meshllm.protocol.membership.codec import REQUEST_ID_BYTES, Generate
+from meshllm.protocol.trust.credential import Role
+from tests.processes.fleet import ALONE, Node, ask, open_fleet
+from tests.security.attack import Attack, Outcome
+from tests.security.member import Member, join
+
+OBJECTS = b"[" + b'{"":{}},' * ((4 << 20) // 8 - 1) + b"{}]"  # as long as a request may be
+PAUSE_S = 0.05  # s between two requests
+PROMPT = "What is a ring?"
+RUNS = 3
+FACTOR = 2.0  # most that the owner may wait, times what it waits alone
+
+
+def objects_in_a_row() -> Outcome:
+    """Let a client send 4 MiB of tiny objects without end, while the owner asks."""
+    return _during(lambda: OBJECTS, ticks=200)
+
+
+def _during(request: Callable[[], bytes], ticks: int) -> Outcome:
+    with open_fleet() as fleet:
+        fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        at = (f"ws://{owner.address}",)
+        ticket = StateStore.open(owner.state).invite(at, Role.CLIENT, lasts_s=3600, uses=None)
+        ask(owner, PROMPT)
+        alone = _owner_s(owner)
+        with _flood(ticket.encode(), fleet.folder / "client", request, ticks):
+            crowded = _owner_s(owner)
+    effect = f"owner's answer {alone:.1f} s -> {crowded:.1f} s"
+    return Outcome(effect, f"{FACTOR:g} times", held=crowded <= FACTOR * alone)
+
+
+def _owner_s(owner: Node) -> float:
+    """Return the longest time of a few answers to the owner."""
+    times = []
+    for _ in range(RUNS):
+        begin = time.monotonic()
+        ask(owner, PROMPT)
+        times.append(time.monotonic() - begin)
+    return max(times)
+
+
+@contextmanager
+def _flood(ticket: str, state: Path, request: Callable[[], bytes], ticks: int) -> Iterator[None]:
+    """Send requests from another thread, and join again when the link is closed."""
+    begun, stop = Event(), Event()
+
+    async def run() -> None:
+        for number in range(ticks):
+            if stop.is_set():
+                return
+            with suppress(MeshError):
+                async with join(ticket, state / str(number)) as member:
+                    await asyncio.sleep(PAUSE_S)
+                    begun.set()
+                    await _send(member, request, stop)
+            await asyncio.sleep(PAUSE_S)
+
+    state.mkdir()
+    thread = Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def _send(member: Member, request: Callable[[], bytes], stop: Event) -> None:
+    """Send requests until the link is closed."""
+    while member.links.lines and not stop.is_set():
+        for peer in list(member.links.lines):
+            member.links.post(peer, Generate(os.urandom(REQUEST_ID_BYTES), request()))
+        await asyncio.sleep(PAUSE_S)
+
+
+ATTACKS = (Attack("4 MiB of `{}` in a row", "owner's answer 0.7 s -> 26 s", objects_in_a_row),)
