@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from http import HTTPStatus
 from typing import Self
 
@@ -10,12 +9,12 @@ from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
 from meshllm.transport.contract import Link
+from meshllm.transport.half_open import HalfOpen, Limits
 from meshllm_websocket.connection import SILENT, WebsocketConnection
 
-OPEN_S = 10.0
+OPEN_S = 5.0
 """Timeout of the opening handshake."""
-MAX_HALF_OPEN = 64
-MAX_HALF_OPEN_PER_HOST = 8
+LIMITS = Limits(total=64, host=8, network=16)
 """Connections in the handshake, not yet accepted by the application, or not yet authenticated."""
 
 logger = logging.getLogger(__name__)
@@ -26,9 +25,7 @@ class WebsocketListener:
 
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = ()
-        self._half_open: dict[WebsocketConnection, str] = {}
-        """By connection: the remote host."""
-        self._hosts: Counter[str] = Counter()
+        self._half_open = HalfOpen[WebsocketConnection](LIMITS)
         self._arrivals: asyncio.Queue[WebsocketConnection | None] = asyncio.Queue()  # None: closed
 
     @property
@@ -48,7 +45,7 @@ class WebsocketListener:
         if connection is None:
             self._arrivals.put_nowait(None)  # for other tasks that iterate
             raise StopAsyncIteration
-        self._forget(connection)
+        self._half_open.remove(connection)
         connection.socket.resume_reading()
         return connection.link
 
@@ -58,7 +55,7 @@ class WebsocketListener:
 
     async def close(self) -> None:
         """Close connections that were not accepted by the application."""
-        for connection in list(self._half_open):
+        for connection in self._half_open:
             connection.abort()
             await connection.wait_closed()
         while not self._arrivals.empty():
@@ -66,12 +63,7 @@ class WebsocketListener:
         self._arrivals.put_nowait(None)
 
     def begin(self, connection: WebsocketConnection) -> None:
-        """Wait for the handshake request, unless too many connections are half-open."""
-        host = _host(connection)
-        if len(self._half_open) >= MAX_HALF_OPEN or self._hosts[host] >= MAX_HALF_OPEN_PER_HOST:
-            logger.debug("refused `%s`: %d half-open", connection.address, self._hosts[host])
-            connection.abort()
-            return
+        """Wait for the handshake request; if too many are half-open, drop another one."""
         self._count(connection)
         asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
 
@@ -95,13 +87,13 @@ class WebsocketListener:
         self, connection: WebsocketConnection, *, is_authenticated: bool
     ) -> None:
         """Count an accepted link as half-open while its peer is unauthenticated."""
-        self._forget(connection)
+        self._half_open.remove(connection)
         if not is_authenticated and not connection.socket.is_closing():
             self._count(connection)
 
     def closed(self, connection: WebsocketConnection) -> None:
         """Stop counting a closed connection."""
-        self._forget(connection)
+        self._half_open.remove(connection)
 
     def _expire(self, connection: WebsocketConnection) -> None:
         if not connection.is_open:
@@ -115,14 +107,7 @@ class WebsocketListener:
         )
 
     def _count(self, connection: WebsocketConnection) -> None:
-        self._half_open[connection] = host = _host(connection)
-        self._hosts[host] += 1
-
-    def _forget(self, connection: WebsocketConnection) -> None:
-        if (host := self._half_open.pop(connection, None)) is not None:
-            self._hosts[host] -= 1
-            self._hosts += Counter()  # drops hosts with a count of 0
-
-
-def _host(connection: WebsocketConnection) -> str:
-    return str(connection.socket.get_extra_info("peername")[0])
+        host = str(connection.socket.get_extra_info("peername")[0])
+        if (dropped := self._half_open.add(connection, host)) is not None:
+            logger.debug("dropped `%s` for `%s`", dropped.address, connection.address)
+            dropped.abort()

@@ -18,7 +18,7 @@ from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
 from meshllm_websocket.connection import WebsocketConnection
 from meshllm_websocket.frames import MAX_FRAME_BYTES
-from meshllm_websocket.listener import MAX_HALF_OPEN_PER_HOST
+from meshllm_websocket.listener import LIMITS
 
 pytestmark = pytest.mark.socket
 
@@ -210,35 +210,39 @@ async def test_unanswerable_pings_do_not_fill_memory() -> None:
         writer.transport.abort()
 
 
-async def test_too_many_half_open_connections_of_one_host_are_refused() -> None:
+async def test_half_open_connections_of_a_host_make_room_for_another() -> None:
     async with listening() as place:
-        waiting = [connected(place) for _ in range(MAX_HALF_OPEN_PER_HOST)]
-        for one in waiting:
-            await one.__aenter__()
+        waiting = [connected(place) for _ in range(LIMITS.host)]
+        opened = [await one.__aenter__() for one in waiting]
         await asyncio.sleep(0.02)
-        async with connected(place) as (reader, _):
-            assert await all_of(reader) == b""
+        async with stranger(place):
+            assert await all_of(opened[0][0]) == b""
+            assert not opened[1][0].at_eof()
         for one in waiting:
             await one.__aexit__(None, None, None)
 
 
-async def test_too_many_unauthenticated_links_of_one_host_are_refused() -> None:
+async def test_unauthenticated_links_of_a_host_make_room_for_another() -> None:
     transport = WebsocketTransport()
     async with listening() as place:
         silent, taken = [], []
-        for _ in range(MAX_HALF_OPEN_PER_HOST):
+        for _ in range(LIMITS.host + 1):
             silent.append(await transport.dial(place.address))
             taken.append(await anext(aiter(place.links())))
             assert isinstance(taken[-1], Guarded)
             taken[-1].limit_unread(1000)
 
         with pytest.raises(LinkLost):
-            await transport.dial(place.address)
-
-        assert isinstance(taken[0], Guarded)
-        taken[0].limit_unread(None)
-        silent.append(await transport.dial(place.address))
-        taken.append(await anext(aiter(place.links())))
+            await silent[0].receive()
+        assert isinstance(taken[1], Guarded)
+        taken[1].limit_unread(None)  # authenticated: it is not dropped
+        for _ in range(2):
+            silent.append(await transport.dial(place.address))
+            taken.append(await anext(aiter(place.links())))
+            await taken[-1].send([b"hello"])
+            assert await silent[-1].receive()
+        await taken[1].send([b"still there"])
+        assert bytes((await silent[1].receive())[1]) == b"still there"
         await asyncio.gather(*(link.close() for link in (*silent, *taken)))
 
 

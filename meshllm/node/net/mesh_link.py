@@ -47,7 +47,7 @@ from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
-MAX_HANDSHAKES = 64  # concurrent handshakes, as many as a transport admits; it limits them per host
+MAX_HANDSHAKES = 64  # concurrent, of one transport, which limits them per host
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -172,7 +172,6 @@ class MeshLinks:
         self._host = host
         self._lines: dict[NodeId, _MeshLink] = {}
         self._hinted: dict[NodeId, float] = {}
-        self._handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
@@ -266,18 +265,19 @@ class MeshLinks:
         await self._carry(link, dialled=True)
 
     async def _accept(self, listener: Listener) -> None:
+        handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
         async for link in listener.links():
-            await self._handshakes.acquire()
-            self._begin(self._admit, link)
+            await handshakes.acquire()
+            self._begin(self._admit, link, handshakes)
 
-    async def _admit(self, link: Link) -> None:
+    async def _admit(self, link: Link, handshakes: asyncio.Semaphore) -> None:
         try:
             secured = await secure_accept(link, self._dialer.own, self._doorkeeper)
         except MeshError as error:
             logger.info("rejected an incoming link: %s", error)
             return
         finally:
-            self._handshakes.release()
+            handshakes.release()
         if secured.purpose is Purpose.MESH:
             await self._carry(secured, dialled=False)
         elif secured.role is Role.NODE:

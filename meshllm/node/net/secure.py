@@ -17,6 +17,7 @@ from meshllm.names import NodeId
 from meshllm.protocol.trust.cipher import OVERHEAD_BYTES, Seal, Unseal
 from meshllm.protocol.trust.credential import Credential, Removals
 from meshllm.protocol.trust.handshake import (
+    FIRST_S,
     PRE_AUTH_BYTES,
     PRE_AUTH_S,
     Established,
@@ -200,14 +201,17 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
     Raises:
         NotAuthorised: the dialer knows neither mesh nor ticket, or the doorkeeper rejects it.
         PeerFault: it violated the protocol.
-        LinkLost: it closed the connection, or took longer than `PRE_AUTH_S`.
+        LinkLost: it closed the connection, said nothing for `FIRST_S`, or took longer than
+            `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
     listener = HandshakeListener(own, _fresh(), doorkeeper.guests())
     async with _handshake(link):
+        first = await _first(link)
         while True:
-            channel, message = await link.receive()
+            channel, message = first or await link.receive()
+            first = None
             if channel is not Channel.CONTROL:
                 raise _early(message)
             try:
@@ -224,6 +228,14 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
                         return await _judge(link, listener, action, doorkeeper)
                     case _:
                         assert_never(action)
+
+
+async def _first(link: Link) -> tuple[Channel, Buffer] | None:
+    try:
+        async with asyncio.timeout(FIRST_S):
+            return await link.receive()
+    except TimeoutError:
+        raise LinkLost(f"The peer said nothing for {FIRST_S} s") from None
 
 
 async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:

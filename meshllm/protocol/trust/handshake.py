@@ -57,6 +57,7 @@ from meshllm.protocol.trust.ticket import Ticket, TicketProof
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
 
 PRE_AUTH_BYTES = 64 * 1024  # received by one side; an honest handshake takes less than 8 KiB
+FIRST_S = 2.0  # until the first message, which a dialer sends at once
 PRE_AUTH_S = 10.0  # three round trips of the slowest link, and a busy machine
 MAX_REFUSAL = 512  # bytes of UTF-8; longer text is truncated
 

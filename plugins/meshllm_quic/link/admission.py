@@ -1,16 +1,17 @@
 """Admission control for incoming QUIC connections.
 
 Theory of operation. The first datagram of a client costs a key exchange and some memory, so a
-connection counts as half-open until its peer is authenticated: in total, per host, and per relay
-that it came through. Above `RETRY_ABOVE` half-open connections, or that many new ones per second,
-the client must validate its address with a Retry token (RFC 9000 section 8.1.2), which needs no
-state here. That rules out forged sources, so that the limits per host are effective.
+connection counts as half-open until its peer is authenticated: in total, per host and network, and
+per relay that it came through. A newcomer takes the place of the oldest one, see
+`meshllm.transport.half_open`. Above `RETRY_ABOVE` half-open connections, or that many new ones per
+second, the client must validate its address with a Retry token (RFC 9000 section 8.1.2), which
+needs no state here. That rules out forged sources, so that the limits per host are effective.
 """
 
 import os
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import SMALLEST_MAX_DATAGRAM_SIZE
@@ -23,18 +24,21 @@ from aioquic.quic.packet import (
 )
 from aioquic.quic.retry import QuicRetryTokenHandler
 
+from meshllm.transport.half_open import HalfOpen, Limits, groups
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket
 
 ID_BYTES = 8
 RETRY_ABOVE = 32
-MAX_HALF_OPEN = 256
-MAX_HALF_OPEN_PER_HOST = 64
+LIMITS = Limits(total=256, host=64, network=96)
 """Connections in the handshake, not yet accepted by the application, or not yet authenticated."""
 MAX_HALF_OPEN_PER_RELAY = 128
 """A client with many registrations at one relay must leave room for direct clients."""
 HOST_RATE = 64.0
 """New connections per second and host; each takes 2 ms."""
+
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,13 @@ class Admitted:
     """The connection id of the Retry packet; None without one."""
 
 
-class ConnectionAdmission:
+class ConnectionAdmission(Generic[T]):
     """Counts half-open connections, and decides on new ones."""
 
     def __init__(self) -> None:
-        self._half_open: dict[Hashable, tuple[str, str]] = {}
-        self._hosts: Counter[str] = Counter()
+        self._half_open = HalfOpen[T](LIMITS)
+        self._relays: dict[T, str] = {}
+        """The relay of each half-open connection that came through one."""
         self._tokens = QuicRetryTokenHandler()
         self._unproven = TokenBucket(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
         self._proven = HostBuckets(HOST_RATE, 2 * HOST_RATE, os.urandom)
@@ -77,32 +82,32 @@ class ConnectionAdmission:
             return self._negotiate(header.version, header.source_cid, header.destination_cid)
         if header.packet_type != QuicPacketType.INITIAL or len(header.destination_cid) < ID_BYTES:
             return None
-        if self._is_full(host, relay):
+        if relay and self._count_of(relay) >= MAX_HALF_OPEN_PER_RELAY:
             return None
         if header.token:
             verdict = self._check(header.token, header.destination_cid, source, now)
-            return verdict if verdict and self._proven.of(host.encode(), now).take(1, now) else None
+            rate = self._proven.of(groups(host)[0].encode(), now)
+            return verdict if verdict and rate.take(1, now) else None
         if len(self) < RETRY_ABOVE and self._unproven.take(1, now):
             return Admitted(header.destination_cid, None)
         return self._retry(header.source_cid, header.destination_cid, source, now)
 
-    def count(self, who: Hashable, host: str, *, relay: str = "") -> None:
-        """Count a connection as half-open."""
-        if who not in self._half_open:
-            self._half_open[who] = host, relay
-            self._hosts.update(_names(host, relay))
+    def count(self, who: T, host: str, *, relay: str = "") -> T | None:
+        """Count a connection as half-open; return one to close for it, which is counted no more."""
+        if relay:
+            self._relays[who] = relay
+        dropped = self._half_open.add(who, host)
+        if dropped is not None:
+            self._relays.pop(dropped, None)
+        return dropped
 
-    def forget(self, who: Hashable) -> None:
+    def forget(self, who: T) -> None:
         """Stop counting a connection."""
-        for name in _names(*self._half_open.pop(who, ("", ""))):
-            self._hosts[name] -= 1
-            if not self._hosts[name]:
-                del self._hosts[name]
+        self._half_open.remove(who)
+        self._relays.pop(who, None)
 
-    def _is_full(self, host: str, relay: str) -> bool:
-        is_relay_full = bool(relay) and self._hosts[relay] >= MAX_HALF_OPEN_PER_RELAY
-        is_host_full = self._hosts[host] >= MAX_HALF_OPEN_PER_HOST
-        return len(self) >= MAX_HALF_OPEN or is_host_full or is_relay_full
+    def _count_of(self, relay: str) -> int:
+        return sum(each == relay for each in self._relays.values())
 
     def _negotiate(self, version: int | None, source: bytes, destination: bytes) -> bytes | None:
         if not version:  # a Version Negotiation packet is never answered
@@ -138,7 +143,3 @@ class ConnectionAdmission:
         except ValueError:
             return None
         return Admitted(original, destination)
-
-
-def _names(*names: str) -> Iterable[str]:
-    return filter(None, names)

@@ -67,7 +67,7 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         self._socket: Socket
         self._hosts: tuple[str, ...] = ()
-        self._admission = ConnectionAdmission()
+        self._admission = ConnectionAdmission[Connection]()
         self._paths: dict[bytes, list[PathDriver]] = {}
         self._probes = TokenBucket(PROBES, PROBES, PROBES, 0.0)
         self._probes_of = HostBuckets(HOST_PROBES, 4 * HOST_PROBES, random)
@@ -348,15 +348,16 @@ class Endpoint:
 
     def _count(self, connection: Connection) -> None:
         host, relay = self._origin(connection.route)
-        self._admission.count(connection, host, relay=relay)
+        if (dropped := self._admission.count(connection, host, relay=relay)) is not None:
+            dropped.abort()
 
     def _origin(self, route: Route) -> tuple[str, str]:
         """Return the host to count and its relay; only our own relays are trusted with tags."""
         if isinstance(route, Direct):
-            return host_of(route.address).hex(), ""
+            return route.address[0], ""
         if route.relay in self.relays:
             return route.to.hex(), show(route.relay)
-        return host_of(route.relay).hex(), ""
+        return route.relay[0], ""
 
     def _forget_path(self, driver: PathDriver) -> None:
         for path, drivers in list(self._paths.items()):

@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.transport.contract import Path
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link.admission import MAX_HALF_OPEN
+from meshllm_quic.link.admission import LIMITS
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import QuicLink
@@ -172,7 +172,7 @@ async def survive(junk: Junk, count: int) -> None:
 
         assert grown < MEMORY_BYTES
         assert here.network.sent_bytes - sent < 3 * 600 * count
-        assert len(here.endpoint.table) <= MAX_HALF_OPEN + 1
+        assert len(here.endpoint.table) <= LIMITS.total + 1
         await asyncio.sleep(2 * OPEN_S)
         assert len(here.endpoint.table) == 1
         assert len(here.endpoint.table._closed) <= MAX_CLOSED
@@ -211,7 +211,7 @@ async def test_a_flood_of_clients_uses_bounded_memory() -> None:
         tracemalloc.stop()
 
         assert grown < MEMORY_BYTES
-        assert len(here.endpoint.table) <= MAX_HALF_OPEN + 1
+        assert len(here.endpoint.table) <= LIMITS.total + 1
         assert here.network.sent_bytes - sent < IN_THE_GATE * len(first)
         await asyncio.sleep(2 * OPEN_S)
         assert len(here.endpoint.table) == 1

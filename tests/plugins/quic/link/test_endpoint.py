@@ -1,6 +1,7 @@
 """Admission control, and the demultiplexing of datagrams on one socket."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from aioquic._buffer import Buffer
@@ -9,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.transport.contract import Path
+from meshllm.transport.half_open import groups
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.link.admission import (
     HOST_RATE,
-    MAX_HALF_OPEN,
-    MAX_HALF_OPEN_PER_HOST,
+    LIMITS,
     MAX_HALF_OPEN_PER_RELAY,
     RETRY_ABOVE,
     Admitted,
@@ -43,13 +44,13 @@ def initial(seed: bytes = bytes(32)) -> bytes:
     return machine.datagrams_to_send(now=0.0)[0][0]
 
 
-def fill(admission: ConnectionAdmission, count: int) -> None:
+def fill(admission: ConnectionAdmission[Any], count: int) -> None:
     for number in range(count):
         admission.count(number, f"host {number}")
 
 
 def test_a_client_is_admitted() -> None:
-    verdict = ConnectionAdmission().decide(initial(), HERE, HERE[0], 0.0)
+    verdict = ConnectionAdmission[int]().decide(initial(), HERE, HERE[0], 0.0)
 
     assert isinstance(verdict, Admitted)
     assert verdict.retried_id is None
@@ -57,14 +58,16 @@ def test_a_client_is_admitted() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 6, 50, 1199])
 def test_a_short_datagram_is_ignored(size: int) -> None:
-    assert ConnectionAdmission().decide(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
+    assert (
+        ConnectionAdmission[int]().decide(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
+    )
 
 
 def test_another_version_gets_a_version_negotiation() -> None:
     datagram = initial()
     other = datagram[:1] + b"\x1a\x2a\x3a\x4a" + datagram[5:]
 
-    answer = ConnectionAdmission().decide(other, HERE, HERE[0], 0.0)
+    answer = ConnectionAdmission[int]().decide(other, HERE, HERE[0], 0.0)
 
     assert isinstance(answer, bytes)
     header = pull_quic_header(Buffer(data=answer), host_cid_length=8)
@@ -77,12 +80,14 @@ def test_a_version_negotiation_is_not_answered() -> None:
     datagram = initial()
 
     assert (
-        ConnectionAdmission().decide(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0)
+        ConnectionAdmission[int]().decide(
+            datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0
+        )
         is None
     )
 
 
-def retried(admission: ConnectionAdmission) -> tuple[ConnectionMachine, bytes]:
+def retried(admission: ConnectionAdmission[int]) -> tuple[ConnectionMachine, bytes]:
     """Send a client through Retry; return its second datagram."""
     fill(admission, RETRY_ABOVE)
     machine = ConnectionMachine(somebody())
@@ -94,7 +99,7 @@ def retried(admission: ConnectionAdmission) -> tuple[ConnectionMachine, bytes]:
 
 
 def test_under_load_a_client_must_validate_its_address() -> None:
-    admission = ConnectionAdmission()
+    admission = ConnectionAdmission[int]()
     machine, again = retried(admission)
 
     verdict = admission.decide(again, HERE, HERE[0], 0.2)
@@ -105,27 +110,32 @@ def test_under_load_a_client_must_validate_its_address() -> None:
     assert admission.decide(again, HERE, HERE[0], 60.0) is None
 
 
-def test_half_open_connections_are_limited() -> None:
-    admission = ConnectionAdmission()
-    fill(admission, MAX_HALF_OPEN)
+def test_a_newcomer_takes_the_place_of_the_oldest() -> None:
+    admission = ConnectionAdmission[int]()
+    dropped = [
+        admission.count(number, f"10.{number // 200}.{number % 200}.1")
+        for number in range(LIMITS.total + 1)
+    ]
 
-    assert admission.decide(initial(), HERE, HERE[0], 0.0) is None
+    assert dropped == [None] * LIMITS.total + [0]
+    assert len(admission) == LIMITS.total
 
 
 def test_one_host_cannot_lock_out_others() -> None:
-    admission = ConnectionAdmission()
-    for number in range(MAX_HALF_OPEN_PER_HOST):
-        admission.count(number, HERE[0])
+    admission = ConnectionAdmission[int]()
+    admission.count(-1, "10.0.0.2")
 
-    assert admission.decide(initial(), HERE, HERE[0], 0.0) is None
+    dropped = [admission.count(number, HERE[0]) for number in range(LIMITS.host + 2)]
+
+    assert dropped == [None] * LIMITS.host + [0, 1]
     assert admission.decide(initial(), ("10.0.0.2", 1), "10.0.0.2", 0.0) is not None
     admission.forget(3)
     admission.forget(3)
-    assert admission.decide(initial(), HERE, HERE[0], 0.0) is not None
+    assert len(admission) == LIMITS.host
 
 
 def test_one_relay_cannot_lock_out_others() -> None:
-    admission = ConnectionAdmission()
+    admission = ConnectionAdmission[int]()
     for number in range(MAX_HALF_OPEN_PER_RELAY):
         admission.count(number, f"tag {number}", relay="relay")
 
@@ -136,7 +146,7 @@ def test_one_relay_cannot_lock_out_others() -> None:
 
 
 def test_short_connections_are_rate_limited() -> None:
-    admission = ConnectionAdmission()
+    admission = ConnectionAdmission[int]()
 
     verdicts = [admission.decide(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
 
@@ -146,7 +156,7 @@ def test_short_connections_are_rate_limited() -> None:
 
 
 def test_validated_clients_are_rate_limited_too() -> None:
-    admission = ConnectionAdmission()
+    admission = ConnectionAdmission[int]()
     _, again = retried(admission)
 
     verdicts = [admission.decide(again, HERE, HERE[0], 0.2) for _ in range(1000)]
@@ -165,7 +175,7 @@ async def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
         endpoint._receive([(initial(), (f"2600:1::{number:x}", 5000)) for number in range(1, 200)])
 
         assert len(endpoint.table) == len(endpoint._admission) == RETRY_ABOVE
-        assert len(endpoint._admission._hosts) == 1
+        assert len({groups(f"2600:1::{number:x}")[0] for number in range(1, 200)}) == 1
 
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=30))

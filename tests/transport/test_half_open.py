@@ -1,0 +1,72 @@
+"""A full table of half-open connections makes room, at the expense of who crowds it."""
+
+import pytest
+
+from meshllm.transport.half_open import HalfOpen, Limits, groups
+
+LIMITS = Limits(total=8, host=2, network=4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("192.0.2.1", "192.0.2.1", (True, True)),
+        ("192.0.2.1", "192.0.2.9", (False, True)),
+        ("192.0.2.1", "192.0.3.1", (False, False)),
+        ("::ffff:192.0.2.1", "192.0.2.1", (True, True)),
+        ("2001:db8:0:1::1", "2001:db8:0:1::2", (True, True)),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", (False, True)),
+        ("2001:db8:0:1::1", "2001:db8:1:1::1", (False, False)),
+        ("fe80::1%eth0", "fe80::1", (True, True)),
+    ],
+)
+def test_hosts_are_grouped_by_prefix(one: str, other: str, same: tuple[bool, bool]) -> None:
+    assert tuple(a == b for a, b in zip(groups(one), groups(other), strict=True)) == same
+
+
+def test_a_host_makes_room_for_itself() -> None:
+    table = HalfOpen[int](LIMITS)
+
+    dropped = [table.add(number, "192.0.2.1") for number in range(4)]
+
+    assert dropped == [None, None, 0, 1]
+    assert list(table) == [2, 3]
+
+
+def test_a_network_makes_room_for_itself() -> None:
+    table = HalfOpen[int](LIMITS)
+
+    dropped = [table.add(number, f"192.0.2.{number}") for number in range(6)]
+
+    assert dropped == [None] * 4 + [0, 1]
+
+
+def test_a_full_table_drops_the_oldest_of_the_network_that_has_most() -> None:
+    table = HalfOpen[str](LIMITS)
+    table.add("honest", "198.51.100.1")
+    for network in (1, 2):
+        for number in range(LIMITS.network - network + 1):
+            table.add(f"{network}.{number}", f"10.0.{network}.{number}")
+
+    assert table.add("newcomer", "203.0.113.1") == "1.0"
+    assert "honest" in table
+    assert len(table) == LIMITS.total
+
+
+def test_a_connection_is_counted_once_and_forgotten() -> None:
+    table = HalfOpen[int](LIMITS)
+    table.add(1, "192.0.2.1")
+
+    assert table.add(1, "192.0.2.1") is None
+    table.remove(1)
+    table.remove(1)
+    assert len(table) == 0
+
+
+def test_names_without_a_network_are_limited_as_hosts_only() -> None:
+    table = HalfOpen[int](LIMITS)
+
+    dropped = [table.add(number, f"tag {number}") for number in range(LIMITS.total)]
+
+    assert dropped == [None] * LIMITS.total
+    assert table.add(99, "tag 99") == 0
