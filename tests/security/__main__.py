@@ -6,7 +6,7 @@ Arguments select attacks by a part of their name; without any, all run.
 import sys
 
 from meshllm.cli.terminal.render import out, table, talk
-from tests.security import addresses, charter, clients, doors, files, project_file, removal
+from tests.security import addresses, charter, clients, doors, files, project_file, relays, removal
 from tests.security.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
@@ -17,6 +17,7 @@ ATTACKS: tuple[Attack, ...] = (
     *removal.ATTACKS,
     *clients.ATTACKS,
     *doors.ATTACKS,
+    *relays.ATTACKS,
 )
 
 

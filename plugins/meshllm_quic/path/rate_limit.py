@@ -9,6 +9,7 @@ from blake3 import blake3
 from meshllm_quic.net.network import Address
 
 SLOTS = 4096
+_6TO4 = b"\x20\x02"
 _V6_NET_BYTES = 8  # one subscriber has a /64, and all addresses in it (RFC 6177)
 
 
@@ -58,3 +59,13 @@ class HostBuckets:
 def host_of(address: Address) -> bytes:
     """Return the unit of rate limiting of an address: the IPv4 host, or the IPv6 /64."""
     return ip_address(address[0]).packed[:_V6_NET_BYTES]
+
+
+def network_of(host: bytes) -> bytes:
+    """Return the network of a host (see `host_of`): the IPv4 /24, or the IPv6 /48.
+
+    The address of a stream of an IPv4 host (RFC 3056) counts to the network of that host.
+    """
+    if len(host) < _V6_NET_BYTES:
+        return host[:3]
+    return host[2:5] if host.startswith(_6TO4) else host[:6]

@@ -13,6 +13,9 @@ registration there. An overheard `Register` can be replayed, but only from the a
 and for at most two minutes: it restores an earlier state until the owner registers again. Such an
 attacker is on the owner's path, and could as well drop its datagrams.
 
+When all places are taken, a newcomer takes one of the network that has most, first one that was
+never used, so that nobody with many addresses in few networks keeps others out.
+
 A `Relayed` packet is forwarded unchanged if its sender is registered from the exact source address,
 and its recipient is registered. So a relay neither amplifies nor creates datagrams; an unregistered
 sender gets less than it sent. Tags are not secret: an attacker that forges the source address of a
@@ -24,12 +27,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from secrets import token_bytes
+from typing import TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket, host_of
+from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket, host_of, network_of
 from meshllm_quic.wire.cookies import Cookies
 from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
@@ -53,6 +57,8 @@ VERIFICATIONS = 1000.0  # per second; one takes 0.1 ms, 10,000 registrations nee
 HOST_VERIFICATIONS = 8.0  # per second; 64 registrations need 3.2
 HOST_ANSWERS = 16.0  # `UnknownTag` replies per second
 
+T = TypeVar("T")
+
 Outgoing = list[tuple[bytes, Address]]
 
 
@@ -66,7 +72,7 @@ class Refusal(StrEnum):
     FULL = "full"
     """The maximum number of registrations is reached."""
     HOST = "host"
-    """The maximum number of registrations of its host is reached."""
+    """The maximum number of registrations of its host, or of its network, is reached."""
     BUSY = "busy"
     """Too many signatures to verify."""
     SIGNATURE = "signature"
@@ -96,6 +102,8 @@ class RelayLimits:
     registrations: int = 10_000
     host_registrations: int = 64
     """Registrations per host: many nodes may be behind one NAT."""
+    network_registrations: int = 512
+    """Registrations per IPv4 /24 or IPv6 /48."""
 
 
 @dataclass(slots=True)
@@ -120,6 +128,8 @@ class _Registration:
     rate: TokenBucket
     quota: TokenBucket
     """Shared by all registrations of the host, and kept when they expire."""
+    is_used: bool = False
+    """Whether a datagram was forwarded from or to it."""
 
 
 class Relay:
@@ -143,6 +153,8 @@ class Relay:
         # The next registration to expire comes first.
         self._registrations: OrderedDict[Tag, _Registration] = OrderedDict()
         self._hosts: Counter[bytes] = Counter()
+        self._networks: Counter[bytes] = Counter()
+        self._sources: Counter[Address] = Counter()
         self._total = _budget(SHARE * limits.rate, BURST_S, 0.0)
         self._verifications = _budget(VERIFICATIONS, 1.0, 0.0)
         self._host_verifications = _shares(HOST_VERIFICATIONS, 8.0, random)
@@ -169,8 +181,13 @@ class Relay:
         """Remove registrations that were not refreshed; `receive` does it too."""
         while self._registrations and next(iter(self._registrations.values())).until <= now:
             _, registration = self._registrations.popitem(last=False)
-            self._leave(registration.host)
+            self._leave(registration)
         self.statistics.registered = len(self._registrations)
+
+    def is_registered(self, source: Address, now: float) -> bool:
+        """Return whether a node is registered from an address."""
+        self.expire(now)
+        return source in self._sources
 
     def _forward(self, packet: Relayed, source: Address, size: int, now: float) -> Outgoing:
         sender = self._registrations.get(packet.sender)
@@ -188,6 +205,7 @@ class Relay:
         ):
             if not budget.take(size, now):
                 return self._refuse(reason)
+        sender.is_used = recipient.is_used = True
         self.statistics.forwarded += 1
         self.statistics.forwarded_bytes += size
         return [(packet.encode(), recipient.address)]
@@ -211,10 +229,10 @@ class Relay:
             return Refusal.KEY
         if registration is not None and registration.key != packet.key:
             return Refusal.TAKEN
-        if registration is None and len(self._registrations) >= self._limits.registrations:
+        if registration is None and self._is_full() and self._crowded(network_of(host)) is None:
             return Refusal.FULL
         is_new = registration is None or registration.host != host
-        if is_new and self._hosts[host] >= self._limits.host_registrations:
+        if is_new and self._has_many(host):
             return Refusal.HOST
         is_own = self._host_verifications.of(host, now).take(1, now)
         if not (is_own and self._verifications.take(1, now)):
@@ -225,8 +243,12 @@ class Relay:
         """Create, move or refresh a registration, and put it last in the order of expiry."""
         before = self._registrations.pop(packet.tag, None)
         if before is not None:
-            self._leave(before.host)
+            self._leave(before)
+        elif self._is_full():
+            self._make_room(network_of(host))
         self._hosts[host] += 1
+        self._networks[network_of(host)] += 1
+        self._sources[source] += 1
         self._registrations[packet.tag] = _Registration(
             packet.key,
             source,
@@ -234,13 +256,36 @@ class Relay:
             now + LASTS_S,
             before.rate if before else _budget(self._limits.rate, BURST_S, now),
             self._quotas.of(host, now),
+            is_used=before is not None and before.is_used,
         )
         self.statistics.registered = len(self._registrations)
 
-    def _leave(self, host: bytes) -> None:
-        self._hosts[host] -= 1
-        if not self._hosts[host]:
-            del self._hosts[host]
+    def _leave(self, gone: _Registration) -> None:
+        _drop(self._hosts, gone.host)
+        _drop(self._networks, network_of(gone.host))
+        _drop(self._sources, gone.address)
+
+    def _is_full(self) -> bool:
+        return len(self._registrations) >= self._limits.registrations
+
+    def _has_many(self, host: bytes) -> bool:
+        """Return whether a host, or its network, has as many registrations as it may have."""
+        is_crowded = self._networks[network_of(host)] >= self._limits.network_registrations
+        return is_crowded or self._hosts[host] >= self._limits.host_registrations
+
+    def _crowded(self, own: bytes) -> bytes | None:
+        """Return the network with most registrations, if it has more than another one would."""
+        ((network, most),) = self._networks.most_common(1)
+        return network if most > self._networks[own] + 1 else None
+
+    def _make_room(self, own: bytes) -> None:
+        """Remove a registration of the most crowded network: a never used one, else the oldest."""
+        crowded = self._crowded(own)
+        there = [
+            tag for tag, each in self._registrations.items() if network_of(each.host) == crowded
+        ]
+        unused = (tag for tag in there if not self._registrations[tag].is_used)
+        self._leave(self._registrations.pop(next(unused, there[0])))
 
     def _unknown(self, reason: Refusal, tag: Tag, source: Address, now: float) -> Outgoing:
         self._refuse(reason)
@@ -251,6 +296,12 @@ class Relay:
     def _refuse(self, reason: Refusal) -> Outgoing:
         self.statistics.refused[reason] += 1
         return []
+
+
+def _drop(counts: Counter[T], what: T) -> None:
+    counts[what] -= 1
+    if not counts[what]:
+        del counts[what]
 
 
 def _budget(rate: float, burst_s: float, now: float) -> TokenBucket:

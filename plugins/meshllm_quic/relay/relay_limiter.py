@@ -10,26 +10,34 @@ from websockets.asyncio.server import ServerConnection
 from websockets.http11 import Request
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.rate_limit import host_of
+from meshllm_quic.path.rate_limit import host_of, network_of
 
 MAX_CONNECTIONS = 800  # below 1024, the usual limit of open files
 MAX_HOST_CONNECTIONS = 64
+MAX_NETWORK_CONNECTIONS = 128
 
 
 class ConnectionLimiter:
-    """Counts connections, per host and in total; an IPv6 /64 is one host."""
+    """Counts connections, per host, per network and in total; an IPv6 /64 is one host."""
 
     def __init__(
-        self, most: int = MAX_CONNECTIONS, most_of_host: int = MAX_HOST_CONNECTIONS
+        self,
+        most: int = MAX_CONNECTIONS,
+        most_of_host: int = MAX_HOST_CONNECTIONS,
+        most_of_network: int = MAX_NETWORK_CONNECTIONS,
     ) -> None:
         self._most = most
         self._most_of_host = most_of_host
+        self._most_of_network = most_of_network
         self._hosts: Counter[bytes] = Counter()
 
     def enter(self, host: str) -> bool:
         """Count one more connection of a host; return False if it exceeds a limit."""
         name = host_of((host, 0))
-        if self._hosts.total() >= self._most or self._hosts[name] >= self._most_of_host:
+        network = network_of(name)
+        own = [count for each, count in self._hosts.items() if network_of(each) == network]
+        is_crowded = sum(own) >= self._most_of_network or self._hosts.total() >= self._most
+        if is_crowded or self._hosts[name] >= self._most_of_host:
             return False
         self._hosts[name] += 1
         return True

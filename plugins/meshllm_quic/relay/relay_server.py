@@ -29,6 +29,9 @@ from meshllm_quic.wire.packets import AddressReply, AddressRequest, Packet, deco
 OPEN_S = 5.0
 """Timeout of a stream's opening handshake."""
 
+UNREGISTERED_S = 10.0
+"""How long a stream may be open without a registered node."""
+
 Batch = Sequence[tuple[bytes, Address]]
 
 
@@ -87,15 +90,24 @@ class RelayServer:
                 return connection.respond(HTTPStatus.NOT_FOUND, "Not Found\n")
 
     async def stream(self, connection: ServerConnection) -> None:
-        """Carry the packets of one stream until it is closed."""
+        """Carry the packets of one stream until it is closed, or nobody is registered on it."""
         assert isinstance(connection, CountedConnection)
         source = stream_source(connection.host, next(self._numbers))
         waiting = self._streams[source] = SendQueue()
+        watching = asyncio.ensure_future(self._watch(connection, source))
         try:
             await carry(connection, waiting, lambda data: self._take([(data, source)]))
         finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             del self._streams[source]
             self._lost += waiting.lost
+
+    async def _watch(self, connection: ServerConnection, source: Address) -> None:
+        while True:
+            await asyncio.sleep(UNREGISTERED_S)
+            if not self.relay.is_registered(source, self._clock()):
+                await connection.close()
 
     def _take(self, batch: Batch) -> None:
         now = self._clock()

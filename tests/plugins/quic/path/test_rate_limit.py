@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from meshllm_quic.path.rate_limit import SLOTS, HostBuckets, TokenBucket, host_of
+from meshllm_quic.path.rate_limit import SLOTS, HostBuckets, TokenBucket, host_of, network_of
 
 
 def test_tokens_can_be_spent_once() -> None:
@@ -58,3 +58,17 @@ def test_collisions_depend_on_a_secret() -> None:
 )
 def test_a_host_of_ipv6_is_a_network(one: str, other: str, is_same: bool) -> None:
     assert (host_of((one, 1)) == host_of((other, 2))) is is_same
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("192.0.2.1", "192.0.2.9", True),
+        ("192.0.2.1", "192.0.3.1", False),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", True),
+        ("2001:db8:0:1::1", "2001:db8:1:1::1", False),
+        ("2002:c000:201::1", "192.0.2.9", True),
+    ],
+)
+def test_hosts_are_in_networks(one: str, other: str, is_same: bool) -> None:
+    assert (network_of(host_of((one, 1))) == network_of(host_of((other, 1)))) is is_same

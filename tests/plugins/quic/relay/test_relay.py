@@ -59,7 +59,7 @@ class Node:
         return Relayed(other.tag, self.tag, inner)
 
 
-A, B, C = Node(1), Node(2), Node(3)
+A, B, C, D = Node(1), Node(2), Node(3), Node(4)
 
 
 def make(
@@ -250,6 +250,40 @@ def test_registrations_expire_without_input() -> None:
     (answer,) = give(relay, A.to(A), HOME, LASTS_S)
 
     assert answer == UnknownTag(A.tag)
+
+
+def test_a_full_relay_makes_room_in_the_most_crowded_network() -> None:
+    relay = make(RelayLimits(registrations=3))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)  # of the same /24
+    settle(relay, C, OFFICE)
+    send(relay, A.to(C), HOME)
+
+    assert len(settle(relay, D, ("198.51.100.1", 9))) == 1
+
+    assert relay.statistics.registered == 3
+    assert {node for node in (A, B, C, D) if node.tag in relay._registrations} == {A, C, D}
+    assert not relay.is_registered(CAFE, 0.0)
+    assert relay.is_registered(HOME, 0.0)
+
+
+def test_of_a_crowded_network_in_use_the_oldest_registration_goes() -> None:
+    relay = make(RelayLimits(registrations=2))
+    settle(relay, A, HOME)
+    settle(relay, B, CAFE)
+    send(relay, A.to(B), HOME)
+
+    assert len(settle(relay, C, OFFICE)) == 1
+    assert {node for node in (A, B, C) if node.tag in relay._registrations} == {B, C}
+
+
+def test_registrations_per_network_are_limited() -> None:
+    relay = make(RelayLimits(network_registrations=1))
+    settle(relay, A, HOME)
+
+    assert settle(relay, B, CAFE) == []
+    assert relay.statistics.refused == {Refusal.HOST: 1}
+    assert len(settle(relay, C, OFFICE)) == 1
 
 
 def test_a_full_relay_keeps_its_registrations() -> None:

@@ -27,6 +27,13 @@ def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
     assert limiter.enter("2001:db8:0:1::1")
 
 
+def test_connections_per_network_are_limited() -> None:
+    limiter = ConnectionLimiter(most_of_network=2)
+
+    assert [limiter.enter(f"192.0.2.{number}") for number in range(3)] == [True, True, False]
+    assert limiter.enter("192.0.3.1")
+
+
 def test_connections_in_total_are_limited() -> None:
     limiter = ConnectionLimiter(most=2, most_of_host=2)
 

@@ -230,6 +230,23 @@ async def test_a_client_that_does_not_read_loses_datagrams_and_fills_no_memory()
         assert await other.recv() == datagram
 
 
+async def test_a_stream_without_a_registered_node_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_server, "UNREGISTERED_S", 0.0)
+    async with relaying() as server, stream(server) as idle:
+        with pytest.raises(ConnectionClosed):
+            await idle.recv()
+
+
+async def test_a_stream_with_a_registered_node_is_kept() -> None:
+    async with relaying() as server, stream(server) as used:
+        await Client(1, server).register(used)
+        (source,) = server._streams
+
+        assert server.relay.is_registered(source, asyncio.get_running_loop().time())
+
+
 async def test_an_oversized_packet_ends_a_server_stream() -> None:
     async with relaying() as server, stream(server) as client:
         await client.send(bytes(MAX_PACKET_BYTES + 1))
