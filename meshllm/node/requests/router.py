@@ -41,7 +41,10 @@ from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
-MAX_PER_PEER = 16  # concurrent requests of one node or client
+MAX_PER_PEER = 16  # concurrent requests of one node
+MAX_PER_CLIENT = 2  # concurrent requests of one client
+MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
+CLIENT_TOKENS = 4096  # most tokens of one answer to a client
 SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 
@@ -102,6 +105,7 @@ class RequestRouter:
         self._send = send
         self._remote = Remote(send, asks_ingress=asks_ingress)
         self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
+        self._of_clients: set[asyncio.Task[None]] = set()
         self._jobs = asyncio.TaskGroup()
         self.counts = Counts()
 
@@ -185,18 +189,32 @@ class RequestRouter:
             ) from None
 
     def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
-        held = Counter(asker for asker, _ in self._served)[peer]
-        if held >= MAX_PER_PEER or (peer, ask) in self._served:
-            error = Busy(f"{held} requests of this node are in progress", hint="retry later")
+        if why := self._objection(peer, ask, is_client=is_client):
+            error = Busy(why, hint="retry later")
             self._send(peer, AnswerEvent(ask, error_to_json(error)))
             return
         task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))
         self._served[peer, ask] = task
         task.add_done_callback(lambda _: self._served.pop((peer, ask), None))
+        if is_client:
+            self._of_clients.add(task)
+            task.add_done_callback(self._of_clients.discard)
+
+    def _objection(self, peer: NodeId, ask: bytes, *, is_client: bool) -> str:
+        """Return why there is no place for a request; empty if there is."""
+        held = Counter(asker for asker, _ in self._served)[peer]
+        if held >= (MAX_PER_CLIENT if is_client else MAX_PER_PEER) or (peer, ask) in self._served:
+            return f"{held} requests of this node are in progress"
+        if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:
+            return f"{MAX_OF_CLIENTS} requests of clients are in progress"
+        return ""
 
     async def _serve(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
         try:
             request = await self._read(peer, data)
+            if is_client:
+                most = min(request.max_tokens, CLIENT_TOKENS)
+                request = replace(request, max_tokens=most)
             async with (
                 nullcontext(self) if is_client else self._ring.backend() as backend,
                 aclosing(backend.generate(request)) as events,

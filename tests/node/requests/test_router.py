@@ -13,7 +13,15 @@ from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserE
 from meshllm.names import NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
-from meshllm.node.requests.router import MAX_PER_PEER, RING_S, SHORT_BYTES, RequestRouter
+from meshllm.node.requests.router import (
+    CLIENT_TOKENS,
+    MAX_OF_CLIENTS,
+    MAX_PER_CLIENT,
+    MAX_PER_PEER,
+    RING_S,
+    SHORT_BYTES,
+    RequestRouter,
+)
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.ring.failover import ATTEMPTS
@@ -525,6 +533,46 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
     assert isinstance(told, Busy)
     assert str(told) == f"{MAX_PER_PEER} requests of this node are in progress"
     assert world.said(ENTRY) == []
+
+
+def test_the_requests_of_clients_are_limited_alone_and_together(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[[None]] * (MAX_OF_CLIENTS + 1)))
+    clients = [NodeId(bytes([number]) * 32) for number in range(90, 93)]
+
+    async def story() -> None:
+        for client in clients:
+            for number in range(MAX_PER_CLIENT + 1):
+                ask = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+                router.receive(client, ask, is_client=True)
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
+        await asyncio.sleep(1)
+        assert len(router._served) == MAX_OF_CLIENTS + 1
+        for peer in (*clients, OTHER):
+            router.lost(peer)
+        await asyncio.sleep(1)
+        assert not router._of_clients
+
+    world.run(story)
+    told = [[str(each) for each in world.said(client)] for client in clients]
+    assert told == [
+        ["2 requests of this node are in progress"],
+        ["2 requests of this node are in progress"],
+        ["4 requests of clients are in progress"] * (MAX_PER_CLIENT + 1),
+    ]
+    assert world.said(OTHER) == []
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_the_answer_to_a_client_has_a_limit(world: World, is_client: bool) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer()]))
+    endless = replace(REQUEST, max_tokens=10_000_000)
+
+    async def story() -> None:
+        router.receive(OTHER, Generate(ASK, request_to_json(endless)), is_client=is_client)
+
+    world.run(story)
+    (asked,) = world.rings[ME].asked
+    assert asked.max_tokens == (CLIENT_TOKENS if is_client else endless.max_tokens)
 
 
 def test_a_duplicate_request_id_is_refused(world: World) -> None:
