@@ -37,7 +37,7 @@ def return_with_a_new_key() -> Outcome:
         until(lambda: bool(owner.stdout.strip()), fleet.told)
         ticket = owner.stdout.split()[0]
         is_back = asyncio.run(_return(ticket, fleet.folder, owner))
-    effect = "it returned" if is_back else "refused, without a byte in reply"
+    effect = "it returned" if is_back else "refused"
     return Outcome(effect, "one use; closed by a removal", held=not is_back)
 
 
