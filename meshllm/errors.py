@@ -4,6 +4,7 @@
 
     MeshError            1  something expected went wrong
       UserError          2  you can fix it
+        ContextTooLong   2  prompt and answer exceed the context
       LinkLost           3  the connection to a peer is lost; retry
       ModelError         4  the model is not found, not supported or too large
         OutOfMemory      4  an allocation failed
@@ -13,6 +14,7 @@
         IntegrityFault   7  bytes do not match their hash
       PluginError        1  a transport plugin is missing or broken
       Busy               8  no capacity now; retry later
+        Leaving          8  this node is leaving the mesh; ask another
 
 The number is the exit code of the command. A bug is not a ``MeshError`` and keeps its traceback.
 """
@@ -34,6 +36,10 @@ class UserError(MeshError):
     """Invalid input that the user can correct."""
 
     exit_code = 2
+
+
+class ContextTooLong(UserError):
+    """The prompt and its answer exceed the context of the model, or the memory for it."""
 
 
 class LinkLost(MeshError):
@@ -87,3 +93,7 @@ class Busy(MeshError):
     """No capacity for a request now; a retry may succeed."""
 
     exit_code = 8
+
+
+class Leaving(Busy):
+    """This node is leaving the mesh; other nodes serve on."""

@@ -42,10 +42,14 @@ _WORDS: dict[type, str] = {
 class WrongField(UserError):
     """A field is unknown, missing or of the wrong type."""
 
-    def __init__(self, name: str, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self, name: str, message: str, *, hint: str | None = None, code: str = "invalid_value"
+    ) -> None:
         super().__init__(message, hint=hint)
         self.name = name
         """The path of the field, such as `messages[0].role`."""
+        self.code = code
+        """OpenAI's error code."""
 
 
 def parse(data: bytes) -> object:
@@ -143,10 +147,13 @@ class _Builder:
         for unknown in asked - members.keys() if self.strict else ():
             where = f"{prefix}{unknown[:100]}"
             hint = f"one of {_list(members)}"
-            raise WrongField(where, f"`{where}` is not supported", hint=hint)
+            raise WrongField(
+                where, f"`{where}` is not supported", hint=hint, code="unsupported_parameter"
+            )
         for needed, member in members.items():
             if member.is_needed and needed not in values:
-                raise WrongField(f"{prefix}{needed}", f"`{prefix}{needed}` is missing")
+                where = f"{prefix}{needed}"
+                raise WrongField(where, f"`{where}` is missing", code="missing_required_parameter")
         return kind(
             **{
                 member.attribute: self.build(member.kind, values[each], f"{prefix}{each}")
@@ -218,7 +225,8 @@ def _called(kind: Any) -> str:
 
 def _wrong(name: str, value: object, wanted: str) -> WrongField:
     subject = f"`{name}`" if name else "The JSON"
-    return WrongField(name, f"{subject} is {_WORDS[type(value)]}, not {wanted}")
+    message = f"{subject} is {_WORDS[type(value)]}, not {wanted}"
+    return WrongField(name, message, code="invalid_type")
 
 
 def _list(names: Any) -> str:

@@ -1,30 +1,30 @@
-"""The ASGI application of a node."""
-
-from collections.abc import Sequence
+"""The ASGI applications of a node: one for its owner, which includes the public one."""
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from meshllm.api import mesh, openai
+from meshllm.api import mesh
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
+from meshllm.api.v1 import chat, failure, models
 from meshllm.errors import MeshError
 
+_ERRORS = (MeshError, HTTPException, ClientDisconnect, Exception)
 
-def application(node: NodePort, *, hosts: Sequence[str] = ()) -> Starlette:
-    """Build the application of a node.
 
-    ``hosts`` are the allowed Host headers, against DNS rebinding by web pages on TCP; a unix
-    socket needs none.
-    """
-    guards = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
+def owner_application(node: NodePort) -> Starlette:
+    """Build the application of a node's owner: `/mesh/*`, `/metrics` and the public routes."""
+    application = Starlette(
+        routes=mesh.routes(node), exception_handlers=dict.fromkeys(_ERRORS, on_error)
+    )
+    application.router.default = public_application(node)
+    return application
+
+
+def public_application(node: NodePort) -> Starlette:
+    """Build the application for everybody who may use the model: `/v1/*`."""
     return Starlette(
-        routes=[*mesh.routes(node), *openai.routes(node)],
-        middleware=guards if hosts else [],
-        exception_handlers=dict.fromkeys(
-            (MeshError, HTTPException, ClientDisconnect, Exception), on_error
-        ),
+        routes=[*models.routes(node), *chat.routes(node)],
+        exception_handlers=dict.fromkeys(_ERRORS, failure.on_error),
     )

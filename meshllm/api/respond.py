@@ -21,13 +21,24 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
-from meshllm.strict_json import build, parse
+from meshllm.strict_json import MAX_DIGITS, build, parse
 
 T = TypeVar("T")
 
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 
+
+class BodyTooLarge(UserError):
+    """A body is longer than `REQUEST_BYTES`."""
+
+
+class BodyTooSlow(TimedOut):
+    """A body does not arrive within `BODY_S`."""
+
+
 _STATUSES: dict[type[MeshError], int] = {
+    BodyTooLarge: 413,
+    BodyTooSlow: 408,
     UserError: 400,
     NotAuthorised: 403,
     ModelError: 404,
@@ -124,18 +135,22 @@ async def read_body(request: Request) -> bytes:
     """Read a body.
 
     Raises:
-        UserError: it is too long.
-        TimedOut: it takes longer than `BODY_S`.
+        BodyTooLarge: it is longer than `REQUEST_BYTES`, or announces that it is.
+        BodyTooSlow: it takes longer than `BODY_S`.
     """
+    too_large = BodyTooLarge(f"The body is longer than {REQUEST_BYTES} bytes")
+    announced = request.headers.get("content-length", "0")
+    if len(announced) > MAX_DIGITS or int(announced) > REQUEST_BYTES:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > REQUEST_BYTES:
-                    raise UserError(f"The body is longer than {REQUEST_BYTES} bytes")
+                    raise too_large
     except TimeoutError:
-        raise TimedOut(f"The body did not arrive within {BODY_S:.0f} s") from None
+        raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
     return bytes(body)
 
 

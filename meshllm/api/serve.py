@@ -8,7 +8,7 @@ from socket import socket
 
 from uvicorn import Config, Server
 
-from meshllm.api.app import application
+from meshllm.api.app import owner_application
 from meshllm.api.port import NodePort
 from meshllm.api.unix import listening
 
@@ -25,7 +25,7 @@ async def serve(node: NodePort, path: Path) -> None:
         UserError: a node is already running there, or the path is too long or not private.
     """
     config = Config(
-        application(node),
+        owner_application(node),
         http="h11",
         ws="none",
         lifespan="off",

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
-from meshllm.errors import Busy, MeshError, UserError
+from meshllm.errors import Leaving, MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
@@ -157,7 +157,7 @@ class NodeControl:
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the events of a request; see `router.RequestRouter.generate`."""
         if self.snapshot().is_leaving:
-            raise Busy("This node is leaving the mesh", hint="ask another node")
+            raise Leaving("This node is leaving the mesh", hint="ask another node")
         return self.answer(request)
 
     def _ring(self, view: NodeView) -> RingStatus:

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import httpx2
 import pytest
 
-from meshllm.api.app import application
+from meshllm.api.app import owner_application
 from tests.builders.fake_node import FakeNode
 
 
@@ -15,6 +15,6 @@ def door() -> FakeNode:
 @pytest.fixture
 async def client(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the application, without a server in between."""
-    transport = httpx2.ASGITransport(application(door), raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(owner_application(door), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client

@@ -8,7 +8,6 @@ import httpx2
 import pytest
 
 from meshllm.api import respond
-from meshllm.api.app import application
 from meshllm.errors import (
     LinkLost,
     MeshError,
@@ -78,7 +77,7 @@ async def test_an_invalid_body_is_refused_by_name(
 async def test_a_body_without_end_is_refused(client: httpx2.AsyncClient) -> None:
     said = await client.post("/mesh/ask", content=b" " * (REQUEST_BYTES + 1))
 
-    assert said.status_code == 400
+    assert said.status_code == 413
     assert said.json()["error"]["message"] == f"The body is longer than {REQUEST_BYTES} bytes"
 
 
@@ -93,7 +92,7 @@ async def test_a_body_that_never_arrives_times_out(
 
     said = await client.post("/mesh/ask", content=drip())
 
-    assert (said.status_code, said.json()["error"]["code"]) == (504, "timed_out")
+    assert (said.status_code, said.json()["error"]["code"]) == (408, "timed_out")
 
 
 async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:
@@ -153,7 +152,7 @@ async def test_events_are_sent_as_lines(client: httpx2.AsyncClient, door: FakeNo
 async def test_an_unknown_path_is_an_error_like_any_other(client: httpx2.AsyncClient) -> None:
     missing, wrong = await client.get("/nothing"), await client.get("/mesh/ask")
 
-    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "Not Found")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_url")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
 
 
@@ -170,12 +169,3 @@ async def test_only_the_type_of_a_bug_is_sent(
     assert said.status_code == 500
     assert said.json()["error"]["message"] == "This is a bug in meshllm: KeyError"
     assert "canary" not in said.text
-
-
-@pytest.mark.parametrize(("name", "status"), [("localhost", 200), ("evil.example", 400)])
-async def test_only_allowed_hosts_are_served(door: FakeNode, name: str, status: int) -> None:
-    transport = httpx2.ASGITransport(application(door, hosts=["localhost"]))
-    async with httpx2.AsyncClient(transport=transport, base_url=f"http://{name}") as client:
-        said = await client.get("/v1/models")
-
-    assert said.status_code == status

@@ -20,7 +20,9 @@ from typing import Any, assert_never
 
 from meshllm.errors import (
     Busy,
+    ContextTooLong,
     IntegrityFault,
+    Leaving,
     LinkLost,
     MeshError,
     ModelError,
@@ -51,6 +53,8 @@ _ERRORS: dict[str, type[MeshError]] = {
     "integrity_fault": IntegrityFault,
     "plugin_error": PluginError,
     "busy": Busy,
+    "context_too_long": ContextTooLong,
+    "leaving": Leaving,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
 
@@ -212,7 +216,9 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
     failure = _Failure(
         message=str(error),
         code=_CODES[kind],
-        type="invalid_request_error" if kind in {UserError, ModelError} else "server_error",
+        type="invalid_request_error"
+        if issubclass(kind, UserError | ModelError)
+        else "server_error",
         param=error.name if isinstance(error, WrongField) else None,
         hint=error.hint,
         exit_code=error.exit_code,

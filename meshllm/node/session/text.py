@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import assert_never
 
-from meshllm.errors import UserError
+from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import validate
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
@@ -86,7 +86,7 @@ def _check_length(request: Request, context: int) -> None:
     """Raise `UserError` for a prompt that is too long, before it is tokenized."""
     chars = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
     if chars > context * MAX_TOKEN_CHARS:
-        raise UserError(
+        raise ContextTooLong(
             f"The prompt has {chars} characters, too many for {context} tokens of context"
         )
 

@@ -16,7 +16,7 @@ always progress. A full queue rejects, and the client may retry. Each `leave` re
 generations that it lets in.
 """
 
-from meshllm.errors import Busy, UserError
+from meshllm.errors import Busy, ContextTooLong
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 
@@ -38,7 +38,7 @@ class Admission:
         """Request admission of up to ``tokens`` tokens; return whether to start now, else wait.
 
         Raises:
-            UserError: they would not fit on an empty ring.
+            ContextTooLong: they would not fit on an empty ring.
             Busy: the queue is full.
         """
         if not self._budget.holds(tokens):
@@ -70,10 +70,10 @@ class Admission:
             begun.append(session)
         return begun
 
-    def _too_long(self, tokens: int) -> UserError:
+    def _too_long(self, tokens: int) -> ContextTooLong:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)
         cost = room.cost(tokens)
-        return UserError(
+        return ContextTooLong(
             f"The prompt and its answer may take {tokens} tokens, and the KV cache has room for"
             f" {self._budget.tokens}: one node would need {cost.held + cost.growth} bytes and has"
             f" {max(0, room.total)}",

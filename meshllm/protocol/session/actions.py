@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from meshllm.errors import UserError
+from meshllm.errors import ContextTooLong, UserError
 from meshllm.names import SessionId
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import Blob, FaultCode, Forward, Tally
@@ -40,7 +40,7 @@ class Task:
         """
         context = min(self.context, MAX_POSITION)
         if not 0 < len(self.prompt) < context:
-            raise UserError(
+            raise ContextTooLong(
                 f"A prompt of {len(self.prompt)} tokens; the model takes 1 to {context - 1}",
                 hint="shorten the prompt or the chat",
             )

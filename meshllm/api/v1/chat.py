@@ -1,4 +1,4 @@
-"""`/v1/*`: OpenAI-compatible chat completions.
+"""`/v1/chat/completions`: OpenAI's chat completions.
 
 Unsupported fields are rejected by name, never silently ignored.
 """
@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, with_keep_alive
-from meshllm.errors import MeshError, ModelError
-from meshllm.node.requests.request_json import error_to_json
+from meshllm.api.v1.failure import JSON, error_object
+from meshllm.api.v1.models import require_model
+from meshllm.errors import MeshError
 from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
@@ -169,34 +170,22 @@ class _Reply:
 def routes(node: NodePort) -> list[Route]:
     """Return the routes of a node."""
 
-    async def models(_: Request) -> Response:
-        listed = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "meshllm"}
-            for name in node.models()
-        ]
-        return JSONResponse({"object": "list", "data": listed})
-
     async def chat(request: Request) -> Response:
         body = await read(request, Chat)
         asked = body.request()
-        if body.model not in (served := node.models()):
-            listed = ", ".join(f"`{name}`" for name in served) or "nothing yet"
-            raise ModelError(f"`{body.model[:100]}` is not served here", hint=f"served: {listed}")
+        require_model(node, body.model)
         options = body.stream_options or StreamOptions()
         reply = _Reply(body.model, options.include_usage)
         if body.stream:
             events = with_keep_alive(node.generate(asked), KEEP_ALIVE_S)
             return Stream(events, "text/event-stream", reply.chunks, _failure)
-        return Stream(node.generate(asked), "application/json", reply.completion, error_to_json)
+        return Stream(node.generate(asked), JSON, reply.completion, error_object)
 
-    return [
-        Route("/v1/models", models),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-    ]
+    return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
 
 def _failure(error: MeshError) -> bytes:
-    return _event(error_to_json(error))
+    return _event(error_object(error))
 
 
 def _event(data: bytes) -> bytes:

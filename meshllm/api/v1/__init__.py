@@ -1,0 +1,1 @@
+"""`/v1/*`: the public API; a file for each dialect, over one internal request."""

@@ -1,0 +1,113 @@
+"""Errors of the public API: OpenAI's error object, its codes and its HTTP statuses.
+
+https://platform.openai.com/docs/guides/error-codes
+"""
+
+import json
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from meshllm.api.respond import BodyTooLarge, BodyTooSlow
+from meshllm.errors import (
+    Busy,
+    ContextTooLong,
+    Leaving,
+    LinkLost,
+    MeshError,
+    NotAuthorised,
+    TimedOut,
+    UserError,
+)
+from meshllm.strict_json import WrongField
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+RETRY_S = 2  # s; generations end every few seconds, and a ring forms in about as much
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An HTTP status and OpenAI's error object."""
+
+    status: int
+    type: str
+    code: str | None
+    param: str | None = None
+    retry_s: int | None = None
+    """Seconds after which the request may succeed; None if it will not."""
+
+
+class Refused(UserError):
+    """A request that the API refuses before it reaches the mesh."""
+
+    def __init__(self, message: str, failure: Failure, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.failure = failure
+
+
+_LATER = Failure(503, SERVER, "service_unavailable", retry_s=RETRY_S)
+_FAILURES: dict[type[MeshError], Failure] = {
+    ContextTooLong: Failure(400, INVALID, "context_length_exceeded", "messages"),
+    BodyTooLarge: Failure(413, INVALID, "request_too_large"),
+    BodyTooSlow: Failure(408, INVALID, "request_timeout"),
+    UserError: Failure(400, INVALID, None),
+    Busy: Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S),
+    Leaving: _LATER,
+    LinkLost: _LATER,
+    TimedOut: _LATER,
+    NotAuthorised: _LATER,
+    MeshError: Failure(500, SERVER, "internal_error"),
+}
+
+
+def failure_of(error: MeshError) -> Failure:
+    """Return how an error is reported."""
+    match error:
+        case Refused():
+            return error.failure
+        case WrongField():
+            return Failure(400, INVALID, error.code, error.name or None)
+        case _:
+            return next(_FAILURES[each] for each in type(error).__mro__ if each in _FAILURES)
+
+
+def error_object(error: MeshError) -> bytes:
+    """Write OpenAI's error object; a hint becomes part of the message."""
+    failure = failure_of(error)
+    message = f"{error}; {error.hint}" if error.hint else str(error)
+    fields = {
+        "message": message, "type": failure.type, "param": failure.param, "code": failure.code
+    }  # fmt: skip
+    return json.dumps({"error": fields}, separators=(",", ":")).encode()
+
+
+def response_of(error: MeshError) -> Response:
+    """Return the response that reports an error."""
+    failure = failure_of(error)
+    headers = {} if failure.retry_s is None else {"retry-after": str(failure.retry_s)}
+    if failure.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_object(error), failure.status, headers, JSON)
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Respond with an error; of a bug, with its type only."""
+    match error:
+        case MeshError():
+            return response_of(error)
+        case HTTPException(status_code=404):
+            text = f"Unknown request URL: {request.method} {request.url.path[:200]}"
+            return response_of(Refused(text, Failure(404, INVALID, "unknown_url")))
+        case HTTPException(status_code=405):
+            text = f"{request.method} is not allowed on {request.url.path[:200]}"
+            response = response_of(Refused(text, Failure(405, INVALID, "method_not_supported")))
+            response.headers.update(error.headers or {})
+            return response
+        case ClientDisconnect():
+            return Response(status_code=400)  # never read
+        case _:
+            return response_of(MeshError(f"This is a bug in meshllm: {type(error).__name__}"))

@@ -1,0 +1,21 @@
+import httpx2
+
+MODEL = {"id": "builtin", "object": "model", "created": 0, "owned_by": "meshllm"}
+
+
+async def test_models_are_listed(client: httpx2.AsyncClient) -> None:
+    said = (await client.get("/v1/models")).json()
+
+    assert said == {"object": "list", "data": [MODEL]}
+
+
+async def test_one_model_is_shown(client: httpx2.AsyncClient) -> None:
+    assert (await client.get("/v1/models/builtin")).json() == MODEL
+
+
+async def test_a_name_with_a_slash_is_one_name(client: httpx2.AsyncClient) -> None:
+    said = await client.get("/v1/models/Qwen/Qwen3-0.6B")
+
+    error = said.json()["error"]
+    assert (said.status_code, error["code"]) == (404, "model_not_found")
+    assert "`Qwen/Qwen3-0.6B`" in error["message"]
