@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from meshllm import __version__
 from meshllm.cli.chat.chat import EXAMPLES as CHAT_EXAMPLES
 from meshllm.cli.chat.chat import chat
-from meshllm.cli.commands import config, model, transport
+from meshllm.cli.commands import config, key, model, transport
 from meshllm.cli.commands.bench import EXAMPLES as BENCH_EXAMPLES
 from meshllm.cli.commands.bench import bench
 from meshllm.cli.commands.help import EXAMPLES as HELP_EXAMPLES
@@ -90,6 +90,7 @@ app = typer.Typer(
 app.command(epilog=CHAT_EXAMPLES)(chat)
 app.command(epilog=NODE_EXAMPLES)(node)
 app.add_typer(ring.app, name="ring")
+app.add_typer(key.app, name="key")
 app.command("id", epilog=ID_EXAMPLES)(identity)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(model.app, name="model")

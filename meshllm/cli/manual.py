@@ -39,6 +39,10 @@ _FILES = (
     ("~/.config/meshllm/config.toml", "Settings of the user, one `name = value` per line."),
     (PROJECT_FILE, "Settings of a project, in the working directory; override the user's."),
     ("~/.local/state/meshllm/history", "Lines typed in conversations; readable by its owner only."),
+    (
+        "~/.local/state/meshllm/api.sqlite",
+        "Keys of the API, as keyed hashes, and what was used; readable by its owner only.",
+    ),
     ("~/.cache/huggingface/hub", "Downloaded models."),
     (
         "~/.cache/meshllm",

@@ -1,6 +1,5 @@
 """`meshllm ring ticket|members|remove`: membership of the mesh."""
 
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.shared.units import parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
@@ -21,8 +21,6 @@ RoleName = Literal["node", "client"]
 
 MIN_PREFIX = 7  # characters that identify a member: the short form of an id
 _OFFLINE = {"down", "left"}
-_DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 TICKET_EXAMPLES = """\b
 Examples:
@@ -56,7 +54,7 @@ def ticket(
     """
     import asyncio
 
-    expires_s = _seconds(expires)
+    expires_s = parse_duration(expires)
     made = asyncio.run(_node(settings(flags)).invite(role, expires_s, uses))
     if as_json:
         render.dump({"ticket": made, "role": role, "expires_s": expires_s, "uses": uses})
@@ -204,13 +202,6 @@ def _is_interactive() -> bool:
 
 def _normalise(text: str) -> str:
     return text.replace("-", "").rstrip("…").lower()
-
-
-def _seconds(text: str) -> int:
-    match = _DURATION.fullmatch(text)
-    if match is None or not int(match[1]):
-        raise UserError(f"Invalid duration `{text}`", hint="write it as `90s`, `30m`, `1h` or `7d`")
-    return int(match[1]) * _SECONDS[match[2]]
 
 
 def _members(chosen: Settings) -> "Members":

@@ -16,6 +16,8 @@ _UNITS: dict[str, int] = {
     **{f"{prefix}i": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATION = re.compile(r"(\d{1,9})(s|m|h|d)")
+_DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_memory(text: str) -> int:
@@ -36,6 +38,14 @@ def parse_time(text: str | None) -> float | None:
         if seconds <= MAX_MS / 1e3:
             return seconds
     raise UserError(f"Invalid time `{text}`", hint=f"write `20ms`, up to {MAX_MS / 1e3:.0f} s")
+
+
+def parse_duration(text: str) -> int:
+    """Parse `90s`, `30m`, `1h` or `7d` as seconds; raise `UserError` for anything else."""
+    match = _DURATION.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise UserError(f"Invalid duration `{text}`", hint="write it as `90s`, `30m`, `1h` or `7d`")
+    return int(match[1]) * _DURATIONS[match[2]]
 
 
 def listed(text: str | None) -> tuple[str, ...] | None:

@@ -1,0 +1,1 @@
+"""Who may use the API: keys, their limits, and what was used."""

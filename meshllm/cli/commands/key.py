@@ -1,0 +1,149 @@
+"""`meshllm key`: the keys of the API."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.shared.units import listed, parse_duration
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings, state_path
+from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from meshllm.api.access.accounts import Accounts, ApiKey
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_EMPTY = "no keys; create one with `meshllm key create NAME`"
+
+app = typer.Typer(help="Create, list and revoke keys of the API.", rich_markup_mode=None)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  meshllm key create laptop
+  meshllm key create guest --expires 7d --concurrency 1 --tokens-per-day 100000
+  meshllm key create ci --models Qwen/Qwen3-0.6B --json
+"""
+)
+@takes("state")
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name the key, for lists and usage.")],
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Expire after this time: `12h`, `30d`; never when not set."
+        ),
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Allow only these models, comma-separated.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Allow N requests at a time.")
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Allow N tokens a day (UTC), read and written."),
+    ] = None,
+    as_json: Json = False,
+    **flags: Scalar,
+) -> None:
+    """Create a key and print it.
+
+    Only the key goes to stdout. It is stored as a keyed hash, so it cannot be shown again. It is
+    valid at once at every door of this node; a running node needs no restart.
+    """
+    from meshllm.api.access.accounts import Limits
+
+    if not _NAME.fullmatch(name):
+        hint = "use 1 to 64 letters, digits, `.`, `_`, `@` and `-`, a letter or digit first"
+        raise UserError(f"Invalid name `{name}`", hint=hint)
+    now = time.time()
+    expires_s = None if expires is None else int(now) + parse_duration(expires)
+    limits = Limits(expires_s, listed(models) or (), concurrency, tokens_per_day)
+    with _accounts(settings(flags)) as accounts:
+        key = accounts.create(name, limits, now)
+    if as_json:
+        render.dump({"name": name, "key": key, "expires_s": expires_s})
+        return
+    render.out(key)
+    render.talk("stored as a hash: it cannot be shown again")
+
+
+@app.command("list")
+@takes("state")
+def list_keys(as_json: Json = False, **flags: Scalar) -> None:
+    """List the keys, without their secrets."""
+    with _accounts(settings(flags)) as accounts:
+        found = accounts.keys()
+    now = time.time()
+    if as_json:
+        render.dump({"keys": [_fields(each, now) for each in found]})
+    elif found:
+        header = (
+            "name",
+            "id",
+            "state",
+            "created",
+            "expires",
+            "models",
+            "at a time",
+            "tokens a day",
+        )
+        render.out(render.table(header, [_row(each, now) for each in found]))
+    else:
+        render.talk(_EMPTY)
+
+
+@app.command()
+@takes("state")
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Revoke the key of this name.")],
+    **flags: Scalar,
+) -> None:
+    """Revoke a key permanently; the next request with it is refused."""
+    with _accounts(settings(flags)) as accounts:
+        accounts.revoke(name, time.time())
+    render.talk(f"`{name}` is revoked")
+
+
+@contextmanager
+def _accounts(chosen: Settings) -> "Iterator[Accounts]":
+    from meshllm.api.access.accounts import Accounts
+
+    with Accounts.open(state_path(chosen)) as accounts:
+        yield accounts
+
+
+def _fields(key: "ApiKey", now: float) -> dict[str, object]:
+    limits = key.limits
+    return {
+        "name": key.name,
+        "id": key.id,
+        "state": key.state(now),
+        "created_s": key.created_s,
+        "expires_s": limits.expires_s,
+        "revoked_s": key.revoked_s,
+        "models": list(limits.models),
+        "concurrency": limits.concurrency,
+        "tokens_per_day": limits.tokens_per_day,
+    }
+
+
+def _row(key: "ApiKey", now: float) -> tuple[object, ...]:
+    limits = key.limits
+    expires = "never" if limits.expires_s is None else _date(limits.expires_s)
+    return (
+        key.name, key.id, key.state(now), _date(key.created_s), expires,
+        ", ".join(limits.models) or "all", limits.concurrency, limits.tokens_per_day,
+    )  # fmt: skip
+
+
+def _date(seconds: int) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"

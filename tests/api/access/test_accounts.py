@@ -1,0 +1,137 @@
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshllm.api.access.accounts import FILE, Accounts, Limits, Usage
+from meshllm.errors import UserError
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:
+    limits = Limits(2_000_000, ("a/b", "c"), 3, 400)
+
+    key = accounts.create("laptop", limits, NOW)
+
+    found = accounts.find(key)
+    assert found
+    assert (found.name, found.limits, found.state(NOW)) == ("laptop", limits, "active")
+    assert accounts.keys() == [found]
+
+
+def test_another_secret_of_the_same_id_is_not_found(accounts: Accounts) -> None:
+    key = accounts.create("laptop", Limits(), NOW)
+
+    assert [accounts.find(each) for each in (key[:-1], f"{key}x", key[:20])] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "key", ["", "sk-meshllm-", "sk-meshllm-00000000-x", "\ud83d", "x" * 10_000]
+)
+def test_an_unknown_key_is_not_found(accounts: Accounts, key: str) -> None:
+    assert accounts.find(key.encode("utf-8", "replace").decode()) is None
+
+
+def test_no_file_contains_the_secret(accounts: Accounts, tmp_path: Path) -> None:
+    key = accounts.create("laptop", Limits(), NOW)
+
+    secret = key.split("-", 3)[3].encode()
+    files = [each for each in (tmp_path / "state").iterdir() if each.is_file()]
+    assert len(files) >= 2
+    assert [each.name for each in files if secret in each.read_bytes()] == []
+
+
+def test_only_the_owner_can_read_the_files(accounts: Accounts, tmp_path: Path) -> None:
+    accounts.create("laptop", Limits(), NOW)
+
+    files = list((tmp_path / "state").glob(f"{FILE}*"))
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
+
+
+def test_a_key_is_valid_with_the_same_node_only(accounts: Accounts, tmp_path: Path) -> None:
+    key = accounts.create("laptop", Limits(), NOW)
+    with Accounts.open(tmp_path / "state") as again:
+        assert again.find(key)
+
+    (tmp_path / "state" / "node.key").write_text("11" * 32)
+    with Accounts.open(tmp_path / "state") as other:
+        assert other.find(key) is None
+
+
+def test_a_revoked_key_stays_known(accounts: Accounts) -> None:
+    key = accounts.create("laptop", Limits(), NOW)
+
+    accounts.revoke("laptop", NOW + 5)
+    accounts.revoke("laptop", NOW + 9)
+
+    found = accounts.find(key)
+    assert found
+    assert (found.state(NOW), found.revoked_s) == ("revoked", NOW + 5)
+
+
+def test_a_key_expires_at_its_time(accounts: Accounts) -> None:
+    accounts.create("laptop", Limits(expires_s=int(NOW) + 1), NOW)
+
+    (key,) = accounts.keys()
+    assert [key.state(NOW), key.state(NOW + 1)] == ["active", "expired"]
+
+
+def test_names_are_unique_and_must_exist(accounts: Accounts) -> None:
+    accounts.create("laptop", Limits(), NOW)
+
+    with pytest.raises(UserError, match="already a key `laptop`"):
+        accounts.create("laptop", Limits(), NOW)
+    with pytest.raises(UserError, match="no key `phone`"):
+        accounts.revoke("phone", NOW)
+
+
+def test_usage_adds_up_in_every_grouping(accounts: Accounts) -> None:
+    accounts.record("2026-11-24", "laptop", "a", Usage(1, 0, 10, 5, 3))
+    accounts.record("2026-11-25", "laptop", "a", Usage(1, 1, 20, 0, 0))
+    accounts.record("2026-11-25", "laptop", "a", Usage(1, 0, 30, 0, 7))
+    accounts.record("2026-11-25", "", "b", Usage(1, 0, 1, 0, 1))
+
+    assert accounts.usage("day") == [
+        ("2026-11-24", Usage(1, 0, 10, 5, 3)),
+        ("2026-11-25", Usage(3, 1, 51, 0, 8)),
+    ]
+    assert accounts.usage("key") == [("", Usage(1, 0, 1, 0, 1)), ("laptop", Usage(3, 1, 60, 5, 10))]
+    assert accounts.usage("model") == [("a", Usage(3, 1, 60, 5, 10)), ("b", Usage(1, 0, 1, 0, 1))]
+    assert accounts.tokens("2026-11-25", "laptop") == 57
+    assert accounts.tokens("2026-11-25", "nobody") == 0
+
+
+def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / FILE).write_text("not a database, at all" * 50)
+
+    with pytest.raises(UserError, match="cannot be used"), Accounts.open(tmp_path / "state"):
+        pass
+
+
+def test_processes_share_the_file(accounts: Accounts, tmp_path: Path) -> None:
+    with Accounts.open(tmp_path / "state") as other:
+        key = other.create("laptop", Limits(), NOW)
+        assert accounts.find(key)
+        other.revoke("laptop", NOW)
+
+    found = accounts.find(key)
+    assert found
+    assert found.state(NOW) == "revoked"
+
+
+def test_the_connection_is_closed_at_the_end(tmp_path: Path) -> None:
+    with Accounts.open(tmp_path / "state") as accounts:
+        pass
+
+    with pytest.raises(sqlite3.ProgrammingError):
+        accounts.keys()

@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from meshllm.api.access.accounts import Accounts
+from tests.cli.conftest import Invoke
+
+
+def test_only_the_key_goes_to_stdout(meshllm: Invoke, home: Path) -> None:
+    result = meshllm("key", "create", "laptop")
+
+    with Accounts.open(home / "state" / "meshllm") as accounts:
+        found = accounts.find(result.stdout.strip())
+    assert found
+    assert found.name == "laptop"
+    assert "cannot be shown again" in result.stderr
+
+
+def test_limits_are_stored(meshllm: Invoke) -> None:
+    words = ("--expires", "30d", "--models", "a,b", "--concurrency", "2", "--tokens-per-day", "9")
+    made = json.loads(meshllm("key", "create", "ci", *words, "--json").stdout)
+
+    (listed,) = json.loads(meshllm("key", "list", "--json").stdout)["keys"]
+    assert listed["expires_s"] == made["expires_s"] == listed["created_s"] + 30 * 86400
+    assert (listed["models"], listed["concurrency"], listed["tokens_per_day"]) == (["a", "b"], 2, 9)
+    assert made["key"] not in meshllm("key", "list", "--json").stdout
+
+
+def test_a_list_shows_every_key_and_no_secret(meshllm: Invoke) -> None:
+    keys = [meshllm("key", "create", name).stdout.strip() for name in ("laptop", "phone")]
+    meshllm("key", "revoke", "phone")
+
+    told = meshllm("key", "list").stdout
+
+    assert [word in told for word in ("laptop", "phone", "active", "revoked", "never")] == [
+        True
+    ] * 5
+    assert not any(key in told for key in keys)
+
+
+def test_an_empty_list_says_how_to_create_one(meshllm: Invoke) -> None:
+    result = meshllm("key", "list")
+
+    assert (result.stdout, "meshllm key create NAME" in result.stderr) == ("", True)
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "x" * 65, "../x", "é"])
+def test_an_invalid_name_is_refused(meshllm: Invoke, name: str) -> None:
+    result = meshllm("key", "create", "--", name)
+
+    assert (result.exit_code, "Invalid name" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("create", "a", "--expires", "soon"), "Invalid duration `soon`"),
+        (("create", "a", "--concurrency", "0"), "Invalid value for '--concurrency'"),
+        (("revoke", "nobody"), "There is no key `nobody`"),
+    ],
+)
+def test_what_cannot_be_done_is_said(meshllm: Invoke, words: tuple[str, ...], told: str) -> None:
+    result = meshllm("key", *words)
+
+    assert (result.exit_code, told in result.stderr) == (2, True)
