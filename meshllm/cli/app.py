@@ -28,6 +28,8 @@ from meshllm.cli.doctor.doctor import EXAMPLES as DOCTOR_EXAMPLES
 from meshllm.cli.doctor.doctor import doctor
 from meshllm.cli.node.node import EXAMPLES as NODE_EXAMPLES
 from meshllm.cli.node.node import node
+from meshllm.cli.node.serve import EXAMPLES as SERVE_EXAMPLES
+from meshllm.cli.node.serve import serve
 from meshllm.cli.ring import ring
 from meshllm.cli.terminal import render
 from meshllm.config import load
@@ -89,6 +91,7 @@ app = typer.Typer(
 )
 app.command(epilog=CHAT_EXAMPLES)(chat)
 app.command(epilog=NODE_EXAMPLES)(node)
+app.command(epilog=SERVE_EXAMPLES)(serve)
 app.add_typer(ring.app, name="ring")
 app.add_typer(key.app, name="key")
 app.command("id", epilog=ID_EXAMPLES)(identity)

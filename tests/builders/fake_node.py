@@ -12,6 +12,7 @@ from meshllm.status import (
     Measured,
     Members,
     MeshStatus,
+    ModelStatus,
     Named,
     NodeState,
     Planned,
@@ -72,8 +73,9 @@ class FakeNode:
     def members(self) -> Members:
         return Members((member(0), member(1)))
 
-    def models(self) -> list[str]:
-        return ["builtin"]
+    async def models(self) -> list[ModelStatus]:
+        model = self.status().model
+        return [model] if model else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         self.calls.append((role, expires_s, uses))

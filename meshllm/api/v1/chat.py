@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshllm.api.port import NodePort
+from meshllm.api.access.gate import key_of
+from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, read, with_keep_alive
-from meshllm.api.v1.failure import JSON, error_object
-from meshllm.api.v1.models import require_model
+from meshllm.api.v1.service import Service
 from meshllm.errors import MeshError
 from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
 from meshllm.request import Request as Asked
@@ -167,19 +167,20 @@ class _Reply:
         return json.dumps({**head, "choices": choices, **more}, separators=(",", ":")).encode()
 
 
-def routes(node: NodePort) -> list[Route]:
-    """Return the routes of a node."""
+def routes(service: Service) -> list[Route]:
+    """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
         body = await read(request, Chat)
         asked = body.request()
-        require_model(node, body.model)
+        key = key_of(request)
+        model = await service.model(key, body.model)
         options = body.stream_options or StreamOptions()
         reply = _Reply(body.model, options.include_usage)
         if body.stream:
-            events = with_keep_alive(node.generate(asked), KEEP_ALIVE_S)
+            events = with_keep_alive(service.answer(key, model, asked), KEEP_ALIVE_S)
             return Stream(events, "text/event-stream", reply.chunks, _failure)
-        return Stream(node.generate(asked), JSON, reply.completion, error_object)
+        return Stream(service.answer(key, model, asked), JSON, reply.completion, error_object)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 

@@ -1,0 +1,135 @@
+"""The one internal request behind every dialect: who asks which model, within which limits."""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+
+from meshllm.api.access.accounts import Accounts, ApiKey, Usage
+from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
+from meshllm.api.port import ModelPort
+from meshllm.errors import MeshError
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.status import ModelStatus
+
+DAY_S = 86_400
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The usage of one request, known so far."""
+
+    read: int = 0
+    cached: int = 0
+    written: int = 0
+    errors: int = 0
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Prefilled(total=total):
+                self.read = total
+            case Piece(tokens=tokens):
+                self.written += len(tokens)
+            case Answer():
+                self.read, self.written = event.prompt_tokens, len(event.tokens)
+                self.cached = event.cached_tokens
+
+
+@dataclass(slots=True)
+class Service:
+    """Models that answer, to keys within their limits; counts what they use."""
+
+    node: ModelPort
+    accounts: Accounts | None = None
+    """None keeps no account: the owner's own requests."""
+    _running: Counter[str] = field(default_factory=Counter)
+
+    async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
+        """List the models that a key may use."""
+        allowed = key.limits.models if key else ()
+        return [each for each in await self.node.models() if not allowed or each.name in allowed]
+
+    async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
+        """Return a model by name; raise `Refused` if it is not served, or not to this key."""
+        served = await self.models(key)
+        for each in served:
+            if each.name == name:
+                return each
+        listed = ", ".join(f"`{each.name}`" for each in served) or "nothing yet"
+        raise Refused(
+            f"The model `{name[:100]}` is not served here",
+            Failure(404, INVALID, "model_not_found", "model"),
+            hint=f"served: {listed}",
+        )
+
+    async def answer(
+        self, key: ApiKey | None, model: ModelStatus, asked: Request
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, see `Backend`; account for it at its end.
+
+        Raises:
+            Refused: the key has reached a limit.
+        """
+        tally = _Tally()
+        try:
+            await self._check_quota(key)
+            with self._counted(key):
+                async with aclosing(self.node.generate(asked)) as events:
+                    async for event in events:
+                        tally.take(event)
+                        yield event
+        except MeshError:
+            tally.errors = 1
+            raise
+        finally:
+            await self._record(key, model, tally)
+
+    async def _check_quota(self, key: ApiKey | None) -> None:
+        most = key.limits.tokens_per_day if key else None
+        if key is None or most is None or self.accounts is None:
+            return
+        now = time.time()
+        used = await asyncio.to_thread(self.accounts.tokens, day_of(now), key.name)
+        if used >= most:
+            wait_s = DAY_S - int(now) % DAY_S
+            raise Refused(
+                f"The key `{key.name}` has used {used} of {most} tokens of today (UTC)",
+                Failure(429, "tokens", "rate_limit_exceeded", retry_s=wait_s),
+            )
+
+    @contextmanager
+    def _counted(self, key: ApiKey | None) -> Iterator[None]:
+        """Count a running request; refuse it if the key has too many."""
+        name = key.name if key else ""
+        most = key.limits.concurrency if key else None
+        if most is not None and self._running[name] >= most:
+            raise Refused(
+                f"The key `{name}` has {most} requests in progress, its limit",
+                Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S),
+            )
+        self._running[name] += 1
+        try:
+            yield
+        finally:
+            self._running[name] -= 1
+
+    async def _record(self, key: ApiKey | None, model: ModelStatus, tally: _Tally) -> None:
+        if self.accounts is None:
+            return
+        used = Usage(1, tally.errors, tally.read, tally.cached, tally.written)
+        day, name = day_of(time.time()), key.name if key else ""
+        try:
+            await asyncio.to_thread(self.accounts.record, day, name, model.name, used)
+        except sqlite3.Error as error:  # such as a full disk: the answer is worth more
+            logger.warning("the usage of a request is not recorded: %s", error)
+
+
+def day_of(seconds: float) -> str:
+    """Return the day of a Unix time in UTC, as `2026-11-25`."""
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))
