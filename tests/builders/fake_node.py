@@ -64,7 +64,8 @@ class FakeNode:
     def status(self) -> MeshStatus:
         status = told()
         assert status.model
-        model = replace(status.model, name=self.served) if self.served else None
+        known = replace(status.model, fingerprint="fp_0123456789ab")
+        model = replace(known, name=self.served) if self.served else None
         return replace(status, model=model)
 
     def plan(self) -> RingStatus:

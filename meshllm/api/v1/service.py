@@ -8,27 +8,32 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from meshllm.api.access.accounts import Accounts, ApiKey, Usage
 from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
+from meshllm.api.v1.merge import merge
 from meshllm.errors import MeshError
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus
 
 DAY_S = 86_400
+MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
+
+Choices: TypeAlias = tuple[int, Event]
+"""An event, and the place of the request to which it belongs."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Tally:
-    """The usage of one request, known so far."""
+    """The usage of one generation, known so far."""
 
     read: int = 0
     cached: int = 0
     written: int = 0
-    errors: int = 0
 
     def take(self, event: Event) -> None:
         match event:
@@ -69,26 +74,33 @@ class Service:
         )
 
     async def answer(
-        self, key: ApiKey | None, model: ModelStatus, asked: Request
-    ) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, see `Backend`; account for it at its end.
+        self, key: ApiKey | None, model: ModelStatus, asked: Sequence[Request]
+    ) -> AsyncGenerator[Choices, None]:
+        """Yield the events of all requests, each with the place of its own, see `Backend`.
+
+        They are one request of the key, accounted for at its end; an error in one ends all.
 
         Raises:
             Refused: the key has reached a limit.
         """
-        tally = _Tally()
+        tallies, errors = [_Tally() for _ in asked], 0
         try:
             await self._check_quota(key)
             with self._counted(key):
-                async with aclosing(self.node.generate(asked)) as events:
-                    async for event in events:
-                        tally.take(event)
-                        yield event
+                streams = [self.node.generate(each) for each in asked]
+                async with aclosing(merge(streams, MAX_TOGETHER)) as events:
+                    async for place, event in events:
+                        tallies[place].take(event)
+                        yield place, event
         except MeshError:
-            tally.errors = 1
+            errors = 1
             raise
         finally:
-            await self._record(key, model, tally)
+            read, cached, written = (
+                sum(getattr(each, name) for each in tallies)
+                for name in ("read", "cached", "written")
+            )
+            await self._record(key, model, Usage(1, errors, read, cached, written))
 
     async def _check_quota(self, key: ApiKey | None) -> None:
         most = key.limits.tokens_per_day if key else None
@@ -119,10 +131,9 @@ class Service:
         finally:
             self._running[name] -= 1
 
-    async def _record(self, key: ApiKey | None, model: ModelStatus, tally: _Tally) -> None:
+    async def _record(self, key: ApiKey | None, model: ModelStatus, used: Usage) -> None:
         if self.accounts is None:
             return
-        used = Usage(1, tally.errors, tally.read, tally.cached, tally.written)
         day, name = day_of(time.time()), key.name if key else ""
         try:
             await asyncio.to_thread(self.accounts.record, day, name, model.name, used)

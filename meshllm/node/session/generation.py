@@ -56,6 +56,9 @@ class GenerationRequest:
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     is_last: Callable[[int], bool]
     """Called once per token, in order, on the compute thread: whether it ends the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
+    on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
+    """Called before ``is_last``, with the logits [V] from which the token was sampled."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -286,7 +289,10 @@ class Generation:
                 position=job.pos + len(tokens),
                 history=self._history,
                 prompt_len=self.prompt_tokens,
+                bias=self._order.logit_bias,
             )
+            if self._order.on_logits:
+                self._order.on_logits(row, token)
             tokens.append(token)
             self._history.append(token)
             is_last = self._order.is_last(token)

@@ -6,8 +6,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import assert_never
 
+from torch import Tensor
+
 from meshllm.errors import ContextTooLong, UserError
-from meshllm.model.sampling import validate
+from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
 from meshllm.node.compute.gauge import Measured
@@ -16,8 +18,21 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
-from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    HopReport,
+    Logprob,
+    Piece,
+    Prefilled,
+    Request,
+    TokenLogprobs,
+)
+from meshllm.strict_json import WrongField
 
+MAX_LOGPROBS = 20  # OpenAI API reference, as the next one
+MAX_BIAS = 100
 MAX_TOKEN_CHARS = 64  # upper bound of characters per token; English averages about 4
 
 
@@ -35,18 +50,28 @@ class RingBackend:
         text = self.text
         validate(request.sampling)
         _check_length(request, self.entry.context)
-        _check_given(request, self.entry.vocabulary)
+        _check_tokens(request, self.entry.vocabulary)
         # Megabytes of text take seconds.
         prompt, stream = await self.worker.run(_prepare, text, request)
         pieces: deque[str] = deque()
+        scored: deque[TokenLogprobs] = deque()
 
         def is_last(token: int) -> bool:
             ends = token in text.end_tokens
             pieces.append("" if ends else stream.push(token))
             return ends or stream.stopped
 
+        def score(logits: Tensor, token: int) -> None:
+            scored.append(_scored(text, logits, token, request.logprobs or 0))
+
         order = GenerationRequest(
-            prompt, request.sampling, request.max_tokens, is_last, given=request.given
+            prompt,
+            request.sampling,
+            request.max_tokens,
+            is_last,
+            given=request.given,
+            logit_bias=request.logit_bias,
+            on_logits=None if request.logprobs is None else score,
         )
         finished = _finished(order, stream, text.end_tokens, self.entry.context)
         written: list[str] = []
@@ -61,7 +86,8 @@ class RingBackend:
                     case Token(token):
                         tokens.append(token)
                         written.append(pieces.popleft())
-                        yield Piece(written[-1], (token,))
+                        told = (scored.popleft(),) if scored else ()
+                        yield Piece(written[-1], (token,), told)
                     case Ended(reason, measured):
                         written.append(stream.finish())
                         if written[-1]:
@@ -91,10 +117,29 @@ def _check_length(request: Request, context: int) -> None:
         )
 
 
-def _check_given(request: Request, vocabulary: int) -> None:
-    """Raise `UserError` for tokens that no ring of this model sampled."""
-    if unknown := [token for token in request.given if not 0 <= token < vocabulary]:
-        raise UserError(f"Token {unknown[0]} is not in the vocabulary of {vocabulary}")
+def _check_tokens(request: Request, vocabulary: int) -> None:
+    """Raise `UserError` for tokens that the model does not have, and for invalid amounts."""
+    biased = [token for token, _ in request.logit_bias]
+    for name, tokens in (("given", request.given), ("ids", request.ids), ("logit_bias", biased)):
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            text = f"Token {unknown[0]} of `{name}` is not in the vocabulary of {vocabulary}"
+            raise WrongField("prompt" if name == "ids" else name, text)
+    if any(abs(value) > MAX_BIAS for _, value in request.logit_bias):
+        raise WrongField("logit_bias", f"A value of `logit_bias` is not within {MAX_BIAS}")
+    if not 0 <= (request.logprobs or 0) <= MAX_LOGPROBS:
+        text = f"`top_logprobs` is {request.logprobs}, not between 0 and {MAX_LOGPROBS}"
+        raise WrongField("top_logprobs", text)
+
+
+def _scored(text: Text, logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Return the log probabilities of a token and of the likeliest ones."""
+    own, likeliest = logprobs(logits, token, top)
+
+    def told(each: int, value: float) -> Logprob:
+        spelled = text.spell(each)
+        return Logprob(each, spelled.decode(errors="replace"), tuple(spelled), value)
+
+    return TokenLogprobs(told(token, own), tuple(told(*each) for each in likeliest))
 
 
 def _prepare(text: Text, request: Request) -> tuple[tuple[int, ...], TextStream]:
@@ -121,6 +166,8 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
 
 
 def _encode(text: Text, request: Request) -> list[int]:
+    if request.ids:
+        return list(request.ids)
     if request.raw is not None:
         return text.encode(request.raw)
     if not request.turns:

@@ -70,7 +70,7 @@ async def test_a_cancelled_request_counts_what_was_read(
     service: Service, door: FakeNode, accounts: Accounts
 ) -> None:
     (model,) = await service.models(None)
-    async with aclosing(service.answer(None, model, Request(raw="hi"))) as events:
+    async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
         await anext(events)
 
     assert accounts.usage("key") == [("", Usage(1, 0, 2, 0, 0))]
@@ -137,7 +137,7 @@ async def test_an_answer_is_worth_more_than_its_account(
     monkeypatch.setattr(Accounts, "record", full)
     (model,) = await service.models(None)
 
-    events = [event async for event in service.answer(None, model, Request(raw="hi"))]
+    events = [event async for event in service.answer(None, model, [Request(raw="hi")])]
 
     assert len(events) == 4
     assert "disk is full" in caplog.text
@@ -151,6 +151,6 @@ async def test_a_limit_is_checked_before_the_mesh_is_asked(
     (model,) = await service.models(key)
 
     with pytest.raises(Refused, match="has used 1 of 1 tokens"):
-        await anext(service.answer(key, model, Request(raw="hi")))
+        await anext(service.answer(key, model, [Request(raw="hi")]))
 
     assert door.requests == []

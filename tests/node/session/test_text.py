@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from meshllm.request import (
     Sampling,
     Turn,
 )
+from meshllm.strict_json import WrongField
 
 ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),), max_tokens=40)
 
@@ -165,5 +167,63 @@ async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> Non
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])
 async def test_given_tokens_outside_the_vocabulary_are_refused(ring: LocalRing, token: int) -> None:
-    with pytest.raises(UserError, match=f"Token {token} is not in the vocabulary of"):
+    with pytest.raises(UserError, match=f"Token {token} of `given` is not in the vocabulary of"):
         await events_of(ring, replace(ASKED, given=(3, token)))
+
+
+async def test_log_probabilities_are_the_same_on_every_ring_and_with_speculation(
+    ring: LocalRing,
+) -> None:
+    asked = replace(SAMPLED, logprobs=3)
+    events, answer = await events_of(ring, asked)
+    told = [each for event in events if isinstance(event, Piece) for each in event.logprobs]
+
+    _, plain = await events_of(ring, SAMPLED)
+    assert answer.tokens == plain.tokens == tuple(each.chosen.token for each in told)
+    assert b"".join(bytes(each.chosen.bytes) for each in told).decode().strip() == answer.text
+    for each in told:
+        assert [top.logprob for top in each.top] == sorted(t.logprob for t in each.top)[::-1]
+        assert each.chosen.logprob <= each.top[0].logprob
+    alone = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
+    async with open_local_ring(resolve("builtin"), alone) as one:
+        again, _ = await events_of(one, asked)
+    others = [each for event in again if isinstance(event, Piece) for each in event.logprobs]
+    assert [each.chosen.logprob for each in others] == pytest.approx(
+        [each.chosen.logprob for each in told], abs=1e-3
+    )
+
+
+async def test_token_ids_are_a_prompt(ring: LocalRing) -> None:
+    ids = tuple(ring.text.encode("Once upon a time"))
+
+    _, answer = await events_of(ring, Request(ids=ids, max_tokens=5))
+    _, same = await events_of(ring, Request(raw="Once upon a time", max_tokens=5))
+
+    assert (answer.tokens, answer.prompt_tokens) == (same.tokens, len(ids))
+
+
+async def test_a_bias_decides_the_text(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, replace(ASKED, logit_bias=((300, 100.0),), max_tokens=3))
+
+    assert answer.tokens == (300, 300, 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ids": (10**6,), "turns": ()}, "prompt"),
+        ({"ids": (-1,), "turns": ()}, "prompt"),
+        ({"given": (10**6,)}, "given"),
+        ({"logit_bias": ((10**6, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((1, 100.5),)}, "logit_bias"),
+        ({"logprobs": 21}, "top_logprobs"),
+        ({"logprobs": -1}, "top_logprobs"),
+    ],
+)
+async def test_an_invalid_token_or_amount_is_refused_by_name(
+    ring: LocalRing, change: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(WrongField) as raised:
+        await events_of(ring, replace(ASKED, **change))
+
+    assert raised.value.name == name
