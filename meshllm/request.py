@@ -82,6 +82,9 @@ class Request:
     """Token ids, and what is added to their logits after the penalties."""
     logprobs: int | None = None
     """Report the log probability of each token, and of so many of the likeliest ones."""
+    scores_prompt: bool = False
+    """Yield the prompt before the answer, token by token as if it were part of it, so that its log
+    probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
 
 
 class FinishReason(StrEnum):

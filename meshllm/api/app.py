@@ -8,7 +8,7 @@ from meshllm.api import failure, mesh
 from meshllm.api.access.gate import Policy, guards_of
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
-from meshllm.api.v1 import chat, models
+from meshllm.api.v1 import chat, completions, models
 from meshllm.api.v1.service import Service
 from meshllm.errors import MeshError
 
@@ -31,7 +31,7 @@ def public_application(service: Service, policy: Policy | None = None) -> Starle
     """
     guards = guards_of(policy, service.accounts) if policy else []
     return Starlette(
-        routes=[*models.routes(service), *chat.routes(service)],
+        routes=[*models.routes(service), *chat.routes(service), *completions.routes(service)],
         middleware=guards,
         exception_handlers=dict.fromkeys(_ERRORS, failure.on_error),
     )

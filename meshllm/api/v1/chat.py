@@ -148,7 +148,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body = await read_fields(request, Chat)
+        body, _ = await read_fields(request, Chat)
         asked, key = body.requests(), key_of(request)
         model = await service.model(key, body.model)
         reply = _ChatReply(

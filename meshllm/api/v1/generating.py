@@ -132,13 +132,17 @@ def variants(asked: Asked, count: int) -> list[Asked]:
     ]
 
 
-async def read_fields(request: Request, kind: type[T]) -> T:
-    """Read a body into a dataclass, without what asks for nothing; raise `UserError` if invalid."""
-    found = parse(await read_body(request))
+async def read_fields(request: Request, kind: type[T], apart: str = "") -> tuple[T, Any]:
+    """Read a body into a dataclass, without what asks for nothing; raise `UserError` if invalid.
+
+    The field ``apart`` is returned as it is, None if it is absent.
+    """
+    found, kept = parse(await read_body(request)), None
     if isinstance(found, dict):
+        kept = found.pop(apart, None)
         found = {
             name: value
             for name, value in found.items()
             if name not in HARMLESS and value not in NEUTRAL.get(name, ())
         }
-    return build(kind, found)
+    return build(kind, found), kept

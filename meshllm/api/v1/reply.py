@@ -83,13 +83,18 @@ class Reply:
         answers = [each.answer for each in self.choices if each.answer]
         read = sum(each.prompt_tokens for each in answers[:: self.per_prompt])
         cached = sum(each.cached_tokens for each in answers[:: self.per_prompt])
-        written = sum(len(each.tokens) for each in answers)
+        written = sum(map(written_tokens, self.asked, answers))
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def written_tokens(asked: Asked, answer: Answer) -> int:
+    """Return the number of generated tokens, without those of an echoed prompt."""
+    return len(answer.tokens) - (answer.prompt_tokens if asked.scores_prompt else 0)
 
 
 def event(data: bytes) -> bytes:

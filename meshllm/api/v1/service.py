@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 class _Tally:
     """The usage of one generation, known so far."""
 
+    scores_prompt: bool = False
     read: int = 0
     cached: int = 0
     written: int = 0
@@ -44,6 +45,8 @@ class _Tally:
             case Answer():
                 self.read, self.written = event.prompt_tokens, len(event.tokens)
                 self.cached = event.cached_tokens
+                if self.scores_prompt:
+                    self.written -= self.read
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ class Service:
         Raises:
             Refused: the key has reached a limit.
         """
-        tallies, errors = [_Tally() for _ in asked], 0
+        tallies, errors = [_Tally(each.scores_prompt) for each in asked], 0
         try:
             await self._check_quota(key)
             with self._counted(key):

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from meshllm.errors import UserError
+from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -227,3 +229,76 @@ async def test_an_invalid_token_or_amount_is_refused_by_name(
         await events_of(ring, replace(ASKED, **change))
 
     assert raised.value.name == name
+
+
+STORY = "Once upon a time there was a fox. The fox"
+
+
+@pytest.mark.parametrize("speculation", [True, False], ids=["drafts", "steps"])
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_a_prompt_is_scored_as_the_whole_model_does(nodes: int, speculation: bool) -> None:
+    config = InferenceConfig(threads=1, speculation=speculation)
+    async with open_local_ring(resolve("builtin"), RingOptions(nodes, inference=config)) as ring:
+        ids = tuple(ring.text.encode(STORY))
+        asked = Request(ids=ids, logprobs=2, max_tokens=3, scores_prompt=True)
+        events, answer = await events_of(ring, asked)
+        _, plain = await events_of(ring, replace(asked, scores_prompt=False, logprobs=None))
+
+    told = [each for event in events if isinstance(event, Piece) for each in event.logprobs]
+    assert answer.tokens == (*ids, *plain.tokens)
+    assert tuple(each.chosen.token for each in told) == answer.tokens
+    assert answer.text.startswith(STORY)
+    assert (answer.prompt_tokens, answer.finish_reason) == (len(ids), FinishReason.LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(resolve("builtin").folder, dtype=ring_dtype())
+    with torch.inference_mode():
+        logits = model(torch.tensor([answer.tokens])).logits[0, :-1].float().log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(answer.tokens[1:])[:, None])[:, 0].tolist()
+    assert [each.chosen.logprob for each in told[1:]] == pytest.approx(expected, abs=0.15)
+
+
+def ring_dtype() -> torch.dtype:
+    return torch.bfloat16  # as stored
+
+
+async def test_a_scored_prompt_needs_no_answer_and_continues_anywhere(ring: LocalRing) -> None:
+    asked = Request(raw=STORY, logprobs=0, max_tokens=0, scores_prompt=True)
+    events, whole = await events_of(ring, asked)
+
+    assert whole.tokens == tuple(ring.text.encode(STORY))
+    for given in (1, 5, len(whole.tokens) - 1):
+        again, rest = await events_of(ring, replace(asked, given=whole.tokens[:given]))
+        told = [event for event in again if isinstance(event, Piece) and event.tokens]
+        assert rest.tokens == whole.tokens[given:]
+        assert told == [e for e in events if isinstance(e, Piece) and e.tokens][given:]
+    one = Request(ids=whole.tokens[:1], logprobs=0, max_tokens=0, scores_prompt=True)
+    assert (await events_of(ring, one))[1].tokens == whole.tokens[:1]
+
+
+async def test_stop_texts_and_end_tokens_of_a_scored_prompt_do_not_end_it(
+    ring: LocalRing,
+) -> None:
+    end = min(ring.text.end_tokens)
+    ids = (*ring.text.encode(STORY), end, *ring.text.encode("fox"))
+    asked = Request(ids=ids, max_tokens=2, scores_prompt=True, stop=("fox",))
+
+    _, answer = await events_of(ring, asked)
+
+    assert answer.tokens[: len(ids)] == ids
+    assert len(answer.tokens) > len(ids)
+
+
+async def test_penalties_do_not_count_a_scored_prompt(ring: LocalRing) -> None:
+    sampling = Sampling(temperature=0.8, seed=4, frequency_penalty=2, presence_penalty=2)
+    asked = Request(raw=STORY, sampling=sampling, max_tokens=12)
+
+    _, plain = await events_of(ring, asked)
+    _, scored = await events_of(ring, replace(asked, scores_prompt=True))
+
+    assert scored.tokens[scored.prompt_tokens :] == plain.tokens
+
+
+async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
+    longest = ring.entry.context
+    for ids in ((5,) * longest, (5,) * (longest + 7)):
+        with pytest.raises(ContextTooLong, match="tokens to score"):
+            await events_of(ring, Request(ids=ids, max_tokens=1, scores_prompt=True))
