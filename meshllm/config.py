@@ -1,7 +1,9 @@
 """Settings, merged from files, environment and flags, with the origin of each value.
 
 Precedence, lowest first: default, user file, project file, environment, flag. The project file is
-`meshllm.toml` in the working directory only: one in a parent may belong to another user.
+`meshllm.toml` in the working directory only: one in a parent may belong to another user. It comes
+with folders that others wrote, so it sets `PROJECT_KEYS` only: nothing that says where a prompt
+goes, which model is loaded or what is kept.
 """
 
 import os
@@ -18,6 +20,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args, get_type_hints
 from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
+from meshllm.local_files import read_regular
 from meshllm.request import Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
@@ -32,6 +35,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 PREFIX = "MESHLLM_"
 PROJECT_FILE = "meshllm.toml"
 DEFAULT = "default"
+MAX_FILE_BYTES = 1 << 20
 
 _RANGES: dict[str, tuple[float, float]] = {
     "nodes": (1, 1024),  # more than any model has layers
@@ -161,6 +165,12 @@ class Config:
     """By setting: `default`, a file, a variable or a flag."""
 
 
+PROJECT_KEYS = frozenset({"max_tokens", "context", "log_format", "debug"}) | {
+    each.name for each in fields(Sampling)
+}
+"""Settings that a project file may contain: sampling, limits and display."""
+
+
 @cache
 def keys() -> Mapping[str, Key]:
     """Return every setting by name, in the order of the dataclasses."""
@@ -253,9 +263,13 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def _given(
     flags: Mapping[str, Scalar], environ: Mapping[str, str] | None, folder: Path | None
 ) -> Iterator[tuple[str, Scalar, str]]:
-    for path in files(folder):
-        for name, value in _read(path).items():
-            yield name, value, str(path)
+    user, project = files(folder)
+    for name, value in _read(user).items():
+        yield name, value, str(user)
+    for name, value in _read(project).items():
+        if _known(name, str(project)).name not in PROJECT_KEYS:
+            raise _not_of_a_project(name, project, user)
+        yield name, value, str(project)
     for variable, text in sorted((os.environ if environ is None else environ).items()):
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower()
@@ -267,11 +281,18 @@ def _given(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path, MAX_FILE_BYTES).decode())
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"Cannot read `{path}`: {error}") from None
+
+
+def _not_of_a_project(name: str, project: Path, user: Path) -> UserError:
+    return UserError(
+        f"`{name}` cannot be set by a project file ({project})",
+        hint=f"set it in `{user}`, as `{keys()[name].variable}` or as a flag",
+    )
 
 
 def _known(name: str, origin: str) -> Key:

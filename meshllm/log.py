@@ -11,7 +11,16 @@ Field = str | int | float | bool | None
 
 # Control characters of terminals: C0 without \t and \n, DEL, C1, the bidirectional overrides
 # and isolates (CVE-2021-42574); and lone surrogates, which cannot be encoded.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+# What makes two names look alike, or a line look like another: characters of category Cf, line
+# separators, fillers, variation selectors. Answers need some of them: emoji, Persian, Hebrew.
+_INVISIBLE = (
+    "\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028\u2029\u2060-\u2065"
+    "\u206a-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_UNSAFE = re.compile(f"[{_CONTROL}]")
+_UNCLEAR = re.compile(f"[{_CONTROL}{_INVISIBLE}]")
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -40,7 +49,12 @@ def is_json() -> bool:
 
 
 def escape(text: str) -> str:
-    r"""Replace control characters by ``\x1b`` or ``\u202e``; keep newline and tab.
+    r"""Replace control and invisible characters by ``\x1b`` or ``\u200b``; keep newline and tab."""
+    return _UNCLEAR.sub(_visible, text)
+
+
+def escape_answer(text: str) -> str:
+    """Replace control characters of terminals only.
 
     Each character is escaped on its own, so a text may be escaped in pieces.
     """
@@ -49,7 +63,9 @@ def escape(text: str) -> str:
 
 def _visible(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in 3.11

@@ -292,7 +292,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
+class NewTicket:
     """A new ticket: `/mesh/ticket`."""
 
     ticket: str

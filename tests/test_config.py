@@ -1,10 +1,22 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshllm.cli.shared.options import help_of
-from meshllm.config import Config, Scalar, Settings, change, current, files, keys, load, parse
+from meshllm.config import (
+    PROJECT_KEYS,
+    Config,
+    Scalar,
+    Settings,
+    change,
+    current,
+    files,
+    keys,
+    load,
+    parse,
+)
 from meshllm.errors import UserError
 
 
@@ -38,20 +50,20 @@ def test_nothing_set_gives_the_defaults(folder: Path) -> None:
 
 
 def test_a_later_origin_wins(folder: Path) -> None:
-    user, project, environ = "nodes = 2", "nodes = 3", {"MESHLLM_NODES": "4"}
+    user, project, environ = "top_k = 2", "top_k = 3", {"MESHLLM_TOP_K": "4"}
 
     configs = [
         _load(folder, user=user),
         _load(folder, user=user, project=project),
         _load(folder, user=user, project=project, environ=environ),
-        _load(folder, user=user, project=project, environ=environ, nodes=5),
+        _load(folder, user=user, project=project, environ=environ, top_k=5),
     ]
 
-    assert [(each.settings.nodes, each.origins["nodes"]) for each in configs] == [
+    assert [(each.settings.sampling.top_k, each.origins["top_k"]) for each in configs] == [
         (2, str(folder / "user" / "meshllm" / "config.toml")),
         (3, str(folder / "meshllm.toml")),
-        (4, "MESHLLM_NODES"),
-        (5, "--nodes"),
+        (4, "MESHLLM_TOP_K"),
+        (5, "--top-k"),
     ]
 
 
@@ -92,10 +104,10 @@ def test_an_invalid_file_is_reported(
     folder: Path, text: str, message: str, hint: str | None
 ) -> None:
     with pytest.raises(UserError) as caught:
-        _load(folder, project=text)
+        _load(folder, user=text)
 
     assert message in str(caught.value)
-    assert str(folder / "meshllm.toml") in str(caught.value)
+    assert str(folder / "user" / "meshllm" / "config.toml") in str(caught.value)
     assert (caught.value.hint or "").startswith(hint or "")
 
 
@@ -103,6 +115,13 @@ def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 
     with pytest.raises(UserError, match=r"Cannot read `.*meshllm\.toml`"):
+        load({}, environ={}, folder=folder)
+
+
+def test_a_pipe_in_place_of_a_file_is_reported(folder: Path) -> None:
+    os.mkfifo(folder / "meshllm.toml")
+
+    with pytest.raises(UserError, match="not a regular file"):
         load({}, environ={}, folder=folder)
 
 
@@ -133,12 +152,27 @@ def test_a_boolean_variable_is_read_in_words(text: str, value: bool) -> None:
     assert parse("history", text, "here") is value
 
 
+def test_a_project_file_sets_sampling_and_limits_only(folder: Path) -> None:
+    refused = keys().keys() - PROJECT_KEYS
+
+    assert {"join", "state", "relay", "listen", "model", "draft", "device", "system"} <= refused
+    for name in refused:
+        with pytest.raises(UserError, match=f"`{name}` cannot be set by a project file") as caught:
+            _load(folder, project=f'{name} = "x"')
+        assert f"`MESHLLM_{name.upper()}`" in (caught.value.hint or "")
+
+
+def test_an_unknown_key_of_a_project_file_is_reported(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"Unknown setting `tempreature` \(.*meshllm\.toml\)"):
+        _load(folder, project="tempreature = 1")
+
+
 def test_only_the_working_directory_has_a_project_file(folder: Path) -> None:
-    (folder / "meshllm.toml").write_text("nodes = 9")
+    (folder / "meshllm.toml").write_text("top_k = 9")
     inside = folder / "inside"
     inside.mkdir()
 
-    assert load({}, environ={}, folder=inside).settings.nodes == 1
+    assert load({}, environ={}, folder=inside).settings.sampling.top_k == 0
     assert files(inside)[-1] == inside / "meshllm.toml"
 
 

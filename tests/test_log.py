@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.log import escape, event, is_json, setup
+from meshllm.log import escape, escape_answer, event, is_json, setup
 
 logger = logging.getLogger("meshllm.node")
 
@@ -131,13 +131,35 @@ def test_json_keeps_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_a_terminal_would_obey_becomes_visible(text: str, shown: str) -> None:
+    assert escape_answer(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31m\u202e", "\\x1b[31m\\u202e"),
+        ("desk\u200b\u200f\u2060", "desk\\u200b\\u200f\\u2060"),
+        ("de\xadsk\ufeff\ufe0f", "de\\xadsk\\ufeff\\ufe0f"),
+        ("\U000e0041\u3164", "\\U000e0041\\u3164"),
+        ("one\u2028two\n\tå 你好", "one\\u2028two\n\tå 你好"),
+    ],
+)
+def test_what_nobody_sees_in_a_name_becomes_visible(text: str, shown: str) -> None:
     assert escape(text) == shown
+
+
+def test_a_log_shows_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(0)
+
+    logger.warning("lost %s", "de\u200bsk")
+
+    assert capsys.readouterr().err.endswith("lost de\\u200bsk\n")
 
 
 @settings(deadline=None)
 @given(st.lists(st.text(), max_size=5))
 def test_pieces_are_escaped_as_the_whole_is(pieces: list[str]) -> None:
-    whole = escape("".join(pieces))
+    whole = escape_answer("".join(pieces))
 
-    assert "".join(map(escape, pieces)) == whole
+    assert "".join(map(escape_answer, pieces)) == whole
     assert all(c in "\n\t" or c.isprintable() or ord(c) > 0x9F for c in whole)

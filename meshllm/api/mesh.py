@@ -13,7 +13,7 @@ from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
-from meshllm.status import SCHEMA, Invitation, Models, to_json
+from meshllm.status import SCHEMA, Models, NewTicket, to_json
 
 NDJSON = "application/x-ndjson"
 METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
@@ -68,7 +68,7 @@ class _Mesh:
 
     async def ticket(self, request: Request) -> Response:
         asked = await read(request, _TicketRequest)
-        return _object(Invitation(self.node.invite(asked.role, asked.expires_s, asked.uses)))
+        return _object(NewTicket(self.node.invite(asked.role, asked.expires_s, asked.uses)))
 
     async def remove(self, request: Request) -> Response:
         asked = await read(request, _RemoveRequest)

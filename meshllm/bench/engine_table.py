@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshllm.bench.engines import Contestant, Forward, Task, line_up
+from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.bench.ring_table import random_model
 from meshllm.model.device import CPU, fetch
 from meshllm.names import Quant
@@ -32,7 +32,7 @@ PROBE_BYTES_OF_GPU = 1 << 30  # a smaller one would measure the launch overhead
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class EngineBenchmark:
     """What to measure."""
 
     model: str
@@ -46,8 +46,8 @@ class Case:
 
 
 TASKS = (
-    *(Task("prefill", tokens) for tokens in PROMPTS),
-    *(Task("decode", sessions) for sessions in SESSIONS),
+    *(EngineTask("prefill", tokens) for tokens in PROMPTS),
+    *(EngineTask("decode", sessions) for sessions in SESSIONS),
 )
 
 
@@ -63,7 +63,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EngineRow:
     """Results of one contestant in one task."""
 
     task: str
@@ -83,32 +83,32 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class EngineTable:
     """The results of all tasks."""
 
     gb_per_s: float
     """Memory bandwidth measured by the probe, median."""
-    rows: tuple[Row, ...]
+    rows: tuple[EngineRow, ...]
 
 
-def measure(case: Case, told: Callable[[str], None]) -> Table:
+def measure(case: EngineBenchmark, told: Callable[[str], None]) -> EngineTable:
     """Create the model and run every task with all contestants."""
     with random_model(case.model, torch.bfloat16) as folder, _computing(case.threads):
         device = torch.device(case.device)
         contestants = line_up(folder, case.quants, told, device)
-        rows: list[Row] = []
+        rows: list[EngineRow] = []
         speeds: list[float] = []
         for task in TASKS:
             able = [each for each in contestants if each.takes(task)]
             rounds = take_turns(able, task, _repeats(task, case.rounds), told, device)
             rows += summarise(able, task, rounds)
             speeds += rounds.gb_per_s
-    return Table(statistics.median(speeds), tuple(rows))
+    return EngineTable(statistics.median(speeds), tuple(rows))
 
 
 def take_turns(
-    contestants: Sequence[Contestant],
-    task: Task,
+    contestants: Sequence[Engine],
+    task: EngineTask,
     rounds: int,
     told: Callable[[str], None],
     device: torch.device = CPU,
@@ -146,14 +146,14 @@ def read_memory(memory: Tensor) -> float:
     return memory.nbytes / (time.perf_counter() - begin) / 1e9
 
 
-def summarise(contestants: Sequence[Contestant], task: Task, rounds: Rounds) -> list[Row]:
+def summarise(contestants: Sequence[Engine], task: EngineTask, rounds: Rounds) -> list[EngineRow]:
     """Reduce the rounds to medians."""
     theirs = rounds.ms[contestants[0].name]
 
-    def row(one: Contestant) -> Row:
+    def row(one: Engine) -> EngineRow:
         ours = rounds.ms[one.name]
         limits = [one.bytes / speed / 1e6 for speed in rounds.gb_per_s]  # ms
-        return Row(
+        return EngineRow(
             task.name,
             one.name,
             megabytes=one.bytes / 1e6,
@@ -168,7 +168,7 @@ def summarise(contestants: Sequence[Contestant], task: Task, rounds: Rounds) -> 
     return [row(one) for one in contestants]
 
 
-def _repeats(task: Task, rounds: int) -> int:
+def _repeats(task: EngineTask, rounds: int) -> int:
     """Return the number of rounds of a step."""
     return rounds * max(1, min(OFTEN, LONG // task.rows))
 

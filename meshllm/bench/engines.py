@@ -40,7 +40,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EngineTask:
     """The shape of a step."""
 
     kind: Literal["prefill", "decode"]
@@ -59,20 +59,20 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
+class Engine:
     """An engine that runs the model."""
 
     name: str
     bytes: int
     """Read by a step: all matrices, no embedding table."""
-    begin: Callable[[Task], Forward]
+    begin: Callable[[EngineTask], Forward]
     """Prepare the sessions of a task; each prefill starts a new session."""
     exact: tuple[str, ...] = ()
     """Kinds of tasks whose logits must be bit-identical to transformers'."""
     is_single: bool = False
     """Whether it is excluded from tasks with several sessions."""
 
-    def takes(self, task: Task) -> bool:
+    def takes(self, task: EngineTask) -> bool:
         """Return whether it takes part in a task."""
         return task.shape[0] == 1 or not self.is_single
 
@@ -82,7 +82,7 @@ def line_up(
     quants: Sequence[Quant],
     told: Callable[[str], None],
     device: torch.device = CPU,
-) -> list[Contestant]:
+) -> list[Engine]:
     """Load the model for each contestant, transformers first."""
     source = open_folder(folder.name, folder)
     told(f"loading {TRANSFORMERS}")
@@ -93,18 +93,18 @@ def line_up(
         contestants += _node(source, quant, device)
     told("loading stock steps")
     shard = load_shard(source, _all(source), embed=True, head=True, device=device)
-    stock = Contestant("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
+    stock = Engine("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
     told("loading two shards")
     return [*contestants, stock, _exact(source, size, device)]
 
 
-def _stock(source: Source, device: torch.device) -> Contestant:
+def _stock(source: Source, device: torch.device) -> Engine:
     """Run the stock model with the arguments that ``generate`` passes."""
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
         model.to(device)
 
-    def begin(task: Task) -> Forward:
+    def begin(task: EngineTask) -> Forward:
         cache = DynamicCache(config=model.config)
 
         def forward(ids: Tensor) -> Tensor:
@@ -125,25 +125,25 @@ def _stock(source: Source, device: torch.device) -> Contestant:
             cache.batch_repeat_interleave(task.rows)
         return forward
 
-    return Contestant(TRANSFORMERS, _matrix_bytes(model), begin)
+    return Engine(TRANSFORMERS, _matrix_bytes(model), begin)
 
 
-def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Contestant]:
+def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Engine]:
     """Run one shard as in a ring of one; if steps can be replayed, also eagerly."""
     shard = load_shard(source, _all(source), embed=True, head=True, quant=quant, device=device)
     size, steps = matrix_bytes(shard.model, quant), Runner(shard, STEPS).steps
     eager = steps.inner if isinstance(steps, ReplayedSteps) else steps
     if isinstance(eager, InvariantSteps):
-        yield Contestant(quant, size, _begin(ReplayedSteps(eager), shard))
-        yield Contestant(f"{quant}, eager", size, _begin(eager, shard))
+        yield Engine(quant, size, _begin(ReplayedSteps(eager), shard))
+        yield Engine(f"{quant}, eager", size, _begin(eager, shard))
     else:
-        yield Contestant(quant, size, _begin(steps, shard))
+        yield Engine(quant, size, _begin(steps, shard))
 
 
-def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
+def _begin(steps: Steps, shard: Shard) -> Callable[[EngineTask], Forward]:
     """Begin as a node does: whole prompts, batched sessions."""
 
-    def begin(task: Task) -> Forward:
+    def begin(task: EngineTask) -> Forward:
         cache = shard.new_cache()
         if task.kind == "prefill":
             return lambda ids: steps.prefill(ids, cache, LAST)
@@ -160,14 +160,14 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[Task], Forward]:
     return begin
 
 
-def _exact(source: Source, size: int, device: torch.device) -> Contestant:
+def _exact(source: Source, size: int, device: torch.device) -> Engine:
     """Run two shards in sequence, bit-identically to transformers."""
     shards = [
         load_shard(source, part.span, embed=part.embed, head=part.head, device=device)
         for part in divide(source.config.num_hidden_layers, 2)
     ]
 
-    def begin(task: Task) -> Forward:
+    def begin(task: EngineTask) -> Forward:
         caches = [shard.new_cache() for shard in shards]
 
         def forward(ids: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ def _exact(source: Source, size: int, device: torch.device) -> Contestant:
             forward(_context())
         return forward
 
-    return Contestant("two shards, exact", size, begin, ("prefill", "decode"), is_single=True)
+    return Engine("two shards, exact", size, begin, ("prefill", "decode"), is_single=True)
 
 
 def _all(source: Source) -> Span:

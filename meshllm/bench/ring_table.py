@@ -37,7 +37,7 @@ TRANSFORMERS = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RingBenchmark:
     """What to measure."""
 
     model: str
@@ -83,7 +83,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RingRow:
     """Results of one contestant."""
 
     name: str
@@ -219,7 +219,7 @@ async def _ring(ring: LocalRing, prompts: Sequence[list[int]], new_tokens: int, 
 
 
 async def _measure(
-    case: Case, source: Source, told: Callable[[str], None]
+    case: RingBenchmark, source: Source, told: Callable[[str], None]
 ) -> dict[Contestant, list[Run]]:
     threads = case.threads or torch.get_num_threads()  # the same for all
     async with AsyncExitStack() as stack:
@@ -246,12 +246,16 @@ async def _measure(
     return runs
 
 
-def _line_up(case: Case) -> list[Contestant]:
+def _line_up(case: RingBenchmark) -> list[Contestant]:
     return [Contestant(nodes, quant) for quant in case.quants for nodes in case.nodes]
 
 
 async def _rings(
-    stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
+    stack: AsyncExitStack,
+    case: RingBenchmark,
+    source: Source,
+    threads: int,
+    told: Callable[[str], None],
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
     """Open rings in this process."""
     prompts = [
@@ -276,7 +280,11 @@ async def _rings(
 
 
 async def _fleets(
-    stack: AsyncExitStack, case: Case, source: Source, threads: int, told: Callable[[str], None]
+    stack: AsyncExitStack,
+    case: RingBenchmark,
+    source: Source,
+    threads: int,
+    told: Callable[[str], None],
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
     """Open rings of processes, which get the prompts as text; transformers gets their tokens."""
     text = Text.load(source.folder)
@@ -303,15 +311,15 @@ async def _asked(fleet: Fleet, requests: Sequence[Request], number: int) -> Run:
     return Run(answer.ttft_ms, answer.ms_per_token, rest)
 
 
-def table(runs: dict[Contestant, list[Run]]) -> list[Row]:
+def table(runs: dict[Contestant, list[Run]]) -> list[RingRow]:
     """Reduce the runs to medians and paired ratios."""
     plain = runs[Contestant()]
 
-    def row(one: Contestant, mine: list[Run]) -> Row:
+    def row(one: Contestant, mine: list[Run]) -> RingRow:
         per_token = statistics.median(run.ms_per_token for run in mine)
         alike = [each for each in runs if each.nodes and each.quant is one.quant]
         fewest = runs[min(alike, key=lambda each: each.nodes, default=one)]
-        return Row(
+        return RingRow(
             name=one.name,
             nodes=one.nodes,
             quant=one.quant,
@@ -331,7 +339,7 @@ def _paired(base: list[Run], mine: list[Run], figure: Callable[[Run], float]) ->
     return statistics.median(figure(b) / figure(m) for b, m in zip(base, mine, strict=True))
 
 
-def measure(case: Case, told: Callable[[str], None]) -> list[Row]:
+def measure(case: RingBenchmark, told: Callable[[str], None]) -> list[RingRow]:
     """Create the model, run every contestant ``case.rounds`` times, and reduce the runs."""
     with random_model(case.model, case.dtype) as folder:
         return table(asyncio.run(_measure(case, resolve(str(folder)), told)))

@@ -37,7 +37,10 @@ EXIT_STATUS = (
 
 _FILES = (
     ("~/.config/meshllm/config.toml", "Settings of the user, one `name = value` per line."),
-    (PROJECT_FILE, "Settings of a project, in the working directory; override the user's."),
+    (
+        PROJECT_FILE,
+        "Sampling and limits of a project, in the working directory; override the user's.",
+    ),
     ("~/.local/state/meshllm/history", "Lines typed in conversations; readable by its owner only."),
     (
         "~/.local/state/meshllm/api.sqlite",

@@ -14,8 +14,11 @@ from typing import Any
 
 from blake3 import blake3
 
+from meshllm.local_files import make_private, open_own, read_own
+
 UNUSED_S = 90 * 86_400.0
 """Seconds after which an unused record is evicted."""
+MAX_RECORD_BYTES = 256 << 20  # machine code and digests have some MiB
 MOST = 4096
 """Records per folder, of some hundred to some thousand bytes; the least recently used go."""
 
@@ -31,12 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def recall(folder: Path, *key: str | float) -> Any:
-    """Return the value stored under a key; None if it is missing or damaged."""
+    """Return the value stored under a key; None if it is missing, damaged, or another user's."""
     record = _record(folder, key)
     with suppress(OSError):  # missing, or owned by another user
         os.utime(record)
     try:
-        return json.loads(record.read_bytes())
+        return json.loads(read_own(record, MAX_RECORD_BYTES))
     except (OSError, ValueError):
         return None
 
@@ -46,7 +49,7 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
     record, text = _record(folder, key), json.dumps(value)
     unfinished = None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         _prune(folder)
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=_PART, delete=False) as file:
             unfinished = Path(file.name)
@@ -68,8 +71,8 @@ def locked(folder: Path, *key: str | float) -> Iterator[None]:
     lock = _record(folder, key).with_suffix(_LOCK)
     with ExitStack() as stack:
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = stack.enter_context(lock.open("w"))
+            make_private(folder)
+            file = stack.enter_context(os.fdopen(open_own(lock, 0), "wb"))
         except OSError as error:
             log.info("cannot lock `%s`: %s", lock, error)
         else:

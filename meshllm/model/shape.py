@@ -13,8 +13,9 @@ from blake3 import blake3
 
 import meshllm
 from meshllm.errors import UserError
+from meshllm.local_files import read_regular
 from meshllm.model.json_cache import recall, remember
-from meshllm.model.locate import CONFIG
+from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES
 from meshllm.names import Quant, Span
 from meshllm.strict_json import build
 
@@ -80,7 +81,7 @@ class CachedShape:
 
     def _key(self) -> tuple[str, ...]:
         """Return the cache key: config and, as it may lack a dtype, the weight files."""
-        config = blake3((self.folder / CONFIG).read_bytes()).hexdigest()
+        config = blake3(read_regular(self.folder / CONFIG, MAX_CONFIG_BYTES)).hexdigest()
         files = sorted((each.name, each.stat().st_size) for each in self.folder.glob(WEIGHTS))
         versions = meshllm.__version__, version("transformers"), version("torch")
         dtype = self.dtype or "as stored"

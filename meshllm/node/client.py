@@ -21,11 +21,12 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.supervisor import Supervisor
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.trust.credential import Credential, Role
@@ -52,7 +53,7 @@ class MeshClient:
             now=asyncio.get_running_loop().time(),
             wall_s=time.time(),
         )
-        self.links = Links(dialer, machine, _NoAdmission(), self)
+        self.links = MeshLinks(dialer, machine, _NoAdmission(), self)
         self.router = RequestRouter(self._me, self, self.links.post, asks_ingress=True)
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -68,7 +69,7 @@ class MeshClient:
             if link is not None:
                 self.links.adopt(link)
             else:
-                self.links.hint(ticket.inviter, ticket.addresses)
+                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Fail the pending requests if a bug ended the client."""
@@ -83,7 +84,7 @@ class MeshClient:
         while True:
             await asyncio.sleep(REDIAL_S)
             if not self.links.lines:
-                self.links.hint(ticket.inviter, ticket.addresses)
+                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
     async def entry(self) -> NodeId:
         """Wait for a linked node; any can be the ingress."""
@@ -111,7 +112,7 @@ class MeshClient:
         """Close a ring link: a client is in no ring."""
         await link.close()
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client
         self.router.receive(peer, message, is_client=False)
@@ -120,7 +121,7 @@ class MeshClient:
         """Fail the requests that the node served."""
         self.router.lost(peer)
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Do nothing: the loss itself is reported by `lost`."""
 
 

@@ -14,7 +14,7 @@ from meshllm.node.node import MeshNode
 from meshllm.node.requests.router import Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import predict
 from meshllm.protocol.planning.problem import room_tokens
@@ -294,7 +294,7 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
 
 def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
     """Return the state of a node, and why."""
-    agreement, state = view.agreement, view.states.get(node, State())
+    agreement, state = view.agreement, view.states.get(node, StateRecord())
     if node not in view.alive:
         left = state.lifecycle is Lifecycle.LEFT
         return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")

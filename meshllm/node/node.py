@@ -32,7 +32,8 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
@@ -43,9 +44,9 @@ from meshllm.node.ring_member import RingMember
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.agreement.candidates import View
-from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.membership.charter import Charter, differing
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
 from meshllm.protocol.membership.twin import Twin
@@ -98,9 +99,10 @@ class MeshNode:
         )
         self.machine.restore(load_records(store), self.now())
         side = Own(store.key, own.incarnation, own.credential)
-        dialer = NodeDialer(endpoints.schemes, side)
+        here = Machine(machine_secret(), own.credential.mesh)
+        dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
-        self.links = Links(dialer, self.machine, self._gate, self)
+        self.links = MeshLinks(dialer, self.machine, self._gate, self)
         self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
         self.router = RequestRouter(self.me, self.ring_member, self.links.post)
         self.planner = Planner(self._view, self._agreed, off_loop)
@@ -110,7 +112,9 @@ class MeshNode:
         self._options = options
         self._own = own
         self._preparation = preparation
-        self._profile = Profile(self.name, __version__, endpoints.addresses, memory_bytes=0)
+        self._profile = Profile(
+            self.name, __version__, endpoints.addresses, memory_bytes=0, machine=here.tag(self.me)
+        )
         self._measured = self._profile
         self._retry_s = FIRST_RETRY_S
         self._is_scheduled = False
@@ -194,10 +198,13 @@ class MeshNode:
         addresses = self.endpoints.addresses
         return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
 
+    def _records(self) -> SavedRecords:
+        return SavedRecords.of(self.machine, self.links.local_of)
+
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, self.now()))
-        save_records(self.store, SavedRecords.of(self.machine))  # on disk before the caller returns
+        save_records(self.store, self._records())  # on disk before the caller returns
 
     def leave(self) -> None:
         """Finish running requests, announce that this node leaves, and stop."""
@@ -238,7 +245,7 @@ class MeshNode:
         """Write records to disk that are not written yet."""
         if self._unsaved.is_set():
             with self._warned():
-                save_records(self.store, SavedRecords.of(self.machine))
+                save_records(self.store, self._records())
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Pass a bug that ended the node on to `stopped`."""
@@ -260,7 +267,7 @@ class MeshNode:
         else:
             await self.ring_member.runtime.arrive(link, link.peer)
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
         self.router.receive(peer, message, is_client=is_client)
 
@@ -268,10 +275,10 @@ class MeshNode:
         """Fail requests that depend on the lost peer."""
         self.router.lost(peer)
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        is_twin, heard = why is Why.TWIN and not self.links.lines, self.machine.heard
+        is_twin, heard = why is CloseReason.TWIN and not self.links.lines, self.machine.heard
         if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
             self._stop(error)
 
@@ -287,12 +294,12 @@ class MeshNode:
             self._withdraw()
             self.ring_member.publish()
 
-    def _view(self) -> View | None:
+    def _view(self) -> MeshView | None:
         """Take a snapshot of the records for planning; None before there is a charter."""
         machine = self.machine
         if machine.charter is None or machine.author is None:
             return None
-        return View(
+        return MeshView(
             self.me, machine.charter, machine.author, dict(machine.profiles),
             dict(machine.states), tuple(machine.removals),
         )  # fmt: skip
@@ -459,6 +466,9 @@ class MeshNode:
 
     def _publish(self, *, profile: Profile | None = None, charter: Charter | None = None) -> None:
         self.links.act(self.machine.publish(profile=profile, charter=charter, now=self.now()))
+        if charter is not None and self.machine.charter is not None:
+            for name in differing(charter, self.machine.charter):
+                logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
 
     async def _redial(self) -> None:
         """Dial the known addresses of members: often while no node is linked, else rarely.
@@ -475,10 +485,10 @@ class MeshNode:
         while True:
             await self._unsaved.wait()
             await asyncio.sleep(SAVE_S)
-            records = SavedRecords.of(self.machine)
+            records = self._records()
             with self._warned():
                 await self._off_loop(save_records, self.store, records)
-            if records == SavedRecords.of(self.machine):
+            if records == self._records():
                 self._unsaved.clear()
 
     @staticmethod

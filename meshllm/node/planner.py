@@ -12,7 +12,7 @@ from collections.abc import Callable
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 
 QUIET_S = 0.5  # s without a new agreement before advice is computed
 
@@ -21,7 +21,7 @@ class Planner:
     """Computes the agreement, and advice for it, after each `invalidate`."""
 
     def __init__(
-        self, view: Callable[[], View | None], agreed: Callable[[], None], run: OffLoop
+        self, view: Callable[[], MeshView | None], agreed: Callable[[], None], run: OffLoop
     ) -> None:
         """Take snapshots from ``view``, which returns None before there is a charter.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,10 +52,11 @@ class Preparation:
         Raises:
             ModelError: the model is not found locally, or the options name a different one.
         """
-        source = await self._resolve(self.options.model or charter.shape.name)
-        own = self.options.inference
-        refuse_other(charter, source.name, await self._digest(source), own.quant)
-        config = replace(own, dtype=charter.dtype.name.lower(), quant=charter.quant)
+        own = self.options.model
+        source = await self._resolve(own or charter.shape.name, is_own=own is not None)
+        inference = self.options.inference
+        refuse_other(charter, source.name, await self._digest(source), inference.quant)
+        config = replace(inference, dtype=charter.dtype.name.lower(), quant=charter.quant)
         return await self._open(source, config)
 
     async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
@@ -88,8 +90,8 @@ class Preparation:
         finally:
             await hashing
 
-    async def _resolve(self, model: str) -> Source:
-        return await self.worker.run(resolve, model, offline=True)
+    async def _resolve(self, model: str, *, is_own: bool = True) -> Source:
+        return await self.worker.run(partial(resolve, model, offline=True, is_own=is_own))
 
     async def _digest(self, source: Source) -> Digest:
         return Digest(await self.worker.run(config_digest, source))

@@ -16,7 +16,7 @@ from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import NodeId
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
@@ -25,7 +25,7 @@ from meshllm.node.session.stage import StageNode
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, State
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
@@ -39,7 +39,7 @@ FORM_S = 20.0  # s until the ring of an entry must serve
 class RingMember:
     """The state of one node in the ring of the mesh."""
 
-    def __init__(self, machine: Mesh, links: Links, plan_reason: Callable[[], str]) -> None:
+    def __init__(self, machine: Mesh, links: MeshLinks, plan_reason: Callable[[], str]) -> None:
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None
@@ -51,7 +51,7 @@ class RingMember:
         self._machine = machine
         self._links = links
         self._plan_reason = plan_reason
-        self._state = State()
+        self._state = StateRecord()
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._busy = 0
@@ -85,7 +85,7 @@ class RingMember:
             return
         if self.plan:  # else keep publishing the last one, so that epochs never decrease
             self._followed = self.plan.encode()
-        state = State(
+        state = StateRecord(
             lifecycle=Lifecycle.SERVING if self.runtime else Lifecycle.JOIN,
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,

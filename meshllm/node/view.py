@@ -7,7 +7,7 @@ from meshllm.names import MeshId, NodeId
 from meshllm.node.requests.router import Counts
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Profile, State
+from meshllm.protocol.membership.records import Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Role
 from meshllm.transport.contract import LinkStatistics, Network
@@ -48,7 +48,7 @@ class NodeView:
     networks: tuple[Network, ...]
     charter: Charter | None
     profiles: Mapping[NodeId, Profile]
-    states: Mapping[NodeId, State]
+    states: Mapping[NodeId, StateRecord]
     hosts: Mapping[NodeId, tuple[NodeId, ...]]
     """The chain of inviters of each node."""
     alive: frozenset[NodeId]

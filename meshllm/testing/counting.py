@@ -30,14 +30,14 @@ class CountingTransport:
     async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
         """Listen with the inner transport."""
         async with self._inner.listen(address) as listener:
-            yield _Listener(listener, self.sent)
+            yield _CountedListener(listener, self.sent)
 
     async def dial(self, address: str) -> Link:
         """Dial with the inner transport."""
-        return _Link(await self._inner.dial(address), self.sent)
+        return _CountedLink(await self._inner.dial(address), self.sent)
 
 
-class _Listener:
+class _CountedListener:
     def __init__(self, inner: Listener, sent: list[tuple[Channel, int]]) -> None:
         self._inner = inner
         self._sent = sent
@@ -52,10 +52,10 @@ class _Listener:
 
     async def links(self) -> AsyncIterator[Link]:
         async for link in self._inner.links():
-            yield _Link(link, self._sent)
+            yield _CountedLink(link, self._sent)
 
 
-class _Link:
+class _CountedLink:
     def __init__(self, inner: Link, sent: list[tuple[Channel, int]]) -> None:
         self._inner = inner
         self._sent = sent

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class InstalledTransport:
     """A transport that an installed distribution provides."""
 
     name: str
@@ -45,7 +45,7 @@ class Registry:
         """List the available names, sorted."""
         return sorted({point.name for point in self._points})
 
-    def describe(self) -> list[Offer]:
+    def describe(self) -> list[InstalledTransport]:
         """List every entry point with its distribution; a name may occur twice."""
         return [_offer(point) for point in self._points]
 
@@ -111,10 +111,10 @@ def _make(point: EntryPoint) -> Transport:
     return transport
 
 
-def _offer(point: EntryPoint) -> Offer:
+def _offer(point: EntryPoint) -> InstalledTransport:
     dist = point.dist
     name, version = (dist.name, dist.version) if dist else ("unknown", "0")
-    return Offer(point.name, name, version, point.value)
+    return InstalledTransport(point.name, name, version, point.value)
 
 
 def _source(point: EntryPoint) -> str:

@@ -36,7 +36,7 @@ class LoopbackTransport:
         self._shape = shape
         self._between = dict(between or {})
         self._node = ""
-        self._listeners: dict[str, _Listener] = {}
+        self._listeners: dict[str, _LoopbackListener] = {}
         self._dials: Counter[tuple[str, str]] = Counter()
         self._numbers = count(1)
 
@@ -55,7 +55,7 @@ class LoopbackTransport:
         name = self._free_number() if address is None else _name(address)
         if name in self._listeners:
             raise UserError(f"Address `{address}` is in use", hint="listen under another name")
-        listener = self._listeners[name] = _Listener(_SCHEME + name)
+        listener = self._listeners[name] = _LoopbackListener(_SCHEME + name)
         try:
             yield listener
         finally:
@@ -75,8 +75,8 @@ class LoopbackTransport:
         number = self._dials[here, there]
         outgoing = _pipe(out, address, f"{here}>{there} {number}")
         incoming = _pipe(back, address, f"{here}<{there} {number}")
-        listener.arrive(_Link(incoming, outgoing))
-        return _Link(outgoing, incoming)
+        listener.arrive(_LoopbackLink(incoming, outgoing))
+        return _LoopbackLink(outgoing, incoming)
 
     def _shape_of(self, sender: str, receiver: str) -> Shape | None:
         return self._between.get((sender, receiver), self._shape)
@@ -97,15 +97,15 @@ def _pipe(shape: Shape | None, address: str, link: str) -> Pipe:
     return Pipe(address, Shaper(shape, link) if shape else None)
 
 
-class _Listener:
+class _LoopbackListener:
     """Incoming links in order of arrival; also the iterator over them."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.addresses = (address,)
-        self._arrivals: asyncio.Queue[_Link | None] = asyncio.Queue()  # None: closed
+        self._arrivals: asyncio.Queue[_LoopbackLink | None] = asyncio.Queue()  # None: closed
 
-    def arrive(self, link: "_Link") -> None:
+    def arrive(self, link: "_LoopbackLink") -> None:
         self._arrivals.put_nowait(link)
 
     def links(self) -> Self:
@@ -128,7 +128,7 @@ class _Listener:
         self._arrivals.put_nowait(None)
 
 
-class _Link:
+class _LoopbackLink:
     """One end of a link: sends into one pipe, receives from the other."""
 
     def __init__(self, outgoing: Pipe, incoming: Pipe) -> None:

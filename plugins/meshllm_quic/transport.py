@@ -12,9 +12,9 @@ from meshllm.transport import contract
 from meshllm_quic.base.identity import KEY_BYTES, Identity
 from meshllm_quic.link.dialler import dial
 from meshllm_quic.link.endpoint import Endpoint
-from meshllm_quic.link.listener import Listener
+from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import RELAY_PORT, QuicAddress, parse
-from meshllm_quic.net.network import Network
+from meshllm_quic.net.network import DatagramNetwork
 from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay.berths import registered
 
@@ -30,7 +30,7 @@ class QuicTransport:
 
     def __init__(
         self,
-        network: Network | None = None,
+        network: DatagramNetwork | None = None,
         random: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._network = network or UdpNetwork()
@@ -56,7 +56,7 @@ class QuicTransport:
         endpoint = await self._open(address)
         if self._live is None or self._live.listener is None:
             self._endpoint = endpoint
-        listener = endpoint.listener = Listener(lambda: _places(endpoint))
+        listener = endpoint.listener = QuicListener(lambda: _places(endpoint))
         # A relay keeps one registration per node.
         places = self._relays if endpoint is self._endpoint else ()
         try:

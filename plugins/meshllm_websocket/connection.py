@@ -40,24 +40,28 @@ SILENT: Final = logging.Logger("meshllm_websocket.silent", logging.CRITICAL + 1)
 class Handshake(Protocol):
     """The opening handshake of the dialling or the listening side."""
 
-    def begin(self, connection: "Connection") -> None:
+    def begin(self, connection: "WebsocketConnection") -> None:
         """Start on a new connection."""
         ...
 
-    def received(self, connection: "Connection", message: Request | Response | None) -> None:
+    def received(
+        self, connection: "WebsocketConnection", message: Request | Response | None
+    ) -> None:
         """Handle the peer's request or response; None if it was not HTTP."""
         ...
 
-    def note_authentication(self, connection: "Connection", *, is_authenticated: bool) -> None:
+    def note_authentication(
+        self, connection: "WebsocketConnection", *, is_authenticated: bool
+    ) -> None:
         """Note whether the peer is authenticated."""
         ...
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: "WebsocketConnection") -> None:
         """Note that the connection is closed."""
         ...
 
 
-class Connection(asyncio.BufferedProtocol):
+class WebsocketConnection(asyncio.BufferedProtocol):
     """Sends and receives the pieces of one link; the `Wire` of that link."""
 
     def __init__(

@@ -12,7 +12,7 @@ from websockets.http11 import Request, Response
 from meshllm.errors import LinkLost
 from meshllm.transport.laned_link import LanedLink
 from meshllm_websocket.address import parse
-from meshllm_websocket.connection import SILENT, Connection
+from meshllm_websocket.connection import SILENT, WebsocketConnection
 
 OPEN_S = 10.0
 """Timeout of TCP connect, TLS and WebSocket handshake together."""
@@ -20,7 +20,7 @@ ATTEMPT_S = 0.25
 """Happy eyeballs: delay before the next address is tried in parallel, RFC 8305 section 5."""
 
 
-class Dialler:
+class WebsocketDialer:
     """Dials one address and performs the client handshake."""
 
     def __init__(self, address: str) -> None:
@@ -28,7 +28,7 @@ class Dialler:
         self._uri = parse(address)
         self._loop = asyncio.get_running_loop()
         self._refusal: asyncio.Future[str] = self._loop.create_future()  # empty: accepted
-        self._connection: Connection | None = None
+        self._connection: WebsocketConnection | None = None
 
     async def dial(self) -> LanedLink:
         """Open a link; raise `LinkLost`."""
@@ -47,12 +47,12 @@ class Dialler:
             failed.pop_all()
         return connection.link
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> WebsocketConnection:
         uri = self._uri
         context = ssl.create_default_context() if uri.secure else None
         machine = ClientProtocol(uri, logger=SILENT)
         _, connection = await self._loop.create_connection(
-            lambda: Connection(machine, self, self._address),
+            lambda: WebsocketConnection(machine, self, self._address),
             uri.host,
             uri.port,
             ssl=context,
@@ -64,14 +64,14 @@ class Dialler:
         if self._connection is not None:
             self._connection.abort()
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: WebsocketConnection) -> None:
         """Send the handshake request."""
         assert isinstance(connection.machine, ClientProtocol)
         self._connection = connection
         connection.machine.send_request(connection.machine.connect())
         connection.transmit()
 
-    def received(self, connection: Connection, message: Request | Response | None) -> None:
+    def received(self, connection: WebsocketConnection, message: Request | Response | None) -> None:
         """Handle the handshake response."""
         if connection.is_open:
             self._decide("")
@@ -80,10 +80,12 @@ class Dialler:
         else:
             self._decide("is not a WebSocket server")
 
-    def note_authentication(self, connection: Connection, *, is_authenticated: bool) -> None:
+    def note_authentication(
+        self, connection: WebsocketConnection, *, is_authenticated: bool
+    ) -> None:
         """Do nothing: only incoming connections are counted."""
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: WebsocketConnection) -> None:
         """Fail the dial, unless the handshake is complete."""
         self._decide("closed the connection during the handshake")
 

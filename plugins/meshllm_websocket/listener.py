@@ -10,7 +10,7 @@ from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
 from meshllm.transport.contract import Link
-from meshllm_websocket.connection import SILENT, Connection
+from meshllm_websocket.connection import SILENT, WebsocketConnection
 
 OPEN_S = 10.0
 """Timeout of the opening handshake."""
@@ -21,15 +21,15 @@ MAX_HALF_OPEN_PER_HOST = 8
 logger = logging.getLogger(__name__)
 
 
-class Listener:
+class WebsocketListener:
     """Performs handshakes with incoming connections; also the iterator over their links."""
 
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = ()
-        self._half_open: dict[Connection, str] = {}
+        self._half_open: dict[WebsocketConnection, str] = {}
         """By connection: the remote host."""
         self._hosts: Counter[str] = Counter()
-        self._arrivals: asyncio.Queue[Connection | None] = asyncio.Queue()  # None: closed
+        self._arrivals: asyncio.Queue[WebsocketConnection | None] = asyncio.Queue()  # None: closed
 
     @property
     def address(self) -> str:
@@ -52,9 +52,9 @@ class Listener:
         connection.socket.resume_reading()
         return connection.link
 
-    def accept(self) -> Connection:
+    def accept(self) -> WebsocketConnection:
         """Return the asyncio protocol of a new connection."""
-        return Connection(ServerProtocol(logger=SILENT), self)
+        return WebsocketConnection(ServerProtocol(logger=SILENT), self)
 
     async def close(self) -> None:
         """Close connections that were not accepted by the application."""
@@ -65,7 +65,7 @@ class Listener:
             self._arrivals.get_nowait()
         self._arrivals.put_nowait(None)
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: WebsocketConnection) -> None:
         """Wait for the handshake request, unless too many connections are half-open."""
         host = _host(connection)
         if len(self._half_open) >= MAX_HALF_OPEN or self._hosts[host] >= MAX_HALF_OPEN_PER_HOST:
@@ -75,7 +75,7 @@ class Listener:
         self._count(connection)
         asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
 
-    def received(self, connection: Connection, message: Request | Response | None) -> None:
+    def received(self, connection: WebsocketConnection, message: Request | Response | None) -> None:
         """Answer the request; browsers (`Origin`) are refused, and errors reveal no details."""
         machine = connection.machine
         assert isinstance(machine, ServerProtocol)
@@ -91,36 +91,38 @@ class Listener:
             connection.socket.pause_reading()  # until accepted: bounds the memory
             self._arrivals.put_nowait(connection)
 
-    def note_authentication(self, connection: Connection, *, is_authenticated: bool) -> None:
+    def note_authentication(
+        self, connection: WebsocketConnection, *, is_authenticated: bool
+    ) -> None:
         """Count an accepted link as half-open while its peer is unauthenticated."""
         self._forget(connection)
         if not is_authenticated and not connection.socket.is_closing():
             self._count(connection)
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: WebsocketConnection) -> None:
         """Stop counting a closed connection."""
         self._forget(connection)
 
-    def _expire(self, connection: Connection) -> None:
+    def _expire(self, connection: WebsocketConnection) -> None:
         if not connection.is_open:
             connection.abort()
 
-    def _refuse(self, connection: Connection, status: HTTPStatus) -> None:
+    def _refuse(self, connection: WebsocketConnection, status: HTTPStatus) -> None:
         logger.debug("refused `%s`: %d", connection.address, status)
         connection.refuse(
             f"HTTP/1.1 {status.value} {status.phrase}\r\n"
             "Connection: close\r\nContent-Length: 0\r\n\r\n".encode()
         )
 
-    def _count(self, connection: Connection) -> None:
+    def _count(self, connection: WebsocketConnection) -> None:
         self._half_open[connection] = host = _host(connection)
         self._hosts[host] += 1
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: WebsocketConnection) -> None:
         if (host := self._half_open.pop(connection, None)) is not None:
             self._hosts[host] -= 1
             self._hosts += Counter()  # drops hosts with a count of 0
 
 
-def _host(connection: Connection) -> str:
+def _host(connection: WebsocketConnection) -> str:
     return str(connection.socket.get_extra_info("peername")[0])

@@ -9,8 +9,8 @@ from typing import ClassVar
 from meshllm.errors import UserError
 from meshllm.transport import contract
 from meshllm_websocket.address import parse, reachable
-from meshllm_websocket.dialler import Dialler
-from meshllm_websocket.listener import Listener
+from meshllm_websocket.dialler import WebsocketDialer
+from meshllm_websocket.listener import WebsocketListener
 
 PORTS = range(7700, 7800)
 """Tried in turn when no address is given."""
@@ -26,7 +26,7 @@ class WebsocketTransport:
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[contract.Listener]:
         """Accept links at ``ws://HOST:PORT``, or on every interface at the first free port."""
-        listener = Listener()
+        listener = WebsocketListener()
         path = ""
         if address is None:
             server = await _serve_anywhere(listener)
@@ -49,10 +49,10 @@ class WebsocketTransport:
 
     async def dial(self, address: str) -> contract.Link:
         """Open a link to ``ws://HOST:PORT/PATH``, ``wss://HOST:PORT/PATH`` or ``HOST:PORT``."""
-        return await Dialler(address).dial()
+        return await WebsocketDialer(address).dial()
 
 
-async def _serve_anywhere(listener: Listener) -> Server:
+async def _serve_anywhere(listener: WebsocketListener) -> Server:
     hosts = ["0.0.0.0", "::"]  # peers are authenticated above the transport
     for port in PORTS:
         try:
@@ -66,6 +66,6 @@ async def _serve_anywhere(listener: Listener) -> Server:
     )
 
 
-async def _serve(listener: Listener, hosts: Sequence[str], port: int) -> Server:
+async def _serve(listener: WebsocketListener, hosts: Sequence[str], port: int) -> Server:
     loop = get_running_loop()
     return await loop.create_server(listener.accept, hosts, port, backlog=BACKLOG)

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from meshllm.api import connection
-from meshllm.api.access.accounts import Accounts, Limits
+from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
 from meshllm.errors import UserError
 from meshllm.request import Piece
@@ -111,16 +111,16 @@ def test_a_stored_key_or_a_file_of_keys_will_do(accounts: Accounts, tmp_path: Pa
         assert (door.policy.needs_key, door.policy.file_keys) == (True, (KEY,))
         assert (door.is_readable, door.url.startswith("http://127.0.0.1:")) == (True, True)
 
-    accounts.create("old", Limits(expires_s=1), 0)
+    accounts.create("old", KeyLimits(expires_s=1), 0)
     with pytest.raises(UserError, match="needs a key"), open_door(DoorOptions("::", 0), accounts):
         pass
-    accounts.create("laptop", Limits(), 0)
+    accounts.create("laptop", KeyLimits(), 0)
     with open_door(DoorOptions("::", 0), accounts) as door:
         assert (door.policy.needs_key, door.url.startswith("http://[::1]:")) == (True, True)
 
 
 def test_loopback_needs_a_key_on_request(accounts: Accounts, tmp_path: Path) -> None:
-    accounts.create("laptop", Limits(), 0)
+    accounts.create("laptop", KeyLimits(), 0)
     for options in (
         replace(LOCAL, require_key=True),
         replace(LOCAL, key_file=_file(tmp_path, KEY)),

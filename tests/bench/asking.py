@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.ring.local_ring import LocalRing
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 
 
-async def ask(ring: LocalRing, prompt: Sequence[int], tokens: int) -> tuple[list[int], Measured]:
+async def ask(
+    ring: LocalRing, prompt: Sequence[int], tokens: int
+) -> tuple[list[int], GenerationTimes]:
     """Generate ``tokens`` tokens; return them and the measured times."""
     order = GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
     text: list[int] = []

@@ -21,7 +21,7 @@ import transformers
 
 from meshllm.model.parity.check import verify
 from meshllm.model.parity.compare import FULL, describe, measure
-from meshllm.model.parity.families import Table, read_table, text_types, tiny_config
+from meshllm.model.parity.families import FamilyTable, read_table, text_types, tiny_config
 from meshllm.model.parity.verdict import Verdict, known_verdicts
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from tests.builders.odd_shapes import ODD_SHAPES, odd_model
@@ -62,7 +62,7 @@ def work(names: Sequence[str], sender: Connection) -> None:
         sender.send(judge(name, table))
 
 
-def judge(name: str, table: Table) -> Verdict:
+def judge(name: str, table: FamilyTable) -> Verdict:
     """Run all parity checks on the tiny config of one type."""
     try:
         verdict = measure(tiny_config(name, table), FULL)
@@ -72,7 +72,7 @@ def judge(name: str, table: Table) -> Verdict:
     return table.explain(name, verdict)
 
 
-def render(verdicts: dict[str, Verdict], table: Table) -> str:
+def render(verdicts: dict[str, Verdict], table: FamilyTable) -> str:
     """Write the table as Markdown; the same verdicts give the same bytes."""
     equal = [name for name, verdict in verdicts.items() if verdict.equal]
     lines = [
@@ -142,7 +142,7 @@ def verify_odd(names: Sequence[str]) -> int:
     return 0 if equal == 2 * len(names) else 1
 
 
-def write(verdicts: dict[str, Verdict], table: Table) -> None:
+def write(verdicts: dict[str, Verdict], table: FamilyTable) -> None:
     """Update some or all rows of the written table."""
     names = text_types(table)
     known = (known_verdicts() if len(verdicts) < len(names) else {}) | verdicts

@@ -15,7 +15,7 @@ from random import Random
 from time import perf_counter
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.protocol.trust.handshake import Dialer, Listener, Own, State
+from meshllm.protocol.trust.handshake import HandshakeDialer, HandshakeListener, HandshakeState, Own
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Side, Transcript
 from tests.bench.report import Report, parser_of
 from tests.builders.handshakes import (
@@ -32,7 +32,7 @@ from tests.builders.handshakes import (
     said,
 )
 
-Machine = Dialer | Listener
+Machine = HandshakeDialer | HandshakeListener
 TAKEN = "taken at its word"
 
 
@@ -133,7 +133,7 @@ def outcome(machine: Machine, message: bytes) -> str:
     try:
         machine.receive(message)
     except (PeerFault, NotAuthorised) as refusal:
-        assert machine.state is State.GONE
+        assert machine.state is HandshakeState.GONE
         assert machine.receive(message) == []
         return type(refusal).__name__
     return TAKEN

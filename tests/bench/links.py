@@ -25,7 +25,7 @@ import torch
 from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.files.source import Source, open_folder
 from meshllm.names import WireMode
-from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.protocol.drafting.drafter import Drafter
@@ -91,7 +91,7 @@ async def measure(
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         await ring.warmed_up()
         text, _ = await ask(ring, PROMPT, tokens)
-        runs: dict[Guesses, list[Measured]] = {}
+        runs: dict[Guesses, list[GenerationTimes]] = {}
         learnt: dict[Guesses, Speculation] = {}
         for round_, kind in product(range(rounds + 1), (PLAIN, *kinds)):
             acceptance, depth = kind

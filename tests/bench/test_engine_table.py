@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 
 from meshllm.bench import engine_table
-from meshllm.bench.engine_table import Case, Rounds, measure, summarise, take_turns
-from meshllm.bench.engines import Contestant, Forward, Task
+from meshllm.bench.engine_table import EngineBenchmark, Rounds, measure, summarise, take_turns
+from meshllm.bench.engines import Engine, EngineTask, Forward
 from meshllm.names import Quant
 
-PREFILL, DECODE = Task("prefill", 8), Task("decode", 2)
-TASKS = (PREFILL, Task("decode", 1), DECODE)
+PREFILL, DECODE = EngineTask("prefill", 8), EngineTask("decode", 2)
+TASKS = (PREFILL, EngineTask("decode", 1), DECODE)
 
 
 def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "TASKS", TASKS)
     threads, told = torch.get_num_threads(), list[str]()
 
-    table = measure(Case("tiny", tuple(Quant), rounds=1, threads=1), told.append)
+    table = measure(EngineBenchmark("tiny", tuple(Quant), rounds=1, threads=1), told.append)
 
     by_task = {task.name: [r for r in table.rows if r.task == task.name] for task in TASKS}
     many, single = ["transformers", *Quant], ["stock", "two shards, exact"]
@@ -33,7 +33,9 @@ def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPat
 def test_quantised_weights_are_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "TASKS", (PREFILL,))
 
-    table = measure(Case("tiny", (Quant.NONE, Quant.INT8), rounds=1, threads=1), lambda _: None)
+    table = measure(
+        EngineBenchmark("tiny", (Quant.NONE, Quant.INT8), rounds=1, threads=1), lambda _: None
+    )
 
     size = {row.name: row.megabytes for row in table.rows}
     assert size["transformers"] == size["none"] == size["stock"] == size["two shards, exact"]
@@ -44,10 +46,10 @@ def test_different_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "PROBE_BYTES", 8)
     kinds = ("prefill", "decode")
     contestants = [
-        Contestant("transformers", 1, _giving(lambda ids: ids.float())),
-        Contestant("same", 1, _giving(lambda ids: ids.float()), kinds),
-        Contestant("other", 1, _giving(lambda ids: ids.float() + 1e-3), kinds),
-        Contestant("free", 1, _giving(lambda ids: ids.float() + 1)),
+        Engine("transformers", 1, _giving(lambda ids: ids.float())),
+        Engine("same", 1, _giving(lambda ids: ids.float()), kinds),
+        Engine("other", 1, _giving(lambda ids: ids.float() + 1e-3), kinds),
+        Engine("free", 1, _giving(lambda ids: ids.float() + 1)),
     ]
 
     rounds = take_turns(contestants, DECODE, 2, lambda _: None)
@@ -57,8 +59,8 @@ def test_different_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_medians_of_pairs() -> None:
     contestants = [
-        Contestant("transformers", 10**9, _giving(Tensor.float)),
-        Contestant("none", 10**9, _giving(Tensor.float), ("prefill",)),
+        Engine("transformers", 10**9, _giving(Tensor.float)),
+        Engine("none", 10**9, _giving(Tensor.float), ("prefill",)),
     ]
     ms = {"transformers": [100.0, 400.0, 200.0], "none": [50.0, 100.0, 200.0]}
 
@@ -69,12 +71,12 @@ def test_rows_are_medians_of_pairs() -> None:
 
 
 def test_a_prompt_has_no_limit_by_memory() -> None:
-    contestants = [Contestant("transformers", 1, _giving(Tensor.float))]
+    contestants = [Engine("transformers", 1, _giving(Tensor.float))]
 
     (row,) = summarise(contestants, PREFILL, Rounds({"transformers": [1.0]}, {}, [1.0]))
 
     assert (row.task, row.tokens_per_second, row.fraction) == ("prefill 8", 8000.0, None)
 
 
-def _giving(logits: Callable[[Tensor], Tensor]) -> Callable[[Task], Forward]:
+def _giving(logits: Callable[[Tensor], Tensor]) -> Callable[[EngineTask], Forward]:
     return lambda _: logits

@@ -1,6 +1,6 @@
 import pytest
 
-from meshllm.bench.ring_table import TRANSFORMERS, Case, Contestant, Run, measure, table
+from meshllm.bench.ring_table import TRANSFORMERS, Contestant, RingBenchmark, Run, measure, table
 from meshllm.errors import UserError
 from meshllm.names import Quant
 
@@ -11,7 +11,9 @@ def test_every_contestant_gets_a_row() -> None:
     told: list[str] = []
     quants = Quant.NONE, Quant.INT8
 
-    rows = measure(Case("tiny", (2,), 8, 4, rounds=2, threads=1, quants=quants), told.append)
+    rows = measure(
+        RingBenchmark("tiny", (2,), 8, 4, rounds=2, threads=1, quants=quants), told.append
+    )
 
     assert [(row.name, row.nodes, row.quant) for row in rows] == [
         (TRANSFORMERS, 0, "none"),
@@ -24,7 +26,9 @@ def test_every_contestant_gets_a_row() -> None:
 
 @pytest.mark.socket
 def test_a_ring_of_processes_is_measured_against_transformers() -> None:
-    case = Case("tiny", (2,), 16, 4, rounds=1, threads=1, quants=(Quant.INT8,), processes=True)
+    case = RingBenchmark(
+        "tiny", (2,), 16, 4, rounds=1, threads=1, quants=(Quant.INT8,), processes=True
+    )
 
     plain, ring = measure(case, lambda _: None)
 
@@ -60,9 +64,11 @@ def test_a_ring_is_compared_with_the_smallest_of_its_quantisation() -> None:
 
 def test_unknown_dimensions_are_refused() -> None:
     with pytest.raises(UserError, match="Unknown model dimensions `gpt-9`"):
-        measure(Case("gpt-9", (1,), 8, 4, rounds=1, threads=1), lambda _: None)
+        measure(RingBenchmark("gpt-9", (1,), 8, 4, rounds=1, threads=1), lambda _: None)
 
 
 def test_a_too_short_prompt_of_processes_is_refused() -> None:
     with pytest.raises(UserError, match="Cannot make a prompt of 3 tokens"):
-        measure(Case("tiny", (2,), 3, 4, rounds=1, threads=1, processes=True), lambda _: None)
+        measure(
+            RingBenchmark("tiny", (2,), 3, 4, rounds=1, threads=1, processes=True), lambda _: None
+        )

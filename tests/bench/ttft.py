@@ -35,7 +35,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.shape import plan_shape
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
-from meshllm.protocol.planning.plan import Links, Offer, Wire
+from meshllm.protocol.planning.plan import Links, LinkSpeed, Offer
 from meshllm.protocol.session.compression import PACKED, pays
 from meshllm.protocol.session.pace import Pace
 from meshllm.request import Sampling
@@ -84,7 +84,7 @@ class Contestant:
 
 async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
     """Measure each prompt in turns, whole and in chunks, with each wire mode."""
-    way = Wire(options.rtt / 2e3, options.mbit * 1e6 / 8)
+    way = LinkSpeed(options.rtt / 2e3, options.mbit * 1e6 / 8)
     wires = [WireMode(name) for name in options.wire.split(",")]
     prompts = [int(tokens) for tokens in options.prompts.split(",")]
     numbers, rows = count(), list[Row]()
@@ -108,7 +108,7 @@ async def measure(source: Source, options: argparse.Namespace) -> list[Row]:
 
 
 async def _open(
-    stack: AsyncExitStack, source: Source, wire: WireMode, way: Wire, asked: argparse.Namespace
+    stack: AsyncExitStack, source: Source, wire: WireMode, way: LinkSpeed, asked: argparse.Namespace
 ) -> Contestant:
     """Form a ring, and measure the time of a layer on its first rank."""
     transport = LoopbackTransport(Shape(way.latency_s, bytes_per_s=way.bytes_per_s))

@@ -22,7 +22,7 @@ from meshllm.status import (
     SessionCounts,
 )
 from tests.builders.fake_ring import answer_of
-from tests.builders.status import member, status_of, with_link, with_node, with_ring
+from tests.builders.status import member, node_id, status_of, with_link, with_node, with_ring
 
 CHANGE = Change("changed", RingState.SERVING, 7, "0123456789ab", {"abc": NodeState.SERVING})
 
@@ -60,13 +60,14 @@ class FakeNode:
     requests: list[Request] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     served: str | None = "builtin"
+    entry: str = node_id(0)
 
     def status(self) -> MeshStatus:
         status = told()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
         model = replace(known, name=self.served) if self.served else None
-        return replace(status, model=model)
+        return with_ring(replace(status, model=model), entry=self.entry)
 
     def plan(self) -> RingStatus:
         return told().ring

@@ -6,13 +6,13 @@ from types import MappingProxyType
 from meshllm.names import NodeId
 from meshllm.protocol.trust.credential import Removals, Role, found, issue
 from meshllm.protocol.trust.handshake import (
-    Dialer,
     Established,
+    HandshakeDialer,
+    HandshakeListener,
     Judge,
-    Listener,
     Own,
     Purpose,
-    Send,
+    SendHandshake,
 )
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket
@@ -46,31 +46,31 @@ def make_dialer(
     expect: NodeId | None = None,
     fresh: Fresh = FRESH_DIALER,
     removals: Removals = NOBODY,
-) -> Dialer:
-    return Dialer(own, Purpose.MESH, fresh, expect=expect, now_s=NOW, removals=removals)
+) -> HandshakeDialer:
+    return HandshakeDialer(own, Purpose.MESH, fresh, expect=expect, now_s=NOW, removals=removals)
 
 
 def make_listener(
     own: Own = AS_HOST, *, fresh: Fresh = FRESH_LISTENER, guests: Iterable[bytes] = (TICKET.psk,)
-) -> Listener:
-    return Listener(own, fresh, guests)
+) -> HandshakeListener:
+    return HandshakeListener(own, fresh, guests)
 
 
-def said(actions: Sequence[Send | Judge | Established]) -> bytes:
+def said(actions: Sequence[SendHandshake | Judge | Established]) -> bytes:
     """Return the message of the only action."""
     (action,) = actions
-    assert isinstance(action, Send)
+    assert isinstance(action, SendHandshake)
     return action.message
 
 
-def asked(actions: Sequence[Send | Judge]) -> Judge:
+def asked(actions: Sequence[SendHandshake | Judge]) -> Judge:
     """Return the only action, a `Judge`."""
     (action,) = actions
     assert isinstance(action, Judge)
     return action
 
 
-def known(actions: Sequence[Send | Established]) -> Established:
+def known(actions: Sequence[SendHandshake | Established]) -> Established:
     """Return the only action, an `Established`."""
     (action,) = actions
     assert isinstance(action, Established)

@@ -6,8 +6,8 @@ from meshllm.names import Digest, MeshId, NodeId
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.gossip import Item, Kind
 from meshllm.protocol.membership.record_store import Record, slot_of
-from meshllm.protocol.membership.records import Lifecycle, Profile, State
-from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.credential import Credential, Role, found, issue
 from meshllm.protocol.trust.identity import NodeKey
@@ -32,10 +32,12 @@ CREDENTIALS: dict[NodeId, Credential] = {
     STRANGER.node: found(STRANGER, bytes(16)),
 }
 
-SHAPE = Shape("toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8)
+SHAPE = ModelSizes(
+    "toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8
+)
 CHARTER = Charter(1, SHAPE, DType.FLOAT32, Digest(bytes(32)))
 PROFILE = Profile("desk", "1.0", ("sim:1",), 1000)
-STATE = State(Lifecycle.SERVING)
+STATE = StateRecord(Lifecycle.SERVING)
 
 
 def sign(key: NodeKey, record: Record, *, incarnation: int = 1, seq: int = 1) -> Item:

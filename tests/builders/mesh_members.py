@@ -10,11 +10,11 @@ from meshllm.names import NodeId
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.dialer import NodeDialer
-from meshllm.node.net.mesh_link import Links
+from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.trust.credential import Credential, Role, issue
 from meshllm.protocol.trust.handshake import Own
 from meshllm.transport.contract import Transport
@@ -34,11 +34,11 @@ class House:
         self.own = Own(store.key, life, credential)
         self.dialer = NodeDialer(dict.fromkeys(transport.schemes, transport), self.own)
         gate = MemberAdmission(store, credential, self.machine.removals)
-        self.links = Links(self.dialer, self.machine, gate, self)
-        self.talked: list[tuple[NodeId, Talk, bool]] = []
+        self.links = MeshLinks(self.dialer, self.machine, gate, self)
+        self.talked: list[tuple[NodeId, RequestMessage, bool]] = []
         self.rings: list[SecureLink] = []
         self.lost_ones: list[NodeId] = []
-        self.byes: list[tuple[NodeId, Why]] = []
+        self.byes: list[tuple[NodeId, CloseReason]] = []
         self.stack = AsyncExitStack()
 
     @property
@@ -55,13 +55,13 @@ class House:
     async def ring(self, link: SecureLink) -> None:
         self.rings.append(link)
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         self.talked.append((peer, message, is_client))
 
     def lost(self, peer: NodeId) -> None:
         self.lost_ones.append(peer)
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         self.byes.append((peer, why))
 
     async def open(self) -> None:
@@ -73,7 +73,7 @@ class House:
         now = asyncio.get_running_loop().time()
         if self.credential.role is Role.NODE:
             profile = Profile(self.name, "1", (self.address,), 0)
-            state = State(lifecycle=Lifecycle.SERVING)
+            state = StateRecord(lifecycle=Lifecycle.SERVING)
             self.links.act(self.machine.publish(profile=profile, state=state, now=now))
 
     async def close(self) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from meshllm.names import Digest, NodeId, Span
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import ENDS, Lifecycle, Profile, State
+from meshllm.protocol.membership.records import ENDS, Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import DType
 from tests.builders.offers import model
@@ -60,11 +60,11 @@ class World:
     """Dead nodes, which have no links."""
     removed: Collection[NodeId] = ()
 
-    def view(self, me: NodeId, author: NodeId | None = None) -> View:
+    def view(self, me: NodeId, author: NodeId | None = None) -> MeshView:
         """Return the view of a node; the author of the charter is the lowest id unless given."""
         states = {node: self._state(node) for node in self.profiles}
         author = author or min(self.profiles)
-        return View(me, self.charter, author, self.profiles, states, self.removed)
+        return MeshView(me, self.charter, author, self.profiles, states, self.removed)
 
     def agree(self, me: NodeId | None = None) -> Agreement:
         """Run `agree` on one node, the lowest living one unless given."""
@@ -78,9 +78,9 @@ class World:
             self, followed={**self.followed, **dict.fromkeys(agreement.alive, agreement.plan)}
         )
 
-    def _state(self, node: NodeId) -> State:
+    def _state(self, node: NodeId) -> StateRecord:
         plan = self.followed.get(node)
-        return State(
+        return StateRecord(
             Lifecycle.LEFT if node in self.left else Lifecycle.SERVING,
             tuple(
                 (peer, round(self.apart_ms.get(frozenset({node, peer}), 1.0) * 1e3))

@@ -86,6 +86,14 @@ def test_a_damaged_record_is_none(tmp_path: Path) -> None:
     assert recall(tmp_path, "key") is None
 
 
+def test_a_record_that_others_may_write_to_is_none(tmp_path: Path) -> None:
+    remember(tmp_path, 7, "key")
+    [record] = tmp_path.glob("*.json")
+    record.chmod(0o666)
+
+    assert recall(tmp_path, "key") is None
+
+
 def test_an_unwritable_folder_stores_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

@@ -20,7 +20,7 @@ from meshllm.node.client import (
 )
 from meshllm.node.net import beacon
 from meshllm.node.requests.router import RequestRouter
-from meshllm.protocol.membership.codec import Talk, Why
+from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
@@ -69,7 +69,7 @@ class Inn(House):
         self.stack.push_async_callback(end)
         await asyncio.sleep(0)
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         super().talk(peer, message, is_client=is_client)
         self.router.receive(peer, message, is_client=is_client)
 
@@ -298,7 +298,7 @@ def test_a_client_serves_no_requests(run: Run) -> None:
             await thin.ring(link)
             with pytest.raises(LinkLost):
                 await link.send([b""])
-            thin.dropped(a.me, Why.LEAVING)
+            thin.dropped(a.me, CloseReason.LEAVING)
         with pytest.raises(UserError, match="does not accept links"):
             await _NoAdmission().judge(a.me, a.credential, Purpose.MESH, 1)
 

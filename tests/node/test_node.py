@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
 from meshllm.model.files.source import resolve
-from meshllm.names import Span
 from meshllm.node import node as node_module
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
@@ -23,7 +22,8 @@ from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
-from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Role
@@ -132,14 +132,14 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, error: Exception, *, is_memory: bool
 ) -> None:
     monkeypatch.setattr(node_module, "FIRST_RETRY_S", 0.01)
-    load, failing = ModelRuntime._load, [error, error]
+    load, failing = SpanLoader._load, [error, error]
 
-    def fail(self: ModelRuntime, span: Span, *what: bool) -> LoadedSpan:
-        if failing and len(span) == self.shape.layers:
+    def fail(self: SpanLoader, part: RankPart) -> LoadedSpan:
+        if failing and part.is_alone:
             raise failing.pop()
-        return load(self, span, *what)
+        return load(self, part)
 
-    monkeypatch.setattr(ModelRuntime, "_load", fail)
+    monkeypatch.setattr(SpanLoader, "_load", fail)
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket)
     await until(lambda: not failing, a)

@@ -11,7 +11,7 @@ from meshllm.node import planner as module
 from meshllm.node.planner import Planner
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 from tests.builders.snapshots import World, profile
@@ -28,7 +28,7 @@ class Case:
 
     def __init__(self) -> None:
         self.worlds = [World({A: profile(4)}), World({A: profile(4), B: profile(4)})]
-        self.view: View | None = self.worlds[0].view(A)
+        self.view: MeshView | None = self.worlds[0].view(A)
         self.told: list[tuple[float, Agreement | None]] = []
         self.planner = Planner(lambda: self.view, self.agreed, self.think)
         self.jobs: list[Callable[..., Any]] = []

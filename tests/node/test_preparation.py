@@ -137,6 +137,14 @@ async def test_a_joining_node_uses_the_model_and_dtype_of_the_mesh(
     assert engine.shape.dtype == "bfloat16"
 
 
+async def test_a_folder_that_the_charter_names_is_not_opened(llama: Path, tmp_path: Path) -> None:
+    _, charter = await prepare(tmp_path, model=str(llama)).found()
+    assert charter.shape.name == str(llama)
+
+    with pytest.raises(ModelError, match="is not a name of the Hugging Face hub"):
+        await prepare(tmp_path).join(charter)
+
+
 async def test_a_joining_node_with_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     _, charter = await prepare(tmp_path, model=str(llama)).found()
     other = replace(charter, config_digest=Digest(bytes(32)))

@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost, ModelError
 from meshllm.node.ring_member import CALM_S, FORM_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.membership.records import Lifecycle, State
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
@@ -37,8 +37,8 @@ class Place:
     """A node in a ring, with fakes around it."""
 
     def __init__(self, me: bytes = ENTRY) -> None:
-        self.told: list[State] = []
-        self.states: dict[bytes, State] = {}
+        self.told: list[StateRecord] = []
+        self.states: dict[bytes, StateRecord] = {}
         self.alive = {ENTRY, STAGE}
         self.profiles: dict[bytes, Any] = {}
         self.machine = machine = SimpleNamespace(
@@ -52,7 +52,7 @@ class Place:
         self.formed: list[bool] = []
         self.runtime = SimpleNamespace(plan=None, entry=None, sessions=3, formed=self.form)
 
-    def publish(self, *, state: State, now: float) -> list[Any]:
+    def publish(self, *, state: StateRecord, now: float) -> list[Any]:
         self.told.append(state)
         return []
 
@@ -82,8 +82,8 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(story())
 
 
-def loaded(plan: Plan = PLAN) -> State:
-    return State(Lifecycle.SERVING, followed=plan.encode(), is_loaded=True)
+def loaded(plan: Plan = PLAN) -> StateRecord:
+    return StateRecord(Lifecycle.SERVING, followed=plan.encode(), is_loaded=True)
 
 
 def test_a_node_without_a_model_is_joining() -> None:
@@ -207,7 +207,7 @@ def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
         place = Place(STAGE)
         place.serve()
         place.states[STAGE] = loaded()
-        place.states[ENTRY] = State(Lifecycle.SERVING, followed=b"another", is_loaded=True)
+        place.states[ENTRY] = StateRecord(Lifecycle.SERVING, followed=b"another", is_loaded=True)
         place.links.lines[ENTRY] = object()
         assert place.ring_member.serving_entry() is None
         place.states[ENTRY] = loaded()

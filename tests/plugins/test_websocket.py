@@ -150,7 +150,7 @@ async def test_control_overtakes_a_long_message() -> None:
 async def test_nodelay_and_keep_alive_are_set() -> None:
     async with linked() as ends:
         for end in ends:
-            assert isinstance(end._wire, connection.Connection)
+            assert isinstance(end._wire, connection.WebsocketConnection)
             sock = end._wire.socket.get_extra_info("socket")
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -160,13 +160,13 @@ async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
     monkeypatch.setattr(connection, "LINGER_S", 0.05)
     async with linked() as (one, other):
-        assert isinstance(other._wire, connection.Connection)
+        assert isinstance(other._wire, connection.WebsocketConnection)
         other._wire.socket.pause_reading()
         sending = asyncio.create_task(flood(one))
         await asyncio.sleep(0.05)
 
         await one.close()
-        assert isinstance(one._wire, connection.Connection)
+        assert isinstance(one._wire, connection.WebsocketConnection)
         await one._wire._closed
 
         with pytest.raises(LinkLost):

@@ -16,7 +16,7 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, List
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
-from meshllm_websocket.connection import Connection
+from meshllm_websocket.connection import WebsocketConnection
 from meshllm_websocket.frames import MAX_FRAME_BYTES
 from meshllm_websocket.listener import MAX_HALF_OPEN_PER_HOST
 
@@ -202,7 +202,7 @@ async def test_unanswerable_pings_do_not_fill_memory() -> None:
     ping = Frame(Opcode.PING, bytes(125)).serialize(mask=True)
     async with listening() as place, stranger(place) as ((_reader, writer), link):
         wire = link._wire
-        assert isinstance(wire, Connection)
+        assert isinstance(wire, WebsocketConnection)
         for _ in range(400):
             writer.write(ping * 200)
             await asyncio.sleep(0)

@@ -7,19 +7,19 @@ from meshllm.protocol.membership.charter import MAX_VERSION, Amendments, Charter
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     MAX_WALL_MS,
-    Ask,
-    Beat,
+    AnswerEvent,
     Bye,
-    Hush,
+    CancelRequest,
+    CloseReason,
+    Generate,
     Items,
+    MeshBeat,
     Message,
-    Said,
     Summary,
-    Unknown,
+    UnknownMeshMessage,
     Want,
-    Why,
 )
-from meshllm.protocol.membership.gossip import Entry, Item, Kind, Slot
+from meshllm.protocol.membership.gossip import Item, Kind, Slot, SummaryEntry
 from meshllm.protocol.membership.records import (
     MAX_ADDRESSES,
     MAX_BYTES,
@@ -28,9 +28,9 @@ from meshllm.protocol.membership.records import (
     MAX_ROUND_TRIP_US,
     Lifecycle,
     Profile,
-    State,
+    StateRecord,
 )
-from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Shape
+from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, ModelSizes
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.session.messages import DType
 from tests.property.strategies import digests, nodes, u64
@@ -58,10 +58,11 @@ profiles = st.builds(
     st.none() | spans,
     labels,
     st.lists(sixteen, max_size=5).map(tuple),
+    st.just(b"") | sixteen,
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 states = st.builds(
-    State,
+    StateRecord,
     st.sampled_from(Lifecycle),
     st.lists(round_trips, max_size=5).map(tuple),
     st.binary(max_size=40),
@@ -76,7 +77,7 @@ few_nodes = st.lists(nodes, max_size=3).map(tuple)
 def charters(draw: st.DrawFn) -> Charter:
     """Charters within the limits, of small models."""
     layers = draw(st.lists(st.tuples(st.integers(1, MAX_BYTES), sizes), min_size=1, max_size=4))
-    shape = Shape(
+    shape = ModelSizes(
         draw(labels),
         tuple(weights for weights, _ in layers),
         tuple(cache for _, cache in layers),
@@ -121,13 +122,15 @@ items = st.builds(
     Item, kinds, nodes, nodes, u64, u64, st.binary(max_size=30), st.binary(max_size=30), signatures
 )
 mesh_messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Beat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight),
-    st.builds(Summary, st.lists(st.builds(Entry, slots, u64, u64, eight), max_size=4).map(tuple)),
+    st.builds(MeshBeat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight),
+    st.builds(
+        Summary, st.lists(st.builds(SummaryEntry, slots, u64, u64, eight), max_size=4).map(tuple)
+    ),
     st.builds(Items, st.lists(items, max_size=4).map(tuple)),
     st.builds(Want, st.lists(slots, max_size=4).map(tuple)),
-    st.builds(Ask, sixteen, st.binary(max_size=30)),
-    st.builds(Said, sixteen, st.binary(max_size=30)),
-    st.builds(Hush, sixteen),
-    st.builds(Bye, st.sampled_from(Why)),
-    st.builds(Unknown, st.integers(100, 255), st.binary(max_size=30)),
+    st.builds(Generate, sixteen, st.binary(max_size=30)),
+    st.builds(AnswerEvent, sixteen, st.binary(max_size=30)),
+    st.builds(CancelRequest, sixteen),
+    st.builds(Bye, st.sampled_from(CloseReason)),
+    st.builds(UnknownMeshMessage, st.integers(100, 255), st.binary(max_size=30)),
 )

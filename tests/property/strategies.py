@@ -26,7 +26,7 @@ from meshllm.protocol.session.messages import (
     SessionMessage,
     Spent,
     Tally,
-    Unknown,
+    UnknownRingMessage,
 )
 
 # No deadline: the machines that run tests are shared.
@@ -77,7 +77,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Resume, sessions, u32, sessions, st.integers(1, MAX_POSITION), st.booleans()),
     closes,
     faults,
-    st.builds(Unknown, st.integers(100, 255), st.binary(max_size=30)),
+    st.builds(UnknownRingMessage, st.integers(100, 255), st.binary(max_size=30)),
 )
 
 few_sessions = st.sampled_from([SessionId(name * 16) for name in (b"1", b"2", b"3")])

@@ -12,7 +12,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.planning.policies import POLICIES
@@ -99,7 +99,7 @@ def test_nodes_with_equal_records_agree_in_any_order(world: World, data: st.Data
     me = data.draw(st.sampled_from(sorted(world.profiles)))
     view = world.view(me)
     order = data.draw(st.permutations(sorted(world.profiles)))
-    shuffled = View(
+    shuffled = MeshView(
         me,
         view.charter,
         view.author,

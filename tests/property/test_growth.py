@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 from meshllm.errors import PeerFault
 from meshllm.protocol.membership.actions import Drop
 from meshllm.protocol.membership.charter import Amendments
-from meshllm.protocol.membership.codec import Items, Message, Unknown, Why, decode, encode
+from meshllm.protocol.membership.codec import (
+    CloseReason,
+    Items,
+    Message,
+    UnknownMeshMessage,
+    decode,
+    encode,
+)
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from tests.builders.identities import (
     CHARTER,
     CREDENTIALS,
@@ -36,13 +43,13 @@ bodies = st.binary(max_size=30)
 @st.composite
 def later_items(draw: st.DrawFn) -> Item:
     """Items of a later version: appended fields, unknown values, unknown kinds."""
-    record: Profile | State | Amendments = draw(st.one_of(profiles, states, amendments))
+    record: Profile | StateRecord | Amendments = draw(st.one_of(profiles, states, amendments))
     seq = draw(st.integers(2, 9))
     if isinstance(record, Amendments):
         record = replace(record, version=seq)
     item = sign(LAST, record, seq=seq)
     data = bytearray(draw(st.integers(1, 9)).to_bytes() + item.payload[1:] + draw(tails))
-    if isinstance(record, State):
+    if isinstance(record, StateRecord):
         data[1] = draw(st.sampled_from([*map(int, Lifecycle), 17, 255]))
     if draw(st.booleans()):
         item, data = replace(item, kind=draw(st.integers(100, 103))), bytearray(draw(bodies))
@@ -64,7 +71,7 @@ def node() -> Mesh:
     st.lists(
         st.one_of(
             later_items().map(lambda item: Items((item,))),
-            st.builds(Unknown, st.integers(100, 255), bodies),
+            st.builds(UnknownMeshMessage, st.integers(100, 255), bodies),
         ),
         max_size=9,
     ),
@@ -103,5 +110,5 @@ def test_garbage_closes_only_the_link_of_its_sender(
     for data in (encode(message), bytes([2, kind]) + garbage, garbage):
         with suppress(PeerFault):
             for action in mesh.receive(LAST.node, decode(data), 2.0):
-                assert not isinstance(action, Drop) or action.why is Why.RULES
+                assert not isinstance(action, Drop) or action.why is CloseReason.RULES
     mesh.expire(9e9, WALL)

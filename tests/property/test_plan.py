@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import ModelError, UserError
 from meshllm.names import NodeId
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.planning.plan import Ends, Links, ModelSizes, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import POLICIES, SLACK, WORTH, make_plan
 from meshllm.protocol.planning.prediction import predict
 from tests.builders.offers import apart, model, offer
@@ -28,8 +28,8 @@ class Case:
 
     offers: tuple[Offer, ...]
     links: Links
-    shape: Shape
-    terms: Terms = field(default_factory=Terms)
+    shape: ModelSizes
+    terms: PlanConstraints = field(default_factory=PlanConstraints)
 
     def plan(self, policy: str) -> Plan:
         """Make the plan of a policy."""
@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn, *, nodes: int = 4, layers: int = 6, alike: bool = Fal
     entry = draw(st.none() | st.sampled_from(ids))
     ends = Ends.ENTRY if entry is None else draw(st.sampled_from(Ends))
     shape = model(sizes=sizes, ends=draw(st.sampled_from([0, 80])))
-    return Case(offers, links, shape, Terms(ends=ends, entry=entry))
+    return Case(offers, links, shape, PlanConstraints(ends=ends, entry=entry))
 
 
 policies = st.sampled_from(sorted(POLICIES))

@@ -12,7 +12,7 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session import actions as tasks
-from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, Pick, Task
+from meshllm.protocol.session.actions import Closed, Done, Embed, Failed, GenerationTask, Pick
 from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import decode, encode, size
 from meshllm.protocol.session.entry import Entry
@@ -25,7 +25,7 @@ from meshllm.protocol.session.messages import (
     Message,
     SessionMessage,
     Spent,
-    Unknown,
+    UnknownRingMessage,
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
@@ -78,7 +78,7 @@ def test_a_truncated_message_is_refused_or_re_encodes_to_itself(
 @given(messages, st.binary(min_size=1, max_size=30))
 def test_appended_fields_are_ignored(message: Message, later: bytes) -> None:
     encoded = b"".join(encode(message)) + later
-    if isinstance(message, Data | Logits | Unknown):  # their payload extends to the end
+    if isinstance(message, Data | Logits | UnknownRingMessage):  # their payload extends to the end
         with suppress(PeerFault):
             assert b"".join(encode(decode(encoded))) == encoded
     else:
@@ -168,7 +168,7 @@ def test_the_caches_of_a_stage_have_no_gap_for_any_input(
 def test_an_entry_ends_once_and_runs_one_job_at_a_time_for_any_input(
     ring: int, heard: list[SessionMessage | tuple[int, int]]
 ) -> None:
-    task = Task(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
+    task = GenerationTask(SessionId(b"1" * 16), 5, ring, (1, 2, 3, 4), max_tokens=5, context=8)
     entry = Entry(task, Pace(chunk=2, window=2))
     actions = entry.open(0.0)
     job: Embed | Pick | None = None

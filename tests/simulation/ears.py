@@ -7,7 +7,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from meshllm.testing.clock import run_virtual
-from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 
 P = ParamSpec("P")
 
@@ -49,7 +49,7 @@ class Ear:
         self.socket.send([data], to)
 
 
-async def ear(host: Network, port: int = 0, bound: str | None = None) -> Ear:
+async def ear(host: DatagramNetwork, port: int = 0, bound: str | None = None) -> Ear:
     batches: list[Sequence[tuple[bytes, Address]]] = []
     return Ear(await host.open(bound, port, batches.append), batches)
 

@@ -68,7 +68,7 @@ class Host:
             each.close()
 
     async def open(self, host: str | None, port: int, receive: Receive) -> "Socket":
-        """Open a socket, see `meshllm_quic.net.network.Network`."""
+        """Open a socket, see `meshllm_quic.net.network.DatagramNetwork`."""
         bound = None if host in ANY else host
         if bound is not None and bound not in (*self.hosts(), *LOOPBACK.values()):
             raise OSError(errno.EADDRNOTAVAIL, f"`{bound}` is not an address of `{self.name}`")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-from meshllm.protocol.membership.records import State
+from meshllm.protocol.membership.records import StateRecord
 from tests.simulation.mesh_world import Network, Node, World, disagreement, remembered_signatures
 
 BOUND = 90.0  # s from the last fault to agreement: two dials at the longest pause, and some
@@ -125,7 +125,7 @@ class Schedule:
 
     def _publish(self, node: Node) -> None:
         if not node.is_paused:
-            state = node.mesh.states.get(node.id, State())
+            state = node.mesh.states.get(node.id, StateRecord())
             state = replace(state, is_loaded=self.random.random() < 0.5)
             self.world.act(node, node.mesh.publish(state=state, now=self.world.now))
 

@@ -16,12 +16,18 @@ from unittest.mock import patch
 from blake3 import blake3
 
 from meshllm.names import Digest, NodeId
-from meshllm.protocol.membership.actions import Action, Changed, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.actions import Action, Changed, Dial, Drop, Parted, SendToPeer
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.codec import Bye, decode, encode
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Lifecycle, Profile, State
-from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    ENDS,
+    Lifecycle,
+    Profile,
+    StateRecord,
+)
+from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey, verify
@@ -35,7 +41,9 @@ TERMS: dict[str, tuple[Any, ...]] = {
 """Terms of the charter that nodes change."""
 START_S = 1_800_000_000.0  # time of day
 DIAL_S = 10.0  # s until an unanswered dial times out
-SHAPE = Shape("toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8)
+SHAPE = ModelSizes(
+    "toy", (100,) * 4, (1,) * 4, 10, 10, tied=False, hidden_size=8, itemsize=4, context=8
+)
 CONFIG = Digest(blake3(b"toy").digest())
 MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (SHAPE.layers + ENDS)
 MEMORY = 320  # bytes: two layers, their caches and the ends, with headroom
@@ -165,7 +173,9 @@ class World:
             model=SHAPE.name,
             weights=MANIFEST,
         )
-        self.act(node, mesh.publish(profile=profile, state=State(Lifecycle.SERVING), now=self.now))
+        self.act(
+            node, mesh.publish(profile=profile, state=StateRecord(Lifecycle.SERVING), now=self.now)
+        )
         self.at(0, partial(self._remember, node))
 
     def crash(self, node: Node, *, silently: bool) -> None:
@@ -219,7 +229,7 @@ class World:
         """Execute the actions of a machine."""
         for action in actions:
             match action:
-                case Send(peer, message):
+                case SendToPeer(peer, message):
                     self.send(node, node.pipes[peer], encode(message))
                 case Drop(peer, why) if not action.is_newcomer:
                     self.send(node, node.pipes[peer], encode(Bye(why)))

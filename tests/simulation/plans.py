@@ -30,7 +30,7 @@ from meshllm.node import planner
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, Request
@@ -44,7 +44,7 @@ def tiles(spans: list[Span]) -> bool:
     return layers == [*range(LAYERS)]
 
 
-def know_same(view: View) -> Hashable:
+def know_same(view: MeshView) -> Hashable:
     """Return what is equal for nodes with the same knowledge."""
     profiles, states = frozenset(view.profiles.items()), frozenset(view.states.items())
     return view.charter, view.author, profiles, states, frozenset(view.removed), view.alive()
@@ -75,11 +75,11 @@ class Plans:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Check every plan that nodes compute in the context."""
-        agree: Callable[[View, Agreement | None], Agreement] = vars(planner)["agree"]
+        agree: Callable[[MeshView, Agreement | None], Agreement] = vars(planner)["agree"]
         generate = RingBackend.generate
         follow = RingRuntime.follow
 
-        def agreeing(view: View, before: Agreement | None = None) -> Agreement:
+        def agreeing(view: MeshView, before: Agreement | None = None) -> Agreement:
             agreement = agree(view, before)
             self._agreed(view, agreement.plan)
             return agreement
@@ -104,7 +104,7 @@ class Plans:
         ):
             yield
 
-    def _agreed(self, view: View, plan: Plan | None) -> None:
+    def _agreed(self, view: MeshView, plan: Plan | None) -> None:
         other = self._by_view.setdefault(know_same(view), plan)
         if plan != other:
             self._fault(f"nodes that know the same agree on {plan} and {other}")

@@ -20,10 +20,19 @@ from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit, PrefixIndex
 from meshllm.protocol.session import actions, stage
-from meshllm.protocol.session.actions import Closed, Done, Embed, Emit, Failed, Pick, Progress, Task
+from meshllm.protocol.session.actions import (
+    Closed,
+    Done,
+    Embed,
+    Emit,
+    Failed,
+    GenerationTask,
+    Pick,
+    Progress,
+)
 from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.entry import Entry, State
+from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
     Beat,
     Blob,
@@ -35,7 +44,7 @@ from meshllm.protocol.session.messages import (
     Hello,
     SessionMessage,
     Spent,
-    Unknown,
+    UnknownRingMessage,
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
@@ -125,7 +134,7 @@ FLOOD = Weather(repeat=0.3, reorder=0.5, lag=8.0)
 class Generation:
     """State of one session in the driver of rank 0."""
 
-    task: Task
+    task: GenerationTask
     pace: Pace
     entry: Entry
     base: PrefixHit | None
@@ -194,7 +203,7 @@ class Simulation:
         draw = self.random
         session, most = SessionId(bytes([number] * 16)), self.weather.tokens
         context = len(prompt) + draw.randint(1, most * 3 // 2)
-        task = Task(
+        task = GenerationTask(
             session,
             1,
             self.ring,
@@ -238,7 +247,7 @@ class Simulation:
         """Run until nothing is due; the idle timeout of the stages comes last."""
         for generation in self.generations.values():
             self.drive(generation, generation.entry.open(0.0))
-        while any(one.entry.state is not State.CLOSED for one in self.generations.values()):
+        while any(one.entry.state is not EntryState.CLOSED for one in self.generations.values()):
             assert self.step(before=END), "a session never ends"
         while self.events:
             self.step(before=END)
@@ -290,7 +299,7 @@ class Simulation:
 
     def deliver(self, rank: int, wire: bytes) -> None:
         message = decode(wire)
-        assert not isinstance(message, Hello | Beat | Unknown)
+        assert not isinstance(message, Hello | Beat | UnknownRingMessage)
         if self.weather.poison:
             message = self.poisoned(message)
         if rank == 0:
@@ -353,6 +362,7 @@ class Simulation:
             self.act(rank, self.stages[rank].missed(compute.session))
             return
         self.missing.discard((rank, compute.session))
+        assert compute.blob is not None
         out = self.layers(rank, compute.session, compute.pos, unpack(compute.session, compute.blob))
         kept = out[len(out) - compute.keep :]
         blob = pack(compute.session, kept) if kept else None

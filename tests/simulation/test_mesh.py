@@ -12,10 +12,10 @@ import pytest
 
 from meshllm.names import NodeId
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Amendments, Charter, in_force
 from meshllm.protocol.membership.link_table import BEAT, SILENCE
-from meshllm.protocol.membership.records import State
+from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.session.messages import DType
 from tests.simulation.mesh_schedule import Schedule
 from tests.simulation.mesh_world import (
@@ -44,11 +44,11 @@ class Followers:
     def __init__(self) -> None:
         self.agreements: dict[Node, Agreement] = {}
 
-    def view(self, node: Node) -> View | None:
+    def view(self, node: Node) -> MeshView | None:
         mesh = node.mesh
         if mesh.charter is None or mesh.author is None:
             return None
-        return View(
+        return MeshView(
             mesh.me, mesh.charter, mesh.author, mesh.profiles, mesh.states, mesh.removals.keys()
         )
 
@@ -213,7 +213,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
         ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9),
         ("meshllm.protocol.membership.redial.DialSchedule.want", lambda *_: None),
-        ("meshllm.protocol.membership.charter.in_force", lambda at: in_force(newest(at))),
+        ("meshllm.protocol.membership.charter.in_force", lambda at, _=None: in_force(newest(at))),
     ],
     ids=["no summaries", "no order", "no recount", "no silence", "no dials", "no merging"],
 )
@@ -226,7 +226,7 @@ def test_a_state_is_gossiped_to_the_last_field() -> None:
     world = settled(2)
     node, other = world.nodes[0], world.nodes[1]
 
-    told = State(node.mesh.states[node.id].lifecycle, is_loaded=True, may_change=False)
+    told = StateRecord(node.mesh.states[node.id].lifecycle, is_loaded=True, may_change=False)
     world.act(node, node.mesh.publish(state=told, now=world.now))
     world.run(1)
 

@@ -9,13 +9,13 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import MeshId, NodeId, Span
-from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.founding import Names, resolve_names
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.ring.model_runtime import LoadedSpan
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session import text
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import View
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check
@@ -23,7 +23,6 @@ from meshllm.request import HopReport
 from tests.simulation import toy
 from tests.simulation.machines import process_here
 from tests.simulation.node_world import shortcuts, simulate
-from tests.simulation.toy import ToyModel
 
 MOST = 60  # schedules within which a mutant must be found
 
@@ -54,7 +53,7 @@ def change(found: Agreement, change: Callable[[Plan], Plan]) -> Agreement:
     return replace(found, plan=found.plan and change(found.plan))
 
 
-def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement:
+def agree_on_machine_0(view: MeshView, before: Agreement | None = None) -> Agreement:
     """Swap the first two nodes of a ring in the plans of this machine."""
 
     def swap(plan: Plan) -> Plan:
@@ -68,18 +67,16 @@ def agree_on_machine_0(view: View, before: Agreement | None = None) -> Agreement
     return change(found, swap) if process and process.number == 0 else found
 
 
-def agree_on_epoch_1(view: View, before: Agreement | None = None) -> Agreement:
+def agree_on_epoch_1(view: MeshView, before: Agreement | None = None) -> Agreement:
     return change(agree(view, before), lambda plan: replace(plan, epoch=1))
 
 
-def load_one_more(
-    engine: ToyModel, span: Span, is_entry: bool, alone: bool, is_divided: bool
-) -> LoadedSpan:
-    start = span.start if is_entry else span.start - 1
-    return LOAD(engine, Span(start, span.stop), is_entry, alone, is_divided)
+def load_one_more(loader: SpanLoader, part: RankPart) -> LoadedSpan:
+    start = part.span.start if part.is_entry else part.span.start - 1
+    return LOAD(loader, replace(part, span=Span(start, part.span.stop)))
 
 
-LOAD, HOPS = ToyModel._load, text._hops
+LOAD, HOPS = SpanLoader._load, text._hops
 
 
 async def stay_open(_: SecureLink) -> None:
@@ -90,7 +87,7 @@ def nod(*_: object) -> None:
     pass
 
 
-def tell_layer_0(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+def tell_layer_0(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:
     return tuple(replace(hop, span=Span(0, 1)) for hop in HOPS(measured, plan))
 
 
@@ -139,7 +136,7 @@ MUTANTS = {
         dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in"
     ),
     "a layer runs twice": Mutant(
-        {"tests.simulation.toy.ToyModel._load": load_one_more}, "a row behind"
+        {"meshllm.node.ring.span_loader.SpanLoader._load": load_one_more}, "a row behind"
     ),
     "other layers are told": Mutant(
         {"meshllm.node.session.text._hops": tell_layer_0}, "are not the stages of"

@@ -113,17 +113,18 @@ class Forgetful(Stage):
 class Generous(Stage):
     """Keeps positions that it does not have."""
 
-    def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[stage.Action]:
+    def _end(
+        self, session: SessionId, keep: int = 0, now: float = 0.0, *, is_lost: bool = False
+    ) -> list[stage.Action]:
         if keep and session in self._sessions:
             self._sessions[session].kv_len = keep
-        return super()._end(session, keep, now)
+        return super()._end(session, keep, now, is_lost=is_lost)
 
 
 class Hasty(Entry):
     """Counts rows that may have held a wrong guess as done."""
 
-    @property
-    def _keepable(self) -> int:
+    def _keepable(self, least: int | None) -> int:
         return len(self._tokens)
 
 

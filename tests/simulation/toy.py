@@ -27,8 +27,8 @@ from meshllm.names import Digest, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.preparation import Preparation
-from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
-from meshllm.node.session.generation import EntryRunners
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.span_loader import SpanLoader
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
@@ -67,12 +67,32 @@ class ToyCache:
 
     def __init__(self, span: Span) -> None:
         self.sums = {layer: [1 + layer] for layer in range(span.start, span.stop)}
+        self._empty = 0  # rows of a span without layers
+
+    @property
+    def length(self) -> int:
+        return min((len(sums) - 1 for sums in self.sums.values()), default=self._empty)
+
+    def add(self, rows: int) -> None:
+        self._empty += rows
 
     def crop(self, rows: int) -> None:
-        for layer, sums in self.sums.items():
-            if rows >= len(sums):
-                raise ModelError(f"layer {layer} holds {len(sums) - 1} rows and not {rows}")
+        if rows > self.length:
+            raise ModelError(f"layers {list(self.sums)} hold {self.length} rows and not {rows}")
+        self._empty = rows
+        for sums in self.sums.values():
             del sums[rows + 1 :]
+
+    def branch(self, rows: int) -> "ToyCache":
+        other = ToyCache(Span(0, 0))
+        other.sums = {layer: list(sums) for layer, sums in self.sums.items()}
+        other.crop(rows)
+        return other
+
+    def take_over(self, others: Sequence["ToyCache"]) -> None:
+        held = {layer: sums for other in others for layer, sums in other.sums.items()}
+        if len({len(held.get(layer, "?")) for layer in self.sums}) == 1:
+            self.sums = {layer: held.get(layer, [1 + layer]) for layer in self.sums}
 
 
 class ToyRunner:
@@ -89,8 +109,9 @@ class ToyRunner:
 
     def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
         self.span = span
-        self._embed = embed
-        self._head = head
+        self.embed = embed
+        self.head = head
+        self.shard = self
 
     def new_cache(self) -> ToyCache:
         return ToyCache(self.span)
@@ -107,11 +128,12 @@ class ToyRunner:
         for layers, _ in marked:
             assert layers == self.span.start, f"a row behind {layers} layers in {self.span}"
         values = [value for _, value in marked]
-        if self._embed:
+        if self.embed:
             values = [(97 * token + 5) % PRIME for token in values]
         if cache is not None:
+            cache.add(len(values))
             values = [_through(value, cache) for value in values]
-        if self._head:
+        if self.head:
             assert self.span.stop == LAYERS, f"the head behind {self.span}"
             return torch.tensor([[_logits(value) for value in values[-(rows or 0) :]]])
         out = [self.span.stop * PRIME + value for value in values]
@@ -153,12 +175,17 @@ class ToyModel(ModelRuntime):
         self.divides_head = False
         self._text = ToyText()
 
-    def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
-        shard = cast("Runner", ToyRunner(span, embed=is_entry, head=alone))
-        if not is_entry:
-            return LoadedSpan(span, None, shard)
-        head = None if alone else cast("Runner", ToyRunner(Span(LAYERS, LAYERS), head=True))
-        return LoadedSpan(span, EntryRunners(shard, head, self.context), None)
+    def _new_loader(self) -> SpanLoader:
+        return ToyLoader(self.source, self.shape, self.config, self.context, (), None)
+
+
+class ToyLoader(SpanLoader):
+    """Loads spans of the toy model."""
+
+    def _build(
+        self, span: Span, *, embed: bool = False, head: bool = False, **_more: object
+    ) -> Runner:
+        return cast("Runner", ToyRunner(span, embed=embed, head=head))
 
 
 class ToyPreparation(Preparation):

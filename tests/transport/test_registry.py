@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.errors import PluginError
 from meshllm.transport.contract import Transport
-from meshllm.transport.registry import GROUP, Offer, Registry
+from meshllm.transport.registry import GROUP, InstalledTransport, Registry
 
 Install = Callable[..., None]
 
@@ -44,7 +44,10 @@ def test_listing_imports_nothing(install: Install) -> None:
     registry = Registry.discover()
 
     assert "quiet" in registry.names()
-    assert Offer("quiet", "mesh-quiet", "1.2", "mesh_quiet:Carrier") in registry.describe()
+    assert (
+        InstalledTransport("quiet", "mesh-quiet", "1.2", "mesh_quiet:Carrier")
+        in registry.describe()
+    )
     assert "mesh_quiet" not in sys.modules
 
 

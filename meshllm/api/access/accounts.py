@@ -44,7 +44,7 @@ CREATE TABLE IF NOT EXISTS usage (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """What a key may do; None and an empty tuple mean no limit."""
 
     expires_s: int | None = None
@@ -63,7 +63,7 @@ class ApiKey:
     name: str
     id: str
     created_s: int
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     revoked_s: int | None = None
 
     def state(self, now_s: float) -> str:
@@ -75,7 +75,7 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class KeyUsage:
     """Requests and their tokens."""
 
     requests: int = 0
@@ -107,7 +107,7 @@ class Accounts:
         with closing(_connect(folder / FILE)) as database:
             yield cls(database, blake3(seed, derive_key_context=_CONTEXT).digest())
 
-    def create(self, name: str, limits: Limits, now_s: float) -> str:
+    def create(self, name: str, limits: KeyLimits, now_s: float) -> str:
         """Create a key and return it: it is not stored. Raise `UserError` if the name is taken."""
         key_id = secrets.token_hex(ID_BYTES)
         key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
@@ -144,7 +144,7 @@ class Accounts:
         given, stored = self._hash(key), row[0] if row else bytes(32)
         return _key_of(row[1:]) if compare_digest(given, stored) and row else None
 
-    def record(self, day: str, key: str, model: str, used: Usage) -> None:
+    def record(self, day: str, key: str, model: str, used: KeyUsage) -> None:
         """Add to the usage of a key, which is empty for requests without one."""
         self._database.execute(_RECORD, (day, key, model, *astuple(used)))
 
@@ -154,18 +154,18 @@ class Accounts:
         (found,) = self._database.execute(query, (day, key)).fetchone()
         return int(found)
 
-    def usage(self, by: Grouping) -> list[tuple[str, Usage]]:
+    def usage(self, by: Grouping) -> list[tuple[str, KeyUsage]]:
         """Return the usage by key, model or day."""
-        sums = ", ".join(f"sum({each.name})" for each in fields(Usage))
+        sums = ", ".join(f"sum({each.name})" for each in fields(KeyUsage))
         rows = self._database.execute(f"SELECT {by}, {sums} FROM usage GROUP BY {by} ORDER BY {by}")
-        return [(name, Usage(*counts)) for name, *counts in rows]
+        return [(name, KeyUsage(*counts)) for name, *counts in rows]
 
     def _hash(self, key: str) -> bytes:
         return blake3(key.encode(), key=self._hash_key).digest()
 
 
 _KEY = "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s"
-_NAMES = [each.name for each in fields(Usage)]
+_NAMES = [each.name for each in fields(KeyUsage)]
 _RECORD = (
     f"INSERT INTO usage VALUES (?, ?, ?, {', '.join('?' for _ in _NAMES)}) "
     "ON CONFLICT DO UPDATE SET "
@@ -193,7 +193,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _key_of(row: Sequence[object]) -> ApiKey:
     name, key_id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s = row
-    limits = Limits(
+    limits = KeyLimits(
         expires_s,  # type: ignore[arg-type]  # the types of the columns
         tuple(filter(None, str(models).split("\n"))),
         concurrency,  # type: ignore[arg-type]

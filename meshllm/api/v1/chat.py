@@ -23,7 +23,7 @@ WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContentPart:
     """A content part of a message."""
 
     type: Literal["text"]
@@ -35,7 +35,7 @@ class Message:
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[Part, ...]
+    content: str | tuple[ContentPart, ...]
 
     def turn(self) -> Turn:
         """Return the message with its parts joined; a developer's is a system message."""

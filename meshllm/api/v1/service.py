@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from meshllm.api.access.accounts import Accounts, ApiKey, Usage
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyUsage
 from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
 from meshllm.api.v1.merge import merge
@@ -103,7 +103,7 @@ class Service:
                 sum(getattr(each, name) for each in tallies)
                 for name in ("read", "cached", "written")
             )
-            await self._record(key, model, Usage(1, errors, read, cached, written))
+            await self._record(key, model, KeyUsage(1, errors, read, cached, written))
 
     async def _check_quota(self, key: ApiKey | None) -> None:
         most = key.limits.tokens_per_day if key else None
@@ -134,7 +134,7 @@ class Service:
         finally:
             self._running[name] -= 1
 
-    async def _record(self, key: ApiKey | None, model: ModelStatus, used: Usage) -> None:
+    async def _record(self, key: ApiKey | None, model: ModelStatus, used: KeyUsage) -> None:
         if self.accounts is None:
             return
         day, name = day_of(time.time()), key.name if key else ""

@@ -2,12 +2,17 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.cli.shared.local import Opener, open_local
+from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
 from meshllm.request import Backend
+
+if TYPE_CHECKING:
+    from meshllm.status import MeshStatus
 
 _RING_SETTINGS = (
     "transport", "ends", "dtype", "quant", "device", "threads", "speculation", "draft",
@@ -17,11 +22,12 @@ _RING_SETTINGS = (
 
 
 def choose(
-    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True
+    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True, quiet: bool = False
 ) -> tuple[Opener, Settings]:
     """Return a function that opens the backend, and the settings with its model and nodes.
 
-    They are fetched from a running node only if a model is requested or shown, to save time.
+    Unless ``quiet``, a message says where the prompt goes when another machine reads it. To save
+    time, a running node is asked for its status only if something of it is shown or compared.
 
     Raises:
         UserError: a flag contradicts the backend.
@@ -35,12 +41,17 @@ def choose(
 
         logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
         _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
-        if shows_model or flags["model"] is not None:
-            return open_client, _as_served(chosen, flags)
-        return open_client, change(chosen, {"model": "the running node"})
+        if quiet and not shows_model and flags["model"] is None:
+            return open_client, change(chosen, {"model": "the running node"})
+        status = _fetch_status(chosen)
+        if not quiet and (reader := _reader_of(status)):
+            _announce(reader)
+        return open_client, _as_served(status, chosen, flags)
     if chosen.join is None:
         return open_local, chosen
     _refuse(flags, ("model", *_RING_SETTINGS), "the mesh of the ticket already has a ring")
+    if not quiet:
+        _announce(f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket")
     return open_ticket, change(chosen, {"model": "the mesh"})
 
 
@@ -53,11 +64,39 @@ async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
         yield mesh
 
 
-def _as_served(chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
-    """Fetch model and number of nodes from the running node."""
+def _announce(reader: str) -> None:
+    render.talk(render.dim(f"the prompt leaves this machine: it goes to {reader}"))
+
+
+def _inviter(ticket: str) -> str:
+    from meshllm.protocol.trust.identity import short
+    from meshllm.protocol.trust.ticket import parse_ticket
+
+    return short(parse_ticket(ticket).inviter)
+
+
+def _reader_of(status: "MeshStatus") -> str | None:
+    """Name the mesh, and its entry, that reads a prompt in place of the running node."""
+    others = {each.node: each.name for each in status.nodes if not each.is_self}
+    if not others or status.ring.entry == status.node:
+        return None
+    entry = others.get(status.ring.entry or "")
+    mesh = f"mesh {status.mesh[:12]}"
+    return f"the entry `{_one_line(entry)}` of {mesh}" if entry else mesh
+
+
+def _one_line(name: str) -> str:
+    return render.safe(name).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _fetch_status(chosen: Settings) -> "MeshStatus":
     import asyncio
 
-    status = asyncio.run(NodeClient(socket_path(chosen)).status())
+    return asyncio.run(NodeClient(socket_path(chosen)).status())
+
+
+def _as_served(status: "MeshStatus", chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
+    """Take model and number of nodes from the running node."""
     if status.model is None:
         return chosen
     served = status.model.name

@@ -49,6 +49,9 @@ def chat(
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not say which mesh reads the prompt.")
+    ] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
@@ -56,6 +59,8 @@ def chat(
 
     The node running on this machine answers. Without one, or with `--nodes`, chat runs a ring in
     this process. With `--join` it is a client of the ticket's mesh and loads no weights.
+
+    A line on stderr names the mesh if another machine reads the prompt.
 
     With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
     before PROMPT. On a terminal without PROMPT it opens a conversation.
@@ -68,7 +73,8 @@ def chat(
     if callable(context.obj):  # tests pass a backend
         opener = context.obj
     else:
-        opener, chosen = choose(chosen, flags, shows_model=text is None or as_json)
+        shows_model = text is None or as_json
+        opener, chosen = choose(chosen, flags, shows_model=shows_model, quiet=quiet)
     if text is None:
         if as_json or raw:
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")

@@ -1,6 +1,7 @@
 """Interactive `meshllm chat`: answers on stdout, everything else on stderr."""
 
 import asyncio
+import os
 import signal
 import sys
 import termios
@@ -23,6 +24,7 @@ from meshllm.cli.shared.local import Opener
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
+from meshllm.local_files import make_private, open_own
 from meshllm.request import Answer, Backend
 
 QUOTES = '"""'
@@ -131,8 +133,8 @@ def _history() -> History:
     """Keep history in a private file of the state folder, or in memory if that fails."""
     path = user_state_path("meshllm", appauthor=False) / "history"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(mode=0o600)
+        make_private(path.parent)
+        os.close(open_own(path, os.O_APPEND))
     except OSError:
         return InMemoryHistory()
     return FileHistory(path)

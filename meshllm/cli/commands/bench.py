@@ -92,7 +92,7 @@ def bench(
             device = _device(chosen.device, quants)
             if not quant and device == "cpu":
                 quants = tuple(Quant)
-            engine_case = engine_table.Case(model, quants, rounds, threads, device)
+            engine_case = engine_table.EngineBenchmark(model, quants, rounds, threads, device)
             measured = engine_table.measure(engine_case, status.show)
         about |= {"gb_per_s": measured.gb_per_s, **_facts(engine_case, measured.rows)}
         _show(about, _engine_table(measured), json)
@@ -101,9 +101,9 @@ def bench(
     sizes = _sizes(nodes)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
-        from meshllm.bench.ring_table import Case, measure
+        from meshllm.bench.ring_table import RingBenchmark, measure
 
-        case = Case(
+        case = RingBenchmark(
             model, sizes, prompt_tokens, new_tokens, rounds, threads,
             quants=quants, processes=processes, device=_device(chosen.device, quants),
         )  # fmt: skip
@@ -146,7 +146,9 @@ def _quants(text: str) -> tuple[Quant, ...]:
     return tuple(quant for quant in Quant if quant in words)
 
 
-def _facts(case: "ring_table.Case | engine_table.Case", rows: Sequence[Any]) -> dict[str, Any]:
+def _facts(
+    case: "ring_table.RingBenchmark | engine_table.EngineBenchmark", rows: Sequence[Any]
+) -> dict[str, Any]:
     from meshllm.bench.machine import machine
 
     about = machine(case.threads, case.device)
@@ -163,7 +165,7 @@ def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
     render.out(text)
 
 
-def _check(rows: "Sequence[engine_table.Row]") -> None:
+def _check(rows: "Sequence[engine_table.EngineRow]") -> None:
     """Raise `MeshError` if logits that must equal those of transformers differ."""
     if wrong := [f"`{row.name}` at {row.task}" for row in rows if row.same is False]:
         raise MeshError(f"Logits differ from those of transformers: {', '.join(wrong)}")
@@ -177,7 +179,7 @@ def _save(path: Path, fields: dict[str, Any]) -> None:
         raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
 
 
-def _ring_table(rows: "Sequence[ring_table.Row]") -> str:
+def _ring_table(rows: "Sequence[ring_table.RingRow]") -> str:
     header = (
         "contestant", "first token ms", "ms per token", "tokens/s",
         "decode speedup", "vs fewest nodes", "first token ratio", "ms per hop",
@@ -194,7 +196,7 @@ def _ring_table(rows: "Sequence[ring_table.Row]") -> str:
     )  # fmt: skip
 
 
-def _engine_table(measured: "engine_table.Table") -> str:
+def _engine_table(measured: "engine_table.EngineTable") -> str:
     header = ("task", "engine", "MB", "ms", "best ms", "tokens/s", "speedup", "of limit", "bits")
     bits = {None: None, True: "same", False: "DIFFERENT"}
     text = render.table(

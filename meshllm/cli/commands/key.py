@@ -59,14 +59,14 @@ def create(
     Only the key goes to stdout. It is stored as a keyed hash, so it cannot be shown again. It is
     valid at once at every door of this node; a running node needs no restart.
     """
-    from meshllm.api.access.accounts import Limits
+    from meshllm.api.access.accounts import KeyLimits
 
     if not _NAME.fullmatch(name):
         hint = "use 1 to 64 letters, digits, `.`, `_`, `@` and `-`, a letter or digit first"
         raise UserError(f"Invalid name `{name}`", hint=hint)
     now = time.time()
     expires_s = None if expires is None else int(now) + parse_duration(expires)
-    limits = Limits(expires_s, listed(models) or (), concurrency, tokens_per_day)
+    limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day)
     with _accounts(settings(flags)) as accounts:
         key = accounts.create(name, limits, now)
     if as_json:

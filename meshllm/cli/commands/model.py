@@ -21,7 +21,7 @@ from meshllm.names import Span
 if TYPE_CHECKING:
     import torch
 
-    from meshllm.model.parity.check import Report
+    from meshllm.model.parity.check import ParityReport
     from meshllm.model.shape import ModelShape
 
 CONTEXT = 4096  # tokens of KV cache assumed for one session
@@ -213,7 +213,7 @@ def _dtype(chosen: Settings) -> "torch.dtype | None":
     return None if chosen.dtype == "auto" else getattr(torch, chosen.dtype)
 
 
-def _comparison(report: "Report", *, aligned: bool) -> str:
+def _comparison(report: "ParityReport", *, aligned: bool) -> str:
     rows = [
         (
             len(split.parts),
@@ -232,7 +232,7 @@ def _comparison(report: "Report", *, aligned: bool) -> str:
     )
 
 
-def _verdict(report: "Report", *, aligned: bool) -> str:
+def _verdict(report: "ParityReport", *, aligned: bool) -> str:
     """Describe the outcome; unless ``aligned``, rounding may come from the BLAS."""
     share = f"largest relative difference {report.relative:.1e}"
     match report.outcome:
@@ -249,7 +249,7 @@ def _verdict(report: "Report", *, aligned: bool) -> str:
             return f"NOT equal to transformers: {share}"
 
 
-def _hint(report: "Report") -> str:
+def _hint(report: "ParityReport") -> str:
     if report.dtype in ("float32", "float64"):
         return "run it with `--nodes 1`"
     return "run it with `--nodes 1`, or rule out rounding with `--dtype float32`"

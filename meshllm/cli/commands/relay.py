@@ -21,7 +21,7 @@ from meshllm_quic.net.address import RELAY_PORT as PORT
 if TYPE_CHECKING:
     import asyncio
 
-    from meshllm_quic.relay.relay import Limits, Statistics
+    from meshllm_quic.relay.relay import RelayLimits, Statistics
     from meshllm_quic.relay.relay_server import RelayServer
 
 EXAMPLES = """\b
@@ -163,12 +163,12 @@ def _admission(nodes: list[str] | None) -> Callable[[bytes], bool]:
     return frozenset(map(parse_node, nodes)).__contains__
 
 
-def _limits(rate: str) -> "Limits":
+def _limits(rate: str) -> "RelayLimits":
     from meshllm.cli.shared.units import parse_memory
-    from meshllm_quic.relay.relay import Limits
+    from meshllm_quic.relay.relay import RelayLimits
 
     try:
-        return Limits(rate=parse_memory(rate))
+        return RelayLimits(rate=parse_memory(rate))
     except UserError:
         hint = "write it as `500KB`, `4MB` or `1GiB`: bytes per second"
         raise UserError(f"Invalid rate `{rate}`", hint=hint) from None

@@ -131,6 +131,7 @@ def _check_early(options: "NodeOptions") -> None:
 
 def _check_dialable(address: str, transports: Sequence[str]) -> None:
     """Raise `UserError` for an address no transport can dial: it would end up in tickets."""
+    from meshllm.node.net.peer_address import Local, permitted
     from meshllm.transport.registry import Registry
 
     registry = Registry.discover()
@@ -139,6 +140,11 @@ def _check_dialable(address: str, transports: Sequence[str]) -> None:
         raise UserError(
             f"Invalid address `{address}` for {' or '.join(f'`{name}`' for name in transports)}",
             hint=f"start `--advertise` with {' or '.join(f'`{each}:`' for each in schemes)}",
+        )
+    if not permitted([address], Local.YES):
+        raise UserError(
+            f"Address `{address}` has more than a host and a port, and nobody would dial it",
+            hint="let a reverse proxy forward `/` of a host name to the node",
         )
 
 

@@ -16,7 +16,7 @@ from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
-    from meshllm.protocol.planning.plan import Plan, Shape
+    from meshllm.protocol.planning.plan import ModelSizes, Plan
     from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
 
 PROMPT = 256  # prompt tokens assumed for the time to the first token
@@ -84,7 +84,7 @@ def plan(
         render.out(report.text())
 
 
-def _shape(chosen: Settings, context: int) -> "Shape":
+def _shape(chosen: Settings, context: int) -> "ModelSizes":
     from meshllm.model.locate import find_folder
     from meshllm.model.shape import CachedShape
     from meshllm.node.ring.shape import plan_shape
@@ -100,7 +100,7 @@ def _shape(chosen: Settings, context: int) -> "Shape":
     return plan_shape(shape, context)
 
 
-def _nodes(path: Path | None, text: str | None, shape: "Shape") -> "Spec":
+def _nodes(path: Path | None, text: str | None, shape: "ModelSizes") -> "Spec":
     from meshllm.cli.ring.spec import parse_spec, read_spec
     from meshllm.model.shape import free_memory
 
@@ -117,7 +117,7 @@ class _PlanReport:
     prediction: "Prediction"
     others: "tuple[Alternative, ...]"
     spec: "Spec"
-    shape: "Shape"
+    shape: "ModelSizes"
     acceptance: float
 
     def fields(self) -> dict[str, Any]:

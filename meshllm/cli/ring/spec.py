@@ -30,7 +30,7 @@ from typing import Any
 from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
-from meshllm.protocol.planning.plan import Links, Offer, Shape, Wire
+from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
 
 MAX_NODES = 64
 MAX_BYTES = 1 << 20  # of a file
@@ -66,7 +66,7 @@ class _Node:
     latency_s: float | None = None
 
 
-def parse_spec(text: str, shape: Shape) -> Spec:
+def parse_spec(text: str, shape: ModelSizes) -> Spec:
     """Parse the value of ``--spec``; raise `UserError` if it is invalid."""
     nodes: list[_Node] = []
     for part in text.split(","):
@@ -77,7 +77,7 @@ def parse_spec(text: str, shape: Shape) -> Spec:
     return _spec(nodes, wires, shape)
 
 
-def read_spec(path: Path, shape: Shape) -> Spec:
+def read_spec(path: Path, shape: ModelSizes) -> Spec:
     """Read the file of ``--nodes``; raise `UserError` if it is invalid."""
     try:
         with path.open("rb") as file:
@@ -98,7 +98,9 @@ def read_spec(path: Path, shape: Shape) -> Spec:
     return _spec(nodes, _links(_tables(tables, "link"), names), shape)
 
 
-def _spec(nodes: Sequence[_Node], wires: Mapping[tuple[str, str], Wire], shape: Shape) -> Spec:
+def _spec(
+    nodes: Sequence[_Node], wires: Mapping[tuple[str, str], LinkSpeed], shape: ModelSizes
+) -> Spec:
     ids = {node.name: NodeId(at.to_bytes(NODE_ID_BYTES)) for at, node in enumerate(nodes, start=1)}
     assumed = []
     if any(node.layer_s is None for node in nodes):
@@ -108,13 +110,13 @@ def _spec(nodes: Sequence[_Node], wires: Mapping[tuple[str, str], Wire], shape: 
         assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
     return Spec(
         offers=tuple(_offer(node, ids[node.name], shape) for node in nodes),
-        links=Links({(ids[a], ids[b]): wire for (a, b), wire in wires.items()}, Wire(LAN_S)),
+        links=Links({(ids[a], ids[b]): wire for (a, b), wire in wires.items()}, LinkSpeed(LAN_S)),
         names={node: name for name, node in ids.items()},
         assumed=tuple(assumed),
     )
 
 
-def _offer(node: _Node, node_id: NodeId, shape: Shape) -> Offer:
+def _offer(node: _Node, node_id: NodeId, shape: ModelSizes) -> Offer:
     mean = sum(shape.layer_bytes) / shape.layers
     layer_s = mean / MEMORY_BYTES_PER_S if node.layer_s is None else node.layer_s
     head_s = layer_s * shape.head_read_bytes / mean if node.head_s is None else node.head_s
@@ -137,9 +139,9 @@ def _expand(part: str, number: int) -> list[_Node]:
     return [_Node(f"n{at}", size, layer_s, latency_s=latency_s) for at in numbers]
 
 
-def _wire(a: _Node, b: _Node) -> Wire | None:
+def _wire(a: _Node, b: _Node) -> LinkSpeed | None:
     given = [node.latency_s for node in (a, b) if node.latency_s is not None]
-    return Wire(max(given)) if given else None
+    return LinkSpeed(max(given)) if given else None
 
 
 def _check_count(nodes: int) -> None:
@@ -166,8 +168,8 @@ def _node(table: Mapping[str, Any]) -> _Node:
 
 def _links(
     tables: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> dict[tuple[str, str], Wire]:
-    wires: dict[tuple[str, str], Wire] = {}
+) -> dict[tuple[str, str], LinkSpeed]:
+    wires: dict[tuple[str, str], LinkSpeed] = {}
     for table in tables:
         _check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
         a, b = _text(table, "a"), _text(table, "b")
@@ -177,7 +179,7 @@ def _links(
         mbit_s = _number(table, "mbit_s", MAX_MBIT_S, zero=False)
         if latency_s is None:
             raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
-        wires[a, b] = Wire(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
+        wires[a, b] = LinkSpeed(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
     return wires
 
 

@@ -72,10 +72,10 @@ class NodeClient:
 
     async def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Request a ticket from the node."""
-        from meshllm.status import Invitation, from_json
+        from meshllm.status import NewTicket, from_json
 
         wish = {"role": role, "expires_s": expires_s, "uses": uses}
-        return from_json(Invitation, await self._post("/mesh/ticket", wish)).ticket
+        return from_json(NewTicket, await self._post("/mesh/ticket", wish)).ticket
 
     async def remove(self, node: str) -> "Removed":
         """Permanently remove a member from the mesh."""

@@ -53,7 +53,7 @@ def answering() -> Iterator[Callable[[str], None]]:
     def write(piece: str) -> None:
         nonlocal is_begun
         is_begun = True
-        out(wrap.feed(safe(piece)) if wrap else piece, end="")
+        out(wrap.feed(_safe_answer(piece)) if wrap else piece, end="")
 
     try:
         yield write
@@ -90,10 +90,16 @@ def error(failure: MeshError) -> None:
 
 
 def safe(text: str) -> str:
-    """Escape control characters in untrusted text."""
+    """Escape control and invisible characters in untrusted text."""
     from meshllm.log import escape
 
     return escape(text)
+
+
+def _safe_answer(text: str) -> str:
+    from meshllm.log import escape_answer
+
+    return escape_answer(text)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

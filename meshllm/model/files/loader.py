@@ -5,6 +5,7 @@ only the tensors that have a place in the stripped model, and reads no others.
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -30,12 +31,18 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from meshllm.errors import ModelError
+from meshllm.local_files import check_regular, read_regular
 from meshllm.model.device import CPU
 from meshllm.model.lean import lean
 from meshllm.model.split.skeleton import Skeleton, quiet
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_INDEX_BYTES = 64 << 20
+MAX_TENSORS = 1 << 18  # of a model; the largest mixtures of experts have half of that
+MAX_HEADER_BYTES = 16 << 20  # of one file; seconds to read, 100 bytes for each tensor
+LENGTH_BYTES = 8
+"""Of the header length that precedes the header of a file, little-endian."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -56,16 +63,22 @@ def list_weights(folder: Path) -> dict[str, str]:
     index = folder / INDEX
     if index.is_file():
         try:
-            weights = {n: str(f) for n, f in json.loads(index.read_bytes())["weight_map"].items()}
-        except (ValueError, LookupError, TypeError, AttributeError):
+            content = json.loads(read_regular(index, MAX_INDEX_BYTES))
+            weights = {name: str(file) for name, file in content["weight_map"].items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ModelError(f"Invalid safetensors index `{index}`") from None
         if stray := [file for file in weights.values() if Path(file).name != file]:
             raise ModelError(f"`{index}` refers to a file outside its folder: `{stray[0]}`")
+        if len(weights) > MAX_TENSORS:
+            raise ModelError(f"`{index}` lists {len(weights)} tensors, more than {MAX_TENSORS}")
         return weights
     if not (folder / SINGLE).is_file():
         raise _no_weights(folder)
     with open_file(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+        names = file.keys()
+    if len(names) > MAX_TENSORS:
+        raise ModelError(f"`{folder / SINGLE}` has {len(names)} tensors, more than {MAX_TENSORS}")
+    return dict.fromkeys(names, SINGLE)
 
 
 def first_dtype(folder: Path) -> torch.dtype:
@@ -245,6 +258,13 @@ def _merge(model: Any, state: dict[str, Any], config: Any) -> Any:
 def open_file(path: Path) -> Any:
     """Open a safetensors file; raise `ModelError` if it is missing or damaged."""
     try:
+        check_regular(path, sys.maxsize)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"`{path}` is damaged: its header has {length} bytes, more than {MAX_HEADER_BYTES}"
+            )
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise ModelError(

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,17 +12,15 @@ import torch
 from blake3 import blake3
 
 from meshllm.errors import ModelError
-from meshllm.model.files.loader import list_weights, select
+from meshllm.local_files import check_regular
+from meshllm.model.files.loader import LENGTH_BYTES, MAX_HEADER_BYTES, list_weights, select
 from meshllm.model.files.source import Source
 from meshllm.model.json_cache import locked, recall, remember
 from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Digest
 
 PART_BYTES = 16
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file; the limit of its own library
 
-_LENGTH_BYTES = 8
-"""Of the header length that precedes the header, little-endian."""
 _INCIDENTAL = frozenset(
     {
         "_name_or_path",
@@ -125,6 +124,7 @@ def _hash(path: Path) -> dict[str, str]:
         ModelError: the file is damaged.
     """
     try:
+        check_regular(path, sys.maxsize)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return {
                 name: _digest(kind, memoryview(data)[start:stop])
@@ -136,11 +136,11 @@ def _hash(path: Path) -> dict[str, str]:
 
 def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
     """Read the header: name, dtype with shape, start and stop offset of each tensor."""
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
-    begin = _LENGTH_BYTES + length
-    for name, tensor in json.loads(data[_LENGTH_BYTES:begin]).items():
+    begin = LENGTH_BYTES + length
+    for name, tensor in json.loads(data[LENGTH_BYTES:begin]).items():
         if name != "__metadata__":
             start, stop = (begin + offset for offset in tensor["data_offsets"])
             if not begin <= start <= stop <= len(data):

@@ -5,8 +5,10 @@ from a model: no remote code, no pickle, no attention kernel that a config names
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichev
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
+from meshllm.local_files import check_regular, read_regular
 from meshllm.model.files.loader import INDEX, SINGLE, first_dtype, list_weights, select
-from meshllm.model.locate import CONFIG, find_folder, is_model_id
+from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_folder, is_model_id
 from meshllm.model.split.skeleton import Part, build, quiet, strip
 from meshllm.names import Span
 
@@ -28,6 +31,7 @@ MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memor
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
+MAX_SMALL_BYTES = 256 << 20  # of each; the largest tokenizers have 30 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +52,20 @@ def resolve(
     revision: str | None = None,
     span: Span | None = None,
     download: bool = False,
+    is_own: bool = True,
 ) -> Source:
     """Find a model by name, and with ``download`` fetch what is missing.
 
     With a ``span``, only the weight files that hold it are fetched; a span that begins at layer 0
-    includes embedding and head, and a span that ends at the last layer includes the head.
+    includes embedding and head, and a span that ends at the last layer includes the head. A name
+    from a peer, not the user's own, never opens a folder.
 
     Raises:
         ModelError: there is no such model, or it cannot be run.
     """
     if download and not offline and is_model_id(name):
         return _fetch(name, revision, span)
-    return open_folder(name, find_folder(name, revision))
+    return open_folder(name, find_folder(name, revision, is_own=is_own))
 
 
 def open_folder(name: str, folder: Path) -> Source:
@@ -68,14 +74,8 @@ def open_folder(name: str, folder: Path) -> Source:
     Raises:
         ModelError: there is no config, or transformers cannot run its model without remote code.
     """
-    path = folder / CONFIG
-    try:
-        raw = json.loads(path.read_bytes())
-        model_type = raw.get("model_type")
-    except FileNotFoundError:
-        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder") from None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"`{path}` cannot be read: {error}") from None
+    path, raw = folder / CONFIG, _read_config(folder)
+    model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"Model type `{model_type}` of `{name}` is unknown to transformers",
@@ -144,6 +144,29 @@ def _download(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
             f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}",
             hint="set `HF_TOKEN` for a private or gated model; unset `HF_HUB_OFFLINE`",
         ) from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read the config, and check the kind and size of every file in the folder."""
+    path = folder / CONFIG
+    try:
+        raw = json.loads(read_regular(path, MAX_CONFIG_BYTES))
+        for each in folder.iterdir():  # other libraries read some of them, without limits
+            if each.exists() and not each.is_dir():
+                check_regular(each, MAX_SMALL_BYTES if _is_small(each.name) else sys.maxsize)
+    except FileNotFoundError:
+        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder") from None
+    except OSError as error:
+        raise ModelError(f"`{error.filename}` cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"`{path}` cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"`{path}` cannot be read: it is not a JSON object")
+    return raw
+
+
+def _is_small(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
 
 
 def _most_layers(raw: dict[str, Any]) -> int:

@@ -127,7 +127,7 @@ class _Shape:
         self, code: Code, fields: Mapping[str, ir.Value], block: ir.Value, thread: ir.Value
     ) -> None:
         """Emit the attention of one row over one key head."""
-        work = _Work(self, code, fields, block, thread)
+        work = _AttentionEmitter(self, code, fields, block, thread)
         with code.loop(code.index(self.each // self.held)) as tile:
             work.head = code.do.add(work.first, code.do.mul(tile.index, code.index(self.held)))
             largest = work.score()
@@ -136,7 +136,7 @@ class _Shape:
                 work.mix(totals, range(at, min(at + _OUT, self.parts_out)))
 
 
-class _Work:
+class _AttentionEmitter:
     """Emits its parts: scores, softmax, weighted mean."""
 
     def __init__(

@@ -30,7 +30,7 @@ _DIMS = 3
 _SIZES = "planes", "lines", "parts"
 
 
-class Task(Enum):
+class ElementwiseOp(Enum):
     """An operation on one number of each operand, in float32; the result is rounded."""
 
     ADD = "fadd"
@@ -42,7 +42,7 @@ class Task(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StridedView:
     """A strided tensor in memory."""
 
     place: int
@@ -61,13 +61,15 @@ class _Operand:
     """Whether the numbers of a line are adjacent; else they are `step` apart."""
 
 
-def call_for(task: Task, out: View, *inputs: View) -> tuple[JitFunction, list[int]] | None:
+def call_for(
+    task: ElementwiseOp, out: StridedView, *inputs: StridedView
+) -> tuple[JitFunction, list[int]] | None:
     """Return a kernel and its fields, for one thread; None if the operands are not supported.
 
     ``out`` has the shape of the result; inputs are broadcast to it. A table is the last input; only
     its `place` is used.
     """
-    table = inputs[-1:] if task is Task.LOOK_UP else ()
+    table = inputs[-1:] if task is ElementwiseOp.LOOK_UP else ()
     operands = out, *inputs[: len(inputs) - len(table)]
     if any(each.dtype not in DTYPES for each in operands) or 0 in out.shape:
         return None
@@ -104,10 +106,19 @@ def copy_lines(shape: Sequence[int], strides: Sequence[int]) -> tuple[JitFunctio
     half = _Operand(HALF, is_dense=True)
     lanes = gcd(LANES, shape[2])
     sizes = *shape[:2], shape[2] // lanes
-    return _function(Task.COPY, lanes, (half, half)), [*sizes, 0, 0, 0, 1, 0, *strides[:2], 1]
+    return _function(ElementwiseOp.COPY, lanes, (half, half)), [
+        *sizes,
+        0,
+        0,
+        0,
+        1,
+        0,
+        *strides[:2],
+        1,
+    ]
 
 
-def _broadcast(view: View, shape: Sequence[int]) -> tuple[int, ...]:
+def _broadcast(view: StridedView, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a view broadcast to a shape; 0 for broadcast dimensions."""
     ahead = len(shape) - len(view.shape)
     strides = [
@@ -134,13 +145,13 @@ def _collapse(
 
 
 @cache
-def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> JitFunction:
+def _function(task: ElementwiseOp, lanes: int, operands: tuple[_Operand, ...]) -> JitFunction:
     """Compile the kernel for vectors of ``lanes``; the first operand is the result."""
     names = [f"operand{at}" for at in range(len(operands))]
     fields = [*_SIZES]
     for name in names:
         fields += [f"*{name}", f"{name}_plane", f"{name}_line", f"{name}_step"]
-    if task is Task.LOOK_UP:
+    if task is ElementwiseOp.LOOK_UP:
         fields.append("*table")
 
     def write(code: Code, given: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
@@ -174,23 +185,23 @@ def _function(task: Task, lanes: int, operands: tuple[_Operand, ...]) -> JitFunc
 
 def _compute(
     code: Code,
-    task: Task,
+    task: ElementwiseOp,
     kinds: Sequence[ir.Type],
     numbers: Sequence[ir.Value],
     table: ir.Value | None,
 ) -> ir.Value:
     """Emit the operation on vectors of numbers."""
     do = code.do
-    if task is Task.LOOK_UP:
+    if task is ElementwiseOp.LOOK_UP:
         bits = do.extract_element(numbers[0], code.index(0))
         return code.load(HALF, table, do.zext(bits, INT), 1)
-    if task is Task.COPY and kinds[0] == kinds[1]:
+    if task is ElementwiseOp.COPY and kinds[0] == kinds[1]:
         return numbers[0]
     wide = [
         code.widen(number) if kind == HALF else number
         for kind, number in zip(kinds[1:], numbers, strict=True)
     ]
-    if task is Task.COPY:
+    if task is ElementwiseOp.COPY:
         (result,) = wide
     else:
         combine: Callable[..., ir.Value] = getattr(do, task.value)

@@ -86,13 +86,13 @@ Hear = Callable[[JitFunction, int, int, Sequence[int]], None]
 """Observes a call: the kernel, its blocks, threads and field values."""
 
 
-class _Observer(threading.local):
+class _CallObserver(threading.local):
     """The observer of a thread's kernel calls."""
 
     observe: Hear | None = None
 
 
-_observer = _Observer()
+_observer = _CallObserver()
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """On-disk cache of packed matrices, which are memory-mapped when they are loaded again.
 
 A matrix is a safetensors file of bytes, so reading one runs no code. The file contains its key and
-a hash of its contents, and is used only if both and every size are as expected; otherwise the
-matrix is packed again. The hash is verified once, and again if the size, time or inode of the file
-has changed; the rest is mapped and read only when it is used. The worst that a forged file can do
-is wrong numbers. A file that was unused for `UNUSED_S` is evicted when a model is quantised: it can
-be made again.
+a hash of its contents, and is used only if both and every size are as expected, and if no other
+user could have written it; otherwise the matrix is packed again. The hash is verified once, and
+again if the size, time or inode of the file has changed; the rest is mapped and read only when it
+is used. A file that was unused for `UNUSED_S` is evicted when a model is quantised: it can be made
+again.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshllm.errors import ModelError
+from meshllm.local_files import is_own, make_private
 from meshllm.model.files.loader import list_weights, open_file, select
 from meshllm.model.files.manifest import file_digests
 from meshllm.model.json_cache import recall, remember
@@ -65,10 +66,9 @@ def digest_weights(skeleton: Skeleton, folder: Path, cache: Path) -> dict[str, s
 def load(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     """Map a packed matrix of a known form; None if it is missing or invalid."""
     path = _path(folder, key)
-    try:
-        stat = path.stat()
-    except OSError:
+    if not is_own(path):
         return None
+    stat = path.stat()
     try:
         with open_file(path) as file:
             about = file.metadata() or {}
@@ -98,7 +98,7 @@ def save(folder: Path, key: str, packed: Packed) -> None:
     stored = {name: _padded(tensor) for name, tensor in packed.items()}
     unfinished = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             unfinished = Path(file.name)
             file.write(_header(stored, {"key": key, "hash": _hash(stored)}))

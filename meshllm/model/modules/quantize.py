@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantReport:
     """The result of quantising a model."""
 
     kind: Quant
@@ -60,7 +60,7 @@ def quantise(
     digests: Mapping[str, str] | None = None,
     cache: Path | None = None,
     mapped: bool = True,
-) -> Report:
+) -> QuantReport:
     """Replace the linear modules of a model in place, except those in or under ``skip``.
 
     With ``digests`` of the weights by parameter name, from `quant_store.digest_weights`, packed
@@ -71,19 +71,19 @@ def quantise(
         ModelError: this CPU, or this build of torch, has no such kernel.
     """
     if kind is Quant.NONE:
-        return Report(kind)
+        return QuantReport(kind)
     linears, plain = choose(model, kind, skip)
-    work = _Work(model, kind, digests or {}, cache, mapped)
+    work = _Quantizer(model, kind, digests or {}, cache, mapped)
     for names in fusable_groups(linears):
         plain += work.exchange({name: linears[name] for name in names})
     if cache is not None:
         evict(cache)
-    report = Report(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
+    report = QuantReport(kind, work.modules, work.bytes, work.plain_bytes, tuple(plain))
     _log_report(report)
     return report
 
 
-class _Work:
+class _Quantizer:
     """Packs and replaces the matrices of one model, one at a time."""
 
     def __init__(
@@ -178,7 +178,7 @@ def _error(matrix: Matrix, weights: Sequence[Tensor]) -> float:
     return float(torch.stack(errors).max())
 
 
-def _log_report(report: Report) -> None:
+def _log_report(report: QuantReport) -> None:
     megabytes = report.bytes / 1e6, report.plain_bytes / 1e6
     log.info("%s: %d modules in %.0f MB instead of %.0f", report.kind, report.modules, *megabytes)
     for plain in report.plain:

@@ -29,7 +29,7 @@ from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, Session, WholeSession
 from meshllm.model.parity.compare import describe, measure
-from meshllm.model.parity.families import Table, read_table, shrink, tiny_config
+from meshllm.model.parity.families import FamilyTable, read_table, shrink, tiny_config
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.rope import context_of
@@ -69,7 +69,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ParityReport:
     """The result of `verify`."""
 
     model: str
@@ -130,7 +130,7 @@ def verify(
     prompt: str | Sequence[int] = PROMPT,
     dtype: torch.dtype | None = None,
     progress: Callable[[str], None] = log.info,
-) -> Report:
+) -> ParityReport:
     """Compare a model with its parts on its actual weights: logits and greedy tokens.
 
     Holds the whole model once at a time. ``progress`` gets one line before each stage.
@@ -155,7 +155,9 @@ def verify(
             progress(f"run it in {count} parts: {' '.join(str(part.span) for part in parts)}")
             found.append(_compare(source, parts, dtype, written, logits))
     new = tuple(written[0, len(ids) :].tolist())
-    return Report(source.name, str(dtype).removeprefix("torch."), tuple(ids), new, tuple(found))
+    return ParityReport(
+        source.name, str(dtype).removeprefix("torch."), tuple(ids), new, tuple(found)
+    )
 
 
 def _ids(source: Source, prompt: str | Sequence[int]) -> list[int]:
@@ -222,7 +224,7 @@ def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
     return logits
 
 
-def _measure_like(config: PreTrainedConfig, table: Table) -> Verdict:
+def _measure_like(config: PreTrainedConfig, table: FamilyTable) -> Verdict:
     """Measure a tiny model with the config's switches, or else with those of its type."""
     try:
         return measure(shrink(config, table))

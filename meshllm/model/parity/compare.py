@@ -53,7 +53,7 @@ class Stock:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """The result of comparing one layout in one dtype."""
 
     fault: str
@@ -70,7 +70,7 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
     """
     depth = depth or Depth()
     stocks: list[Stock] = []
-    findings: dict[str, Finding] = {}
+    findings: dict[str, Comparison] = {}
     for dtype in depth.dtypes:
         with random_model(config, dtype) as (model, source), torch.inference_mode():
             stocks.append(run_stock(model, depth.crops, *stocks[:1]))
@@ -125,7 +125,7 @@ def run_stock(model: nn.Module, crops: Sequence[int], like: Stock | None = None)
 
 def compare(
     source: Source, parts: Sequence[Part], dtype: torch.dtype, stock: Stock, crops: Sequence[int]
-) -> Finding:
+) -> Comparison:
     """Load the parts of a model and find their first difference from the whole."""
     where = f"parts {' '.join(str(part.span) for part in parts)} in {dtype}".replace("torch.", "")
     try:
@@ -135,10 +135,10 @@ def compare(
         ]
         ring = RingSession(shards)
         fault = _first_gap(shards, stock, crops if ring.croppable else ())
-        return Finding(f"{fault}, {where}" if fault else "", ring.croppable)
+        return Comparison(f"{fault}, {where}" if fault else "", ring.croppable)
     except PROBE_ERRORS as error:  # a type that cannot be split is a finding, not a crash
         reason = describe(error).replace(str(source.folder), "the model")
-        return Finding(f"{reason}, {where}", croppable=False)
+        return Comparison(f"{reason}, {where}", croppable=False)
 
 
 def describe(error: Exception) -> str:
@@ -162,7 +162,7 @@ def _first_gap(shards: Sequence[Shard], stock: Stock, crops: Sequence[int]) -> s
     return cases.undetected_damage(shards, tokens()) if len(shards) > 2 else None
 
 
-def _conclude(model_type: str, stock: Stock, findings: dict[str, Finding]) -> Verdict:
+def _conclude(model_type: str, stock: Stock, findings: dict[str, Comparison]) -> Verdict:
     faults = {name: finding.fault for name, finding in findings.items() if finding.fault}
     return Verdict(
         model_type,

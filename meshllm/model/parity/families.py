@@ -23,7 +23,7 @@ _STALE = frozenset({"quantization_config", "transformers_version", "dtype", "_na
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class FamilyTable:
     """The content of ``families.toml``."""
 
     sizes: dict[str, Any]
@@ -46,12 +46,12 @@ class Table:
         return replace(verdict, reason=f"{self.obstacles[name]} ({verdict.reason})")
 
 
-def read_table() -> Table:
+def read_table() -> FamilyTable:
     """Read the data file of the package."""
     text = resources.files(__package__).joinpath("families.toml").read_text("utf-8")
     data = tomllib.loads(text)
     excluded = {name: why for why, group in data["excluded"].items() for name in group["types"]}
-    return Table(
+    return FamilyTable(
         sizes=data["sizes"],
         companions=data["with"],
         types=data["types"],
@@ -61,14 +61,14 @@ def read_table() -> Table:
     )
 
 
-def text_types(table: Table) -> list[str]:
+def text_types(table: FamilyTable) -> list[str]:
     """List every text causal-LM type that transformers registers, variants after their type."""
     others = table.excluded.keys() | table.wrappers.keys()
     variants = {name for name in table.types if ":" in name}
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - others | variants)
 
 
-def tiny_config(name: str, table: Table) -> PreTrainedConfig:
+def tiny_config(name: str, table: FamilyTable) -> PreTrainedConfig:
     """Make the table's tiny config of a model type or ``type:variant``.
 
     Raises:
@@ -84,7 +84,7 @@ def tiny_config(name: str, table: Table) -> PreTrainedConfig:
         return cls(**sizes | table.types.get(name, table.types.get(model_type, {})))
 
 
-def shrink(config: PreTrainedConfig, table: Table) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, table: FamilyTable) -> PreTrainedConfig:
     """Make a tiny config with the switches and the kinds of layers of a real one.
 
     The result may be invalid for the class; then building the model raises.
@@ -109,7 +109,7 @@ def _cut_factors(fields: dict[str, Any]) -> None:
         fields["rope_parameters"] = rope | {name: rope[name][:pairs] for name in _FACTORS}
 
 
-def _sizes(fields: dict[str, Any], table: Table, aliases: dict[str, str]) -> dict[str, Any]:
+def _sizes(fields: dict[str, Any], table: FamilyTable, aliases: dict[str, str]) -> dict[str, Any]:
     """Return the tiny values of the fields that a config has, without a padding token."""
     known = fields.keys() | aliases.keys()
     sizes = {name: value for name, value in table.sizes.items() if name in known}

@@ -4,7 +4,7 @@ Layers keep their global index; those outside the span are dummies. Keys and val
 place, whereas transformers' own cache copies all of them for every token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -191,6 +191,18 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         self.layers = self._within_span(self.layers)
         self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
+
+    def take_over(self, others: "Sequence[SpanCache]") -> None:
+        """Take over the layers of this span, if ``others`` hold all of them for as many tokens."""
+        span = range(self._span.start, self._span.stop)
+        owners = [next((each for each in others if at in each._span), None) for at in span]
+        lengths = {owner.length if owner else 0 for owner in owners}
+        if not span:  # nothing to hold
+            self.length = max((other.length for other in others), default=0)
+        elif len(lengths) == 1 and (length := lengths.pop()):
+            self.length = length
+            for index, owner in zip(span, owners, strict=True):
+                self.layers[index] = owner.layers[index] if owner else self.layers[index]
 
     @property
     def croppable(self) -> bool:

@@ -22,7 +22,7 @@ from meshllm.model.device import CPU
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
-from meshllm.model.split.stubs import LayerStub, Stop, first, key
+from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, key
 from meshllm.names import Quant
 
 
@@ -123,7 +123,7 @@ class Shard:
             self._entry_stub.hidden = x
         try:
             logits: Tensor = self.model(**options).logits
-        except Stop as stop:
+        except EndOfSpan as stop:
             return stop.hidden
         else:
             return logits
@@ -156,8 +156,8 @@ def _install_hooks(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
 
 
 def _stop_after(_layer: nn.Module, _args: Any, output: Any) -> None:
-    raise Stop(output[0] if isinstance(output, tuple) else output)
+    raise EndOfSpan(output[0] if isinstance(output, tuple) else output)
 
 
 def _stop_before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise Stop(first(args, kwargs))
+    raise EndOfSpan(first(args, kwargs))

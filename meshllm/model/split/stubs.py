@@ -56,7 +56,7 @@ class EndStub(Stub):
         return value
 
 
-class Stop(Exception):
+class EndOfSpan(Exception):
     """Aborts the stock forward at the end of a span; carries the hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:

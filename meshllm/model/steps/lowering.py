@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from meshllm.model.device import CPU
-from meshllm.model.kernels.elementwise import DTYPES, NUMBERS, Task, View, call_for
+from meshllm.model.kernels.elementwise import DTYPES, NUMBERS, ElementwiseOp, StridedView, call_for
 from meshllm.model.kernels.program import Call
 
 aten = torch.ops.aten
 
 _BINARY = {
-    aten.add.Tensor: Task.ADD,
-    aten.sub.Tensor: Task.SUBTRACT,
-    aten.mul.Tensor: Task.MULTIPLY,
-    aten.mul.Scalar: Task.MULTIPLY,
+    aten.add.Tensor: ElementwiseOp.ADD,
+    aten.sub.Tensor: ElementwiseOp.SUBTRACT,
+    aten.mul.Tensor: ElementwiseOp.MULTIPLY,
+    aten.mul.Scalar: ElementwiseOp.MULTIPLY,
 }
 _UNARY = {
     getattr(aten, name)
@@ -53,7 +53,7 @@ def calls_for(
         found = [_copy(source, out)]
     elif is_elementwise(function, args, kwargs) and args[0].dtype == out.dtype == torch.bfloat16:
         kept = [args[0], _table(function, tuple(args[1:]), tuple(kwargs.items()))]
-        found = [call_for(Task.LOOK_UP, _view(out), *map(_view, kept))]
+        found = [call_for(ElementwiseOp.LOOK_UP, _view(out), *map(_view, kept))]
     else:
         return None
     if None in found:
@@ -104,18 +104,18 @@ def _copy(source: Tensor, out: Tensor) -> Any:
         if source.numel() != out.numel() or not out.is_contiguous():
             return None
         out = out.view(source.shape)
-    return call_for(Task.COPY, _view(out), _view(source))
+    return call_for(ElementwiseOp.COPY, _view(out), _view(source))
 
 
-def _view(tensor: Tensor) -> View:
-    return View(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+def _view(tensor: Tensor) -> StridedView:
+    return StridedView(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _operand(value: Any, task: Task, dtype: torch.dtype) -> Tensor:
+def _operand(value: Any, task: ElementwiseOp, dtype: torch.dtype) -> Tensor:
     """Return a tensor, made from a number if needed: torch rounds addends, but not factors."""
     if isinstance(value, Tensor):
         return value
-    return torch.tensor([value], dtype=torch.float32 if task is Task.MULTIPLY else dtype)
+    return torch.tensor([value], dtype=torch.float32 if task is ElementwiseOp.MULTIPLY else dtype)
 
 
 @cache

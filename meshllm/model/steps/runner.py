@@ -1,30 +1,38 @@
-"""A shard with the strategy that runs its steps, see `meshllm.model.steps.strategies`."""
+"""Runners: a shard with its strategy, and a span of layers that was loaded in several pieces."""
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.execution import Strategy
 from meshllm.model.steps.strategies import ReplayedSteps, Trial, choose_steps
 from meshllm.model.steps.trial import try_steps
+from meshllm.names import Span
 
 
 class Runner:
-    """Runs one shard."""
+    """Runs one shard, see `meshllm.model.steps.strategies`."""
 
     def __init__(
-        self, shard: Shard, counts: Sequence[int] = (), trial: Trial | None = None
+        self,
+        shard: Shard,
+        counts: Sequence[int] = (),
+        trial: Trial | None = None,
+        whole: nn.Module | None = None,
     ) -> None:
         """Prepare steps of one row and of each number of rows in ``counts``; if empty, stock steps.
 
-        ``trial`` returns why they cannot be used, or ""; None runs `try_steps`.
+        ``trial`` returns why they cannot be used, or ""; None runs `try_steps`. ``whole`` is the
+        whole model on meta; None builds it.
 
         A shard has one runner, because a runner exchanges modules.
         """
         self.shard = shard
-        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps)
+        self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
@@ -32,6 +40,11 @@ class Runner:
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, see `Shard.forward`."""
         return self.steps.prefill(x, cache, rows)
+
+    @property
+    def span(self) -> Span:
+        """The layers of its shard."""
+        return self.shard.span
 
     @property
     def vocabulary(self) -> int:
@@ -52,3 +65,91 @@ class Runner:
     def prepared(self) -> int:
         """Steps so far that were slower than later ones of as many rows."""
         return self.steps.replay.prepared if isinstance(self.steps, ReplayedSteps) else 0
+
+
+class SpanRunner:
+    """Runs the layers of a rank, which were loaded in one or more pieces, for its sessions."""
+
+    def __init__(self, pieces: Sequence[Runner], sent: SentRows | None = None) -> None:
+        """Run consecutive ``pieces``; the rows for the next rank are recorded in ``sent``."""
+        self.pieces = list(pieces)
+        self._sent = sent
+
+    @property
+    def span(self) -> Span:
+        """The layers of all pieces."""
+        return Span(self.pieces[0].span.start, self.pieces[-1].span.stop)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return self.pieces[0].vocabulary
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether several rows run in one pass, in about the time of one row."""
+        return all(piece.is_row_invariant for piece in self.pieces)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The memory of the rows that were sent to the next rank."""
+        return self._sent.bytes if self._sent else 0
+
+    def new_cache(self) -> SessionCache:
+        """Return an empty cache for one session."""
+        return SessionCache([piece.new_cache() for piece in self.pieces])
+
+    def regroup(self, cache: SessionCache) -> None:
+        """Move a session's cache to these pieces, from those of an earlier span."""
+        cache.regroup([piece.new_cache() for piece in self.pieces])
+
+    def prefill(self, x: Tensor, cache: SessionCache, rows: int | None = None) -> Tensor:
+        """Run a chunk of a prompt, see `Shard.forward`."""
+        start = cache.length
+        for piece, part in zip(self.pieces, cache.parts, strict=True):
+            x = piece.prefill(x, part, rows)
+        self._record(cache, start, x)
+        return x
+
+    def step(self, x: Tensor, cache: SessionCache) -> Tensor:
+        """Run rows [1, T or T, D] of a session, each as if computed alone."""
+        return self.step_many([x], [cache])[0]
+
+    def step_many(self, parts: Sequence[Tensor], caches: Sequence[SessionCache]) -> list[Tensor]:
+        """Run rows of several sessions; each gets what `step` would return."""
+        starts, outputs = [cache.length for cache in caches], list(parts)
+        for index, piece in enumerate(self.pieces):
+            outputs = piece.step_many(outputs, [cache.parts[index] for cache in caches])
+        for cache, start, output in zip(caches, starts, outputs, strict=True):
+            self._record(cache, start, output)
+        return outputs
+
+    def refill(
+        self, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool
+    ) -> Tensor | None:
+        """Compute rows only in the pieces that lack them, after the layers came from a lost rank.
+
+        ``x`` is the input of the first piece at the positions ``places``; None if it is unknown.
+        Returns the output of the last piece ``[1, T, D]``; None if it is unknown, as only the
+        layers in front of a lost one need to know theirs.
+
+        Raises:
+            ModelError: the input of a piece that lacks the rows is unknown.
+        """
+        for piece, part in zip(self.pieces, cache.parts, strict=True):
+            if part.length >= places.stop:
+                x = cache.recorded(piece.span.stop, places.start, places.stop)
+            elif x is None:
+                raise ModelError(f"Nothing to compute layers {piece.span} at {places} from")
+            else:
+                part.crop(places.start)
+                x = piece.step(x, part) if is_step else piece.prefill(x, part, 1)
+                self._record(cache, places.start, x, piece)
+        return x
+
+    def _record(
+        self, cache: SessionCache, start: int, output: Tensor, piece: Runner | None = None
+    ) -> None:
+        last = self.pieces[-1]
+        if self._sent and piece in (None, last):
+            self._sent.record(cache, last.span.stop, start, output)

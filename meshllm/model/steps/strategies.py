@@ -296,13 +296,19 @@ class NotInvariant(Exception):
 
 
 def choose_steps(
-    shard: Shard, counts: Sequence[int], trial: Trial = try_steps
+    shard: Shard,
+    counts: Sequence[int],
+    trial: Trial = try_steps,
+    whole: nn.Module | None = None,
 ) -> tuple[Steps, Execution]:
-    """Choose how steps of one row and of each of ``counts`` run; if empty, stock steps."""
+    """Choose how steps of one row and of each of ``counts`` run; if empty, stock steps.
+
+    ``whole`` is the whole model on meta; None builds it.
+    """
     if not counts:
         return _stock(shard, "one row per step is requested")
     config, device = shard.model.config, shard.device
-    whole = build(config, shard.model.dtype).model
+    whole = build(config, shard.model.dtype).model if whole is None else whole
     if reason := lacks_invariance(config, whole, device):
         return _stock(shard, reason)
     try:

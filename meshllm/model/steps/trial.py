@@ -44,7 +44,7 @@ has 0.1.
 """
 
 
-class Steps(Protocol):
+class TestedSteps(Protocol):
     """What is tested."""
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
@@ -62,7 +62,7 @@ class Steps(Protocol):
         ...
 
 
-def skip_trial(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+def skip_trial(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Skip the trial: a shard that is only timed generates no text."""
     _ = shard, steps, most
     return ""
@@ -70,29 +70,31 @@ def skip_trial(shard: Shard, steps: Steps, most: int = TRIED) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CachedTrial:
-    """A trial that runs once per machine and part of a model; a success is cached."""
+    """A trial that runs once per machine and kind of layer; a success is cached.
+
+    Other layers of the same kinds have the same kernels, so a span that grows by such layers, as
+    after a loss, is not tested again.
+    """
 
     cache: Path
 
-    def __call__(self, shard: Shard, steps: Steps, most: int = TRIED) -> str:
+    def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
-        key = self._key(shard, most)
-        if recall(self.cache, *key) is True:
+        keys = [self._key(shard, kind, most) for kind in sorted(_kinds(shard))]
+        if all(recall(self.cache, *key) is True for key in keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
-            remember(self.cache, True, *key)
+            for key in keys:
+                remember(self.cache, True, *key)
         return reason
 
     @staticmethod
-    def _key(shard: Shard, most: int) -> tuple[str | float, ...]:
+    def _key(shard: Shard, kind: str, most: int) -> tuple[str | float, ...]:
         """List all that selects kernels: shapes, code, versions, the machine and its threads."""
-        model = shard.model
-        shapes = {name: [*each.shape, str(each.dtype)] for name, each in model.named_parameters()}
         return (
             "trial",
-            json.dumps(model.config.to_dict(), sort_keys=True, default=str),
-            json.dumps(shapes),
-            str(shard.span),
+            json.dumps(shard.model.config.to_dict(), sort_keys=True, default=str),
+            kind,
             shard.quant,
             most,
             torch.get_num_threads(),
@@ -113,7 +115,7 @@ def _code() -> str:
 
 
 @torch.inference_mode()
-def try_steps(shard: Shard, steps: Steps, most: int = TRIED) -> str:
+def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     """Return why steps of ``most`` rows differ from single rows or the stock forward; or ""."""
     device = shard.device
     layers = (
@@ -151,6 +153,24 @@ def draw_rows(shard: Shard, most: int = TRIED) -> Tensor:
         return torch.randint(0, config.vocab_size, (1, count), generator=generator)
     rows = torch.randn(1, count, config.hidden_size, generator=generator)
     return rows.to(shard.model.dtype)
+
+
+def _kinds(shard: Shard) -> set[str]:
+    """Return the kinds of the layers of a shard, and of its ends."""
+    caches, layers = shard.new_cache().layers, range(shard.span.start, shard.span.stop)
+    kinds = {_kind(shard.layer(index), caches[index]) for index in layers}
+    inner = {id(each) for index in layers for each in shard.layer(index).parameters()}
+    ends = [
+        (name, *each.shape, str(each.dtype))
+        for name, each in shard.model.named_parameters()
+        if id(each) not in inner and not each.is_meta
+    ]
+    return {*kinds, str(ends)} if ends else kinds
+
+
+def _kind(layer: nn.Module, cache: Any) -> str:
+    dtypes = {str(each.dtype) for each in layer.parameters()}
+    return str((type(cache).__name__, sorted(dtypes), *_traits(layer)))
 
 
 def chosen_layers(shard: Shard, budget: int) -> list[int]:

@@ -14,6 +14,8 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from meshllm.errors import ModelError, UserError
+from meshllm.local_files import read_regular
+from meshllm.model.locate import MAX_CONFIG_BYTES
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.request import Turn
 
@@ -187,7 +189,7 @@ def _end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
 
 def _eos(path: Path) -> frozenset[int]:
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_regular(path, MAX_CONFIG_BYTES))
         return _ids(config.get("eos_token_id"))
     except FileNotFoundError:
         return frozenset()

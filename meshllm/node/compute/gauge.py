@@ -20,7 +20,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class GenerationTimes:
     """Figures of one generation."""
 
     ttft_s: float
@@ -85,7 +85,9 @@ class Gauge:
             self._tokens += count
         self._latest = now
 
-    def measured(self, tallies: Sequence[Tally], round_trip_us: int, reused: int = 0) -> Measured:
+    def measured(
+        self, tallies: Sequence[Tally], round_trip_us: int, reused: int = 0
+    ) -> GenerationTimes:
         """Return the figures; wire time is what a round trip took beyond the time of the ranks."""
         first = self._latest if self._first is None else self._first
         token_s = (self._latest - first) / self._tokens if self._tokens else 0.0
@@ -97,7 +99,7 @@ class Gauge:
             round_trip_us=round_trip_us,
         )
         hops = self._hops((own, *tallies))
-        return Measured(first - self._begin, token_s, per_step, reused, hops)
+        return GenerationTimes(first - self._begin, token_s, per_step, reused, hops)
 
     def _hops(self, tallies: Sequence[Tally]) -> tuple[Hop, ...]:
         behind = sum(tally.spent.total_us / max(1, tally.steps) for tally in tallies[1:])  # us

@@ -13,6 +13,7 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role
@@ -99,7 +100,11 @@ async def dial_inviter(
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
             try:
                 return await dialer.dial(
-                    addresses, Purpose.MESH, expect=ticket.inviter, removals={}
+                    addresses,
+                    Purpose.MESH,
+                    expect=ticket.inviter,
+                    removals={},
+                    local=Local.YES,
                 )
             except LinkLost as error:
                 closed = closed + 1 if isinstance(error, HandshakeClosed) else 0

@@ -1,11 +1,12 @@
 """Records that survive a restart: the charter, the removals, and the addresses of members."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from meshllm.names import NodeId
 from meshllm.node.membership.state_store import StateStore
+from meshllm.node.net.peer_address import Local, permitted
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS
@@ -25,9 +26,12 @@ class SavedRecords:
     """Nodes whose addresses are not saved: this one, and removed members."""
 
     @classmethod
-    def of(cls, machine: Mesh) -> Self:
-        """Take a snapshot, for another thread."""
-        met = {node: profile.addresses for node, profile in machine.profiles.items()}
+    def of(cls, machine: Mesh, local_of: Callable[[NodeId], Local]) -> Self:
+        """Take a snapshot, for another thread; only addresses that may be dialled are kept."""
+        met = {
+            node: permitted(profile.addresses, local_of(node))
+            for node, profile in machine.profiles.items()
+        }
         return cls(machine.lasting, met, frozenset((machine.me, *machine.removals)))
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Self, TypeAlias
 from blake3 import blake3
 
 from meshllm.errors import NotAuthorised, PeerFault, UserError
+from meshllm.local_files import make_private, open_own, read_own
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.trust.credential import Credential, Role, found
 from meshllm.protocol.trust.identity import NodeKey
@@ -26,6 +27,7 @@ from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
 
 SALT_BYTES = 16
 SEED_BYTES = 32
+MAX_FILE_BYTES = 64 << 20  # thousands of members with every record
 MAX_INVITATIONS = 256  # more than a mesh has members; the oldest are dropped
 
 Content: TypeAlias = dict[str, Any]
@@ -81,14 +83,7 @@ class StateStore:
             UserError: the folder belongs to another user, or a file in it is invalid.
         """
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.mkdir(exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.geteuid():  # its owner could read our key
-                raise UserError(
-                    f"State folder `{folder}` belongs to another user",
-                    hint="choose another folder: `--state FOLDER`",
-                )
-            folder.chmod(0o700)
+            make_private(folder)
             seed = _seed(folder / "node.key")
             content = _read(folder / _FILE) or {}
         except OSError as error:
@@ -102,7 +97,7 @@ class StateStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder for one node; raise `UserError` if another node has locked it."""
-        with _open_private(self.folder / "lock") as file:
+        with self._open_lock("lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -218,6 +213,13 @@ class StateStore:
         self._change(change)
         return is_open
 
+    def _open_lock(self, name: str) -> BinaryIO:
+        """Open a file for locking only; its content is never changed."""
+        try:
+            return os.fdopen(open_own(self.folder / name, 0), "wb")
+        except OSError as error:
+            raise _unusable(self.folder, error) from None
+
     def _refresh(self) -> None:
         """Read the file again if it has changed; keep the old content if it is invalid."""
         path, (stamp, content) = self.folder / _FILE, self._held
@@ -235,7 +237,7 @@ class StateStore:
         """
         path = self.folder / _FILE
         try:
-            with _open_private(self.folder / "mesh.lock") as file:
+            with self._open_lock("mesh.lock") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 before = _read(path)
                 content = change(self._content if before is None else before)
@@ -274,7 +276,7 @@ def _tag(ticket: Ticket) -> str:
 
 def _seed(path: Path) -> bytes:
     try:
-        seed = bytes.fromhex(path.read_text("ascii").strip())
+        seed = bytes.fromhex(read_own(path, MAX_FILE_BYTES).decode("ascii").strip())
     except FileNotFoundError:
         seed = _first_seed(path)
     except ValueError:
@@ -294,13 +296,13 @@ def _first_seed(path: Path) -> bytes:
         pass
     finally:
         draft.unlink()
-    return bytes.fromhex(path.read_text("ascii").strip())
+    return bytes.fromhex(read_own(path, MAX_FILE_BYTES).decode("ascii").strip())
 
 
 def _read(path: Path) -> Content | None:
     """Read the file; return None if there is none."""
     try:
-        content: Content = json.loads(path.read_bytes())
+        content: Content = json.loads(read_own(path, MAX_FILE_BYTES))
         _check(content)
     except FileNotFoundError:
         return None
@@ -345,17 +347,15 @@ def _invitation(fields: Content) -> Invitation:
 def _draft(path: Path, data: bytes) -> Path:
     """Write a private temporary file next to ``path``."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with _open_private(draft) as file:
+    with os.fdopen(open_own(draft, os.O_TRUNC), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return draft
 
 
-def _open_private(path: Path) -> BinaryIO:
-    """Create or truncate a file with mode 0600, never readable by others."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
-
-
 def _unusable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"State folder `{folder}` cannot be used: {error.strerror}")
+    return UserError(
+        f"State folder `{folder}` cannot be used: {error.strerror}",
+        hint="choose a folder that only you can write to: `--state FOLDER`",
+    )

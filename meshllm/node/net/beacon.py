@@ -3,8 +3,9 @@
 A beacon is one datagram: a magic word, a nonce, and the sender's node id and addresses, encrypted
 with AES-256-GCM under a key derived from a pre-shared key. Without that key, beacons of different
 meshes cannot be told apart. A beacon is only a hint where to dial: the handshake authenticates the
-peer. The pre-shared key of members is the mesh id. A node sends a beacon when it starts, then
-at doubling intervals, and in reply to the first beacon of an unknown node.
+peer, and names of hosts are ignored. The pre-shared key of members is the mesh id. A node sends a
+beacon when it starts, then at doubling intervals, and in reply to the first beacon of an unknown
+node.
 
 A beacon without addresses is a query, and is answered under its own key. A guest sends queries
 under the key of its ticket, which the inviter can decrypt while the ticket is open.
@@ -25,6 +26,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from meshllm.names import NODE_ID_BYTES, NodeId
+from meshllm.node.net.peer_address import Local, is_literal, own_hosts, permitted
 
 GROUP_V4 = "239.255.77.77"  # organisation-local, RFC 2365
 GROUP_V6 = "ff12::6d65:7368"  # link-local, transient, RFC 4291 section 2.7
@@ -94,8 +96,8 @@ class Beacon(asyncio.DatagramProtocol):
         """Send on one more interface."""
         self._transports[transport] = group, PORT
 
-    def datagram_received(self, data: bytes, _: object) -> None:
-        """Handle a beacon."""
+    def datagram_received(self, data: bytes, source: tuple[str, int]) -> None:
+        """Handle a beacon; only one from this machine may name addresses of this machine."""
         match self._codec.read(data):
             case (node, ()) if node != self._me:
                 self._answer(self._codec)
@@ -103,7 +105,8 @@ class Beacon(asyncio.DatagramProtocol):
                 if node not in self._known and len(self._known) < MAX_KNOWN and self.addresses:
                     self._known.add(node)
                     self.send()
-                self._heard(node, addresses)
+                local = Local.YES if source[0].partition("%")[0] in own_hosts() else Local.NO
+                self._heard(node, tuple(filter(is_literal, permitted(addresses, local))))
             case None:
                 self._answer_guest(data)
 

@@ -8,11 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
+from meshllm.node.net.peer_address import Local, Machine, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
+from meshllm.protocol.membership.dial_limit import DialLimit
 from meshllm.protocol.trust.credential import Removals
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.transport.contract import Transport
@@ -32,6 +34,9 @@ class NodeDialer:
     transports: Mapping[str, Transport]
     """By address scheme."""
     own: Own
+    machine: Machine | None = None
+    """Recognises peers on this machine; None trusts no claim to be there."""
+    limit: DialLimit = field(default_factory=DialLimit)
 
     async def dial(
         self,
@@ -40,8 +45,9 @@ class NodeDialer:
         *,
         expect: NodeId | None,
         removals: Removals,
+        local: Local = Local.NO,
     ) -> SecureLink:
-        """Open a link to a node at one of its addresses.
+        """Open a link to a node at one of its addresses; ``local`` allows those of this machine.
 
         Raises:
             NotAuthorised: the peer rejects this node, or is not the expected one.
@@ -61,7 +67,7 @@ class NodeDialer:
                 errors.append(LinkLost(f"`{address}`: {type(error).__name__}"))
             return None
 
-        known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
+        known = await self._targets(addresses, local)
         tasks = [asyncio.ensure_future(attempt(*each)) for each in enumerate(known)]
         winner = None
         try:
@@ -74,6 +80,18 @@ class NodeDialer:
         if winner is None:
             raise _weightiest(errors, addresses)
         return winner
+
+    async def _targets(self, addresses: Sequence[str], local: Local) -> list[str]:
+        """Choose the addresses to try; those that a user named are tried without a limit."""
+        known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
+        found = await asyncio.gather(
+            *(resolve(each, local) for each in known), return_exceptions=True
+        )
+        places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
+        now = asyncio.get_running_loop().time()
+        return [
+            place for place in places if local is Local.YES or self.limit.take(target(place), now)
+        ]
 
     def _transport(self, address: str) -> Transport | None:
         return self.transports.get(address.partition(":")[0])
@@ -89,6 +107,7 @@ class NodeDialer:
             link, self.own, purpose, expect=expect, now_s=time.time(), removals=removals
         )
         secured.address = address
+        self.limit.answered(target(address))
         return secured
 
 

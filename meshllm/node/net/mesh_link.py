@@ -15,17 +15,26 @@ from typing import ParamSpec, Protocol, assert_never
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import NodeDialer
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
 from meshllm.node.timer import DeadlineTimer
-from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.actions import (
+    Action,
+    Changed,
+    DeliverRequest,
+    Dial,
+    Drop,
+    Parted,
+    SendToPeer,
+)
 from meshllm.protocol.membership.codec import (
-    Ask,
+    AnswerEvent,
     Bye,
-    Hush,
+    CancelRequest,
+    CloseReason,
+    Generate,
     Message,
-    Said,
-    Talk,
-    Why,
+    RequestMessage,
     decode,
     encode,
 )
@@ -55,13 +64,13 @@ class LinkHost(Protocol):
     async def ring(self, link: SecureLink) -> None:
         """Handle an accepted ring link."""
 
-    def talk(self, peer: NodeId, message: Talk, *, is_client: bool) -> None:
+    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
 
     def lost(self, peer: NodeId) -> None:
         """Handle the loss or the closing of the link to a peer."""
 
-    def dropped(self, peer: NodeId, why: Why) -> None:
+    def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Handle the peer's reason for closing the link."""
 
 
@@ -106,7 +115,7 @@ class _MeshLink:
 
     def post(self, message: Message) -> None:
         """Queue a message; close the link if too many bytes are queued."""
-        is_talk = isinstance(message, Ask | Said | Hush)
+        is_talk = isinstance(message, Generate | AnswerEvent | CancelRequest)
         queue = self._queues[Channel.DATA if is_talk else Channel.CONTROL]
         queue.put(encode(message))
         if queue.size > MAX_QUEUED:
@@ -117,7 +126,7 @@ class _MeshLink:
         """Let `run` end."""
         self._done.set()
 
-    async def part(self, why: Why) -> None:
+    async def part(self, why: CloseReason) -> None:
         """Send the reason, then close."""
         self.post(Bye(why))
         try:
@@ -151,7 +160,7 @@ class _MeshLink:
             receive(decode(buffer))
 
 
-class Links:
+class MeshLinks:
     """All mesh links of a node, over all its transports."""
 
     def __init__(
@@ -183,13 +192,13 @@ class Links:
         """Perform the actions of the machine."""
         for action in actions:
             match action:
-                case Send(peer, message):
+                case SendToPeer(peer, message):
                     self._post(peer, message)
-                case Deliver(peer, message):
+                case DeliverRequest(peer, message):
                     role = self._machine.links[peer].role
                     self._host.talk(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
-                    self._begin(self._dial, peer, addresses)
+                    self._begin(self._dial, peer, addresses, self.local_of(peer))
                 case Drop(peer, why, _, text):
                     logger.info("drop node %s: %s", short(peer), text or why.name.lower())
                     self._drop(peer, why)
@@ -202,19 +211,19 @@ class Links:
                     assert_never(action)
         self._timer.reset()
 
-    def post(self, peer: NodeId, message: Talk) -> None:
+    def post(self, peer: NodeId, message: RequestMessage) -> None:
         """Send a message about a request; drop it if there is no link."""
         self._post(peer, message)
 
-    def hint(self, peer: NodeId, addresses: Sequence[str]) -> None:
-        """Dial a member at addresses where it may be."""
+    def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
+        """Dial a member at addresses where it may be, each `peer_address.permitted`."""
         now = self._now()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
         is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
         if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
             return
         self._hinted[peer] = now + HINT_S
-        self._begin(self._dial, peer, addresses)
+        self._begin(self._dial, peer, addresses, local)
 
     def adopt(self, link: SecureLink) -> None:
         """Run a mesh link that was dialled elsewhere."""
@@ -227,13 +236,20 @@ class Links:
             LinkLost: it cannot be reached.
         """
         profile = self._machine.profiles.get(peer)
-        return await self._dial_peer(profile.addresses if profile else (), Purpose.RING, peer)
+        addresses = profile.addresses if profile else ()
+        return await self._dial_peer(addresses, Purpose.RING, peer, self.local_of(peer))
+
+    def local_of(self, peer: NodeId) -> Local:
+        """Return which addresses of this machine a member may name: all if it is here itself."""
+        profile, machine = self._machine.profiles.get(peer), self._dialer.machine
+        is_here = profile and machine and machine.has(peer, profile.machine)
+        return Local.YES if is_here else Local.NO
 
     async def leave(self) -> None:
         """Announce that this node leaves, and close all links."""
         lines = list(self._lines.values())
         self.act(self._machine.leave(self._now()))
-        await asyncio.gather(*(line.part(Why.LEAVING) for line in lines))
+        await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
 
     def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run a job of one link in a task: a bug in it closes the link, not the node."""
@@ -269,9 +285,9 @@ class Links:
         else:
             await secured.close()
 
-    async def _dial(self, peer: NodeId, addresses: Sequence[str]) -> None:
+    async def _dial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
         try:
-            link = await self._dial_peer(addresses, Purpose.MESH, peer)
+            link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
             self._machine.refused(peer, self._now())
@@ -280,10 +296,10 @@ class Links:
             await self._carry(link, dialled=True)
 
     async def _dial_peer(
-        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId
+        self, addresses: Sequence[str], purpose: Purpose, peer: NodeId, local: Local
     ) -> SecureLink:
         return await self._dialer.dial(
-            addresses, purpose, expect=peer, removals=self._machine.removals
+            addresses, purpose, expect=peer, removals=self._machine.removals, local=local
         )
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
@@ -319,7 +335,7 @@ class Links:
         if line := self._lines.get(peer):
             line.post(message)
 
-    def _drop(self, peer: NodeId, why: Why | None) -> None:
+    def _drop(self, peer: NodeId, why: CloseReason | None) -> None:
         if line := self._lines.pop(peer, None):
             self._host.lost(peer)
             if why is None:
@@ -327,7 +343,7 @@ class Links:
             else:
                 self._jobs.create_task(line.part(why))
 
-    async def _reject(self, line: _MeshLink, why: Why) -> None:
+    async def _reject(self, line: _MeshLink, why: CloseReason) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(line.run(lambda _: None))
             await line.part(why)

@@ -19,14 +19,14 @@ from meshllm.protocol.trust.credential import Credential, Removals
 from meshllm.protocol.trust.handshake import (
     PRE_AUTH_BYTES,
     PRE_AUTH_S,
-    Dialer,
     Established,
+    HandshakeDialer,
+    HandshakeListener,
+    HandshakeState,
     Judge,
-    Listener,
     Own,
     Purpose,
-    Send,
-    State,
+    SendHandshake,
 )
 from meshllm.protocol.trust.ticket import TicketProof
 from meshllm.protocol.trust.transcript import Fresh, OtherVersion
@@ -181,12 +181,12 @@ async def secure_dial(
 
     After an error, and if cancelled, the link is closed.
     """
-    dialer = Dialer(own, purpose, _fresh(), expect=expect, now_s=now_s, removals=removals)
+    dialer = HandshakeDialer(own, purpose, _fresh(), expect=expect, now_s=now_s, removals=removals)
     async with _handshake(link):
         try:
             return await _dial(link, dialer)
         except LinkLost as lost:
-            if dialer.state is not State.HAILED:
+            if dialer.state is not HandshakeState.HAILED:
                 raise
             raise HandshakeClosed(
                 "The peer closed the connection during the handshake",
@@ -204,7 +204,7 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
 
     After an error, and if cancelled, the link is closed.
     """
-    listener = Listener(own, _fresh(), doorkeeper.guests())
+    listener = HandshakeListener(own, _fresh(), doorkeeper.guests())
     async with _handshake(link):
         while True:
             channel, message = await link.receive()
@@ -218,7 +218,7 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
                 raise
             for action in actions:
                 match action:
-                    case Send(answer):
+                    case SendHandshake(answer):
                         await link.send([answer], Channel.CONTROL)
                     case Judge():
                         return await _judge(link, listener, action, doorkeeper)
@@ -226,30 +226,33 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
                         assert_never(action)
 
 
-async def _dial(link: Link, dialer: Dialer) -> SecureLink:
+async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:
     early: list[Buffer] = []
     actions = dialer.start()
     while True:
         for action in actions:
             match action:
-                case Send(message):
+                case SendHandshake(message):
                     await link.send([message], Channel.CONTROL)
                 case Established():
                     _refuse_other(link, action.peer)
                     return SecureLink(link, action, early)
                 case _:
                     assert_never(action)
-        if dialer.state is State.PROVEN:  # the peer is authenticated
+        if dialer.state is HandshakeState.PROVEN:  # the peer is authenticated
             _limit_unread(link, None)
         while (arrived := await link.receive())[0] is not Channel.CONTROL:
             early.append(arrived[1])
-            if dialer.state is not State.PROVEN or sum(map(len, early)) > MAX_MESSAGE_BYTES:
+            if (
+                dialer.state is not HandshakeState.PROVEN
+                or sum(map(len, early)) > MAX_MESSAGE_BYTES
+            ):
                 raise _early(arrived[1])
         actions = dialer.receive(bytes(arrived[1]))
 
 
 async def _judge(
-    link: Link, listener: Listener, question: Judge, doorkeeper: AdmissionPolicy
+    link: Link, listener: HandshakeListener, question: Judge, doorkeeper: AdmissionPolicy
 ) -> SecureLink:
     try:
         _refuse_other(link, question.peer)

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.names import NodeId
 from meshllm.node.requests.request_json import AnswerReader, request_to_json
-from meshllm.protocol.membership.codec import ASK_ID_BYTES, Ask, Hush, Said
+from meshllm.protocol.membership.codec import (
+    REQUEST_ID_BYTES,
+    AnswerEvent,
+    CancelRequest,
+    Generate,
+    RequestMessage,
+)
 from meshllm.protocol.ring.failover import RetriesExhausted
 from meshllm.request import Answer, Event, Request
 
@@ -19,7 +25,7 @@ IDLE_TIMEOUT_S = 600.0  # s without an event; covers a queue and the prefill of 
 
 @dataclass(slots=True)
 class _Call:
-    """An Ask whose answer is not complete."""
+    """A `Generate` whose answer is not complete."""
 
     peer: NodeId
     lines: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
@@ -59,14 +65,17 @@ class Remote:
     """Requests in progress on other nodes; each node is a `Backend`."""
 
     def __init__(
-        self, send: Callable[[NodeId, Ask | Said | Hush], None], *, asks_ingress: bool
+        self,
+        send: Callable[[NodeId, RequestMessage], None],
+        *,
+        asks_ingress: bool,
     ) -> None:
         """With ``asks_ingress``, requests go to an ingress, which retries by itself."""
         self._send = send
         self._asks_ingress = asks_ingress
         self._calls: dict[bytes, _Call] = {}
 
-    def receive(self, peer: NodeId, message: Said) -> None:
+    def receive(self, peer: NodeId, message: AnswerEvent) -> None:
         """Take a line of an answer."""
         if (call := self._calls.get(message.ask)) and call.peer == peer:
             call.take(message.body)
@@ -100,12 +109,12 @@ class Remote:
     @contextmanager
     def _calling(self, peer: NodeId, request: Request) -> Iterator[_Call]:
         """Send a request; at the end, cancel it if its answer is not complete."""
-        ask = os.urandom(ASK_ID_BYTES)
+        ask = os.urandom(REQUEST_ID_BYTES)
         call = self._calls[ask] = _Call(peer)
         try:
-            self._send(peer, Ask(ask, request_to_json(request)))
+            self._send(peer, Generate(ask, request_to_json(request)))
             yield call
         finally:
             del self._calls[ask]
             if not call.is_complete:
-                self._send(peer, Hush(ask))
+                self._send(peer, CancelRequest(ask))

@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 The node that receives a request is its ingress. If it is the entry, it answers by itself; otherwise
-it forwards the request to the entry over their link: an Ask one way, a Said for each line the other
-way until the answer or an error, and a Hush if the ingress cancels before that.
-A client sends its request to any node, which is then the ingress. Only the entry serves the Ask of
-a node, so no request is forwarded in a circle.
+it forwards the request to the entry over their link: a `Generate` one way, an `AnswerEvent` for
+each line the other way until the answer or an error, and a `CancelRequest` if the ingress cancels
+before that. A client sends its request to any node, which is then the ingress. Only the entry
+serves the `Generate` of a node, so no request is forwarded in a circle.
 
 An ingress has at most `MAX_FORWARDED` requests at the entry. Further ones wait their turn here, in
 the order of arrival, and when `MAX_WAITING` wait, the next is refused.
@@ -33,7 +33,7 @@ from meshllm.errors import Busy, LinkLost, MeshError, TimedOut
 from meshllm.names import NodeId
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
-from meshllm.protocol.membership.codec import Ask, Hush, Said
+from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
@@ -81,7 +81,7 @@ class RequestRouter:
         self,
         me: NodeId,
         ring: Ring,
-        send: Callable[[NodeId, Ask | Said | Hush], None],
+        send: Callable[[NodeId, RequestMessage], None],
         *,
         asks_ingress: bool = False,
     ) -> None:
@@ -130,14 +130,14 @@ class RequestRouter:
         finally:
             self.counts.active -= 1
 
-    def receive(self, peer: NodeId, message: Ask | Said | Hush, *, is_client: bool) -> None:
+    def receive(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
         match message:
-            case Ask(ask, data):
+            case Generate(ask, data):
                 self._open(peer, ask, data, is_client=is_client)
-            case Said():
+            case AnswerEvent():
                 self._remote.receive(peer, message)
-            case Hush(ask):
+            case CancelRequest(ask):
                 if task := self._served.get((peer, ask)):
                     task.cancel()
 
@@ -199,7 +199,7 @@ class RequestRouter:
         held = Counter(asker for asker, _ in self._served)[peer]
         if held >= MAX_PER_PEER or (peer, ask) in self._served:
             error = Busy(f"{held} requests of this node are in progress", hint="retry later")
-            self._send(peer, Said(ask, error_to_json(error)))
+            self._send(peer, AnswerEvent(ask, error_to_json(error)))
             return
         task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))
         self._served[peer, ask] = task
@@ -214,12 +214,14 @@ class RequestRouter:
             ):
                 async for event in events:
                     for line in event_to_lines(event):
-                        self._send(peer, Said(ask, line))
+                        self._send(peer, AnswerEvent(ask, line))
         except MeshError as error:
-            self._send(peer, Said(ask, error_to_json(error)))
+            self._send(peer, AnswerEvent(ask, error_to_json(error)))
         except Exception as error:  # the supervisor: a bug ends its request, not the node
             logger.exception("bug while serving a request")
-            self._send(peer, Said(ask, error_to_json(MeshError(f"Bug: {type(error).__name__}"))))
+            self._send(
+                peer, AnswerEvent(ask, error_to_json(MeshError(f"Bug: {type(error).__name__}")))
+            )
 
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1

@@ -28,7 +28,7 @@ from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.node.session.stage import StageNode
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.planning.chunking import RingTimes
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Terms
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.request import Event, Request, Sampling
@@ -287,5 +287,5 @@ def local_plan(model: ModelRuntime, options: RingOptions, offers: Sequence[Offer
         plan_shape(shape),
         policy="proportional",
         epoch=EPOCH,
-        terms=Terms(ends=ends, members=len(offers), entry=entry),
+        terms=PlanConstraints(ends=ends, members=len(offers), entry=entry),
     )

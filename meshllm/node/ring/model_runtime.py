@@ -1,42 +1,33 @@
 """The model on one node: loads the span of the plan in force, and configures how it runs."""
 
-import logging
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
-from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.source import Source
 from meshllm.model.parity.check import check
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.shape import ModelShape
-from meshllm.model.speculation.draft_model import Draft, ModelDrafting, find_draft
+from meshllm.model.speculation.draft_model import Draft, find_draft
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.kv_cache import slack_of
-from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
-from meshllm.model.steps.load import load_shard
-from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.trial import CachedTrial
 from meshllm.model.text.tokenizer import Text
-from meshllm.names import NodeId, Quant, Span
+from meshllm.names import NodeId, Quant
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.kv_rooms import budget_for
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.activation_codec import resolve_wire_mode
-from meshllm.node.session.generation import EntryRunners
-from meshllm.node.session.wire import is_out_of_memory
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.chunking import RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan
-from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
@@ -44,31 +35,8 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
 DEFAULTS = InferenceConfig()
 
-logger = logging.getLogger(__name__)
-
 _HEADER_BYTES = 256  # upper bound of a sealed message without its rows
 _WIDEST = 4  # bytes of the widest element on the wire
-_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the LM head
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedSpan:
-    """What a node has loaded as a rank of a plan."""
-
-    span: Span
-    ends: EntryRunners | None
-    """On the entry."""
-    runner: Runner | None
-    """On every other rank."""
-    draft: ModelDrafting | None = None
-    """On the entry: the draft model, if there is one."""
-    help: Runner | None = None
-    """On the last rank: its part of the LM head, if the entry may request logits."""
-
-    @property
-    def runners(self) -> list[Runner]:
-        """All runners of steps with several rows."""
-        return self.ends.runners if self.ends else [self.runner] if self.runner else []
 
 
 class ModelRuntime:
@@ -104,7 +72,7 @@ class ModelRuntime:
         """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._held: LoadedSpan | None = None
-        self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
+        self._loader = self._new_loader()
         self._text: Text | None = None
 
     @classmethod
@@ -137,6 +105,7 @@ class ModelRuntime:
         """Return a runtime of the same model for another rank in this process."""
         other = copy(self)
         other.worker, other.config, other._held = worker, replace(self.config, **changes), None
+        other._loader = other._new_loader()
         other.divides_head = self.divides_head and divides_head
         return other
 
@@ -181,24 +150,27 @@ class ModelRuntime:
         rank = plan.rank(me)
         assert rank is not None  # the caller is in the plan
         self.verdict.require(len(plan.stages))
-        span, alone = plan.stages[rank].span, len(plan.stages) == 1
+        is_last, is_alone = rank == len(plan.stages) - 1, len(plan.stages) == 1
         is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
+        part = RankPart(plan.stages[rank].span, rank == 0, is_alone, is_divided, room)
         held = self._held
-        if not (held and held.span == span and self._matches(held, rank, alone)):
+        if not (held and _is_met(part, held)):
             self._held = held = None
-            self._held = held = await self.worker.run(
-                self._load_or_raise, span, rank == 0, alone, is_divided
-            )
-        if is_divided and 0 < rank == len(plan.stages) - 1 and held.help is None:
-            part = await self.worker.run(self._try_load_help, span, room)
-            self._held = held = replace(held, help=part) if part else held
+            self._held = held = await self.worker.run(self._loader.load, part)
+        if is_divided and rank > 0 and is_last and held.help is None:
+            help_ = await self.worker.run(self._loader.load_help, part)
+            self._held = held = replace(held, help=help_) if help_ else held
         return held
 
     @property
     def prefix_bytes(self) -> int | None:
         """Bytes for the prefix cache; None is what sessions leave of the budget."""
-        is_kept = not self.config.exact and self.verdict.chunkable
-        return self.config.prefix_bytes if is_kept else 0
+        return self.config.prefix_bytes if self.resumes else 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a session may continue from cached positions."""
+        return not self.config.exact and self.verdict.chunkable
 
     def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
         """Return the KV budget of the ranks of a plan."""
@@ -207,88 +179,21 @@ class ModelRuntime:
     def release(self) -> None:
         """Release the loaded span."""
         self._held = None
+        self._loader.release()
+
+    def _new_loader(self) -> SpanLoader:
+        return SpanLoader(
+            self.source, self.shape, self.config, self.context, self._steps, self.draft
+        )
 
     @property
     def _max_rows(self) -> int:
         row = self.shape.hidden_size * _WIDEST
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 
-    @staticmethod
-    def _matches(held: LoadedSpan, rank: int, alone: bool) -> bool:
-        if rank > 0:
-            return held.runner is not None
-        return held.ends is not None and (held.ends.head is None) is alone
 
-    def _load_or_raise(self, span: Span, *what: bool) -> LoadedSpan:
-        """Load; raise `OutOfMemory` if an allocation fails."""
-        try:
-            return self._load(span, *what)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            if not is_out_of_memory(error):
-                raise
-            weights = sum(self.shape.layer_bytes[span.start : span.stop])
-            raise OutOfMemory(
-                f"Not enough memory for layers {span} of `{self.shape.name}`: {error}",
-                hint="offer less with `--memory`, or free memory",
-                needed_bytes=weights,
-            ) from error
-
-    def _load(self, span: Span, is_entry: bool, alone: bool, is_divided: bool) -> LoadedSpan:
-        if not is_entry:
-            return LoadedSpan(span, None, self._build(span))
-        draft = self.draft.load(self.device) if self.draft else None
-        front = self._build(span, embed=True, head=alone)
-        if alone:
-            return LoadedSpan(span, EntryRunners(front, None, self.context), None, draft)
-        theirs, ours = (is_divided and self._split_head()) or (None, None)
-        build = partial(self._build, self._empty_span, head=True, share=front.shard)
-        head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
-        return LoadedSpan(span, EntryRunners(front, head, self.context, helped), None, draft)
-
-    def _try_load_help(self, span: Span, room: int) -> Runner | None:
-        try:
-            return self._load_help(span, room)
-        except (MeshError, RuntimeError, MemoryError, OSError) as error:  # the layers can be served
-            name = type(error).__name__
-            logger.warning("layers %s without a part of the LM head: %s: %s", span, name, error)
-            return None
-
-    def _load_help(self, span: Span, room: int) -> Runner | None:
-        """Load the last rank's part of the LM head, if it is split and the headroom suffices.
-
-        The plan does not count it, so it must not use the memory of layers or caches.
-        """
-        shape = self.shape
-        if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
-            return None
-        size = len(parts[0]) * shape.hidden_size * shape.itemsize
-        used = sum(shape.layer_bytes[span.start : span.stop]) + max(0, room)
-        headroom = used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)
-        if size > headroom * _HELP_SHARE or not self._split_head():
-            return None
-        return self._build(self._empty_span, head=True, outputs=parts[0])
-
-    def _split_head(self) -> Parts | None:
-        """Return how the LM head is split, the same on every node that splits it; None if whole."""
-        if self._head_parts is None:
-            self._head_parts = [find_parts(self.source, self.shape)]
-        return self._head_parts[0]
-
-    @property
-    def _empty_span(self) -> Span:
-        return Span(self.shape.layers, self.shape.layers)
-
-    def _build(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
-        shard = load_shard(
-            self.source,
-            span,
-            embed=embed,
-            head=head,
-            dtype=self._dtype,
-            quant=self.quant,
-            cache=self.config.cache,
-            device=self.device,
-            **more,
-        )
-        cache = self.config.cache
-        return Runner(shard, self._steps, CachedTrial(cache) if cache else None)
+def _is_met(part: RankPart, held: LoadedSpan) -> bool:
+    """Return whether all that a part has to load is loaded."""
+    if held.span != part.span or (held.ends is not None) is not part.is_entry:
+        return False
+    return held.ends is None or part.is_alone or held.ends.head is not None

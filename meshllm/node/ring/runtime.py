@@ -4,40 +4,37 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.model.split.kv_cache import SpanCache
-from meshllm.names import NodeId, SessionId
+from meshllm.names import NodeId
 from meshllm.node.compute.warm_up import WarmUp
-from meshllm.node.ring.model_runtime import LoadedSpan, ModelRuntime
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.session_store import SessionStore
+from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
-from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.planning.plan import Stage as PlanStage
 from meshllm.protocol.ring.forming import (
     Action,
+    AttemptEnded,
     Begin,
-    Close,
-    Dial,
-    Failed,
+    CloseLink,
     Forming,
     Load,
+    OpenLink,
     Release,
-    Report,
+    ReportLoad,
     Stop,
 )
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import SILENCE, Link
+from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import Hello
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Stage
@@ -121,32 +118,6 @@ class _IdleLink:
     @property
     def statistics(self) -> contract.LinkStatistics:
         return self._link.statistics
-
-
-@dataclass(slots=True)
-class SessionStore:
-    """The prefix cache of a rank; it outlives a ring, as long as the next has the same stages."""
-
-    stages: tuple[PlanStage, ...]
-    prefixes: PrefixCache[SpanCache]
-    """Its index, and on the entry the texts and their caches."""
-    caches: dict[SessionId, SpanCache]
-    """On a stage."""
-
-    @classmethod
-    def empty(cls, plan: Plan, budget: KvBudget, model: ModelRuntime) -> "SessionStore":
-        """Keep nothing yet."""
-        index = prefix_index_for(budget, model.prefix_bytes, model.slack)
-        return cls(plan.stages, PrefixCache(index, model.slack), {})
-
-    def move(self, budget: KvBudget) -> None:
-        """Count the kept caches in the budget of the next ring; evict what does not fit."""
-        self.prefixes.move(budget)
-        self.caches = {
-            session: cache
-            for session, cache in self.caches.items()
-            if self.prefixes.index.holds(session)
-        }
 
 
 class RingRuntime:
@@ -236,17 +207,17 @@ class RingRuntime:
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Stop() | Load() | Dial() | Begin():
+                case Stop() | Load() | OpenLink() | Begin():
                     self._job = self._job_of(action)
                     self._is_replaced.set()
                 case Release():
                     self._span = self._store = None
                     self._model.release()
-                case Close(number):
+                case CloseLink(number):
                     self._close(number)
-                case Report(is_loaded, trouble):
+                case ReportLoad(is_loaded, trouble):
                     self._host.loaded(is_loaded, trouble)
-                case Failed(reason):
+                case AttemptEnded(reason):
                     logger.info("ring not formed: %s", reason)
                 case _:
                     assert_never(action)
@@ -257,11 +228,11 @@ class RingRuntime:
 
     # Jobs, one at a time.
 
-    def _job_of(self, action: Stop | Load | Dial | Begin) -> Job | None:
+    def _job_of(self, action: Stop | Load | OpenLink | Begin) -> Job | None:
         match action:
             case Load(plan):
                 return partial(self._load, plan)
-            case Dial(node):
+            case OpenLink(node):
                 return partial(self._dial, node)
             case Begin(plan, before, after):
                 for number in (before, after):
@@ -292,11 +263,18 @@ class RingRuntime:
         try:
             rooms, rank = self._host.rooms(plan), plan.rank(self._me)
             room = rooms[rank] if rooms and rank is not None else 0
-            if self._store and self._store.stages != plan.stages:
-                self._store = None  # frees memory for the span
+            self._span = None
+            store, budget = self._store, self._budget(plan)
+            if store and budget:
+                store.move(plan, self._me, budget)
+            else:
+                store = self._store = None
             self._span = await self._model.hold(plan, self._me, room)
+            if store:
+                await self._model.worker.run(store.regroup, self._span.layers)
         except MeshError as error:
             logger.warning("cannot load layers of %s: %s", plan.stages, error)
+            self._store = None  # frees memory for the next try
             self._act(self._machine.unloadable(error, self._now()))
         else:
             self._act(self._machine.loaded(self._now()))
@@ -360,22 +338,20 @@ class RingRuntime:
         """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
         nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
-        machines = [Link(self._hello, peer=node) for node in nodes[: len(links)]]
+        machines = [NeighbourLink(self._hello, peer=node) for node in nodes[: len(links)]]
         for machine in machines[1:]:
             machine.open(self._now())  # the next rank got a Hello when it was dialled
         return [RingLink(link, machine) for link, machine in zip(links, machines, strict=True)]
 
     def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
         """Build the entry or a stage; None if a node of the plan has withdrawn its offer."""
-        if (rooms := self._host.rooms(plan)) is None:
+        if (budget := self._budget(plan)) is None:
             return None
         rank, ring = plan.rank(self._me) or 0, len(plan.stages)
         model, span = self._model, self._span
         assert span is not None  # it was loaded before any link was dialled
-        budget = model.budget(plan, rooms)
-        own = KvBudget(budget.rooms[rank : rank + 1]) if rank else budget
-        store = self._store = self._store or SessionStore.empty(plan, own, model)
-        store.move(own)
+        store = self._store = self._store or SessionStore.empty(plan, self._me, budget, model)
+        store.move(plan, self._me, budget)
         if span.ends is not None:
             config = EntryConfig(
                 ring,
@@ -398,10 +374,18 @@ class RingRuntime:
             max_sessions=MAX_SESSIONS,
             context=model.context,
             index=store.prefixes.index,
+            span=span.span,
         )
         return StageNode(
             machine, span.runner, model.worker, neighbours, store.caches, model.wire, span.help
         )
+
+    def _budget(self, plan: Plan) -> KvBudget | None:
+        """Return the KV budget of this rank, on the entry that of all ranks; None if unknown."""
+        if (rooms := self._host.rooms(plan)) is None:
+            return None
+        budget, rank = self._model.budget(plan, rooms), plan.rank(self._me) or 0
+        return KvBudget(budget.rooms[rank : rank + 1]) if rank else budget
 
     def _pace(self, plan: Plan, prompt: int, others: int) -> Pace:
         """Return the pace of one prompt, by the latest times of the nodes."""

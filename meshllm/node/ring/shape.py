@@ -1,16 +1,16 @@
 """The shape of a model, as the planner needs it."""
 
 from meshllm.model.shape import ModelShape, mean_kv_bytes
-from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.planning.plan import ModelSizes
 
 CONTEXT = 4096
 """Tokens of one session for which a plan leaves room, if the model takes as many."""
 
 
-def plan_shape(model: ModelShape, context: int = CONTEXT) -> Shape:
+def plan_shape(model: ModelShape, context: int = CONTEXT) -> ModelSizes:
     """Describe a model to the planner, with sessions of up to ``context`` tokens."""
     context = min(context, model.context or context)
-    return Shape(
+    return ModelSizes(
         name=model.name,
         layer_bytes=model.layer_bytes,
         kv_bytes_per_token=mean_kv_bytes(model, context),

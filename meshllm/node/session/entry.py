@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher
@@ -37,7 +37,7 @@ from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
-from meshllm.protocol.session.actions import Action, Closed, Embed, Pick, Task
+from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
@@ -69,7 +69,7 @@ class EntryConfig:
     """Concurrent generations; further ones wait."""
     slack: int | None
     """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
-    prefixes: PrefixCache[SpanCache]
+    prefixes: PrefixCache[SessionCache]
     """Prefix cache, and the budget for KV caches on every rank, this one first."""
     drafting: Drafting | None = None
     """Drafter for speculative decoding, if caches can be cropped; None disables it."""
@@ -188,7 +188,7 @@ class EntryNode:
                 await generation.closed.wait()
 
     @asynccontextmanager
-    async def _admitted(self, task: Task) -> AsyncIterator[None]:
+    async def _admitted(self, task: GenerationTask) -> AsyncIterator[None]:
         """Wait for admission of a task; hold its reservation inside the context."""
         try:
             if not self._admission.ask(task.session, task.limit):
@@ -203,8 +203,8 @@ class EntryNode:
                 if not waiter.done():  # else it was cancelled and leaves by itself
                     waiter.set_result(None)
 
-    def _task(self, session: SessionId, order: GenerationRequest) -> Task:
-        return Task(
+    def _task(self, session: SessionId, order: GenerationRequest) -> GenerationTask:
+        return GenerationTask(
             session=session,
             epoch=self._config.epoch,
             ring=self._config.ring,
@@ -214,15 +214,18 @@ class EntryNode:
             context=self._ends.context,
             slack=self._config.slack,
             keep_from=MIN_SHARED if self._prefixes.index.keeps else None,
+            resumes=self._prefixes.index.resumes,
         )
 
-    def _open(self, task: Task, order: GenerationRequest) -> Generation:
+    def _open(self, task: GenerationTask, order: GenerationRequest) -> Generation:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
         # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
         machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
-        start = start_from(self._prefixes.find(order.known, now), self._ends.front.new_cache)
+        finds = self._prefixes.index.keeps or order.given
+        found = self._prefixes.find(order.known, now) if finds else None
+        start = start_from(found, self._ends.front.new_cache)
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
@@ -274,7 +277,7 @@ class EntryNode:
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
-        if isinstance(message, Data) and not message.flags & Flags.PREFILL:
+        if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.REFILL):
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
@@ -304,7 +307,17 @@ class EntryNode:
         if machine.kept and cache is not None:
             prompt = generation.prompt_tokens
             self.budget.release(session)  # counted as kept from now on
-            self._prefixes.keep(session, machine.kept, prompt, cache, machine.reach, self._now())
+            self._prefixes.keep(
+                session,
+                machine.kept,
+                prompt,
+                cache,
+                machine.reach,
+                self._now(),
+                chunks=machine.kept_chunks,
+                lost=machine.lost,
+                is_lost=self._lost is not None,
+            )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
         """Sample, and start the next step before the tokens are delivered."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
-from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps.runner import Runner
-from meshllm.node.compute.gauge import Gauge, Measured
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
-from meshllm.node.session.resume import CacheMiss, Start, crop_cache
+from meshllm.node.session.resume import CacheMiss, Start, crop_cache, refill, sent_again
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
@@ -39,7 +39,7 @@ class Ended:
     """The generation ended on every rank."""
 
     reason: FinishReason
-    measured: Measured
+    measured: GenerationTimes
 
 
 Output = Prefilled | Token | Ended
@@ -73,10 +73,11 @@ class GenerationRequest:
 class EntryRunners:
     """Runners of the entry."""
 
-    front: Runner
+    front: SpanRunner
     """The embedding and the first layers; in a ring of one, the whole model."""
     head: Runner | None
-    """The LM head, or its second part if it is split; None if ``front`` has it."""
+    """The LM head, or its second part if it is split; None if ``front`` has it, which is possible
+    in a ring of one."""
     context: int
     """Most tokens of a session, prompt included."""
     helped: Runner | None = None
@@ -85,10 +86,10 @@ class EntryRunners:
     @property
     def runners(self) -> list[Runner]:
         """All loaded runners."""
-        return [each for each in (self.front, self.helped, self.head) if each]
+        return [*self.front.pieces, *(each for each in (self.helped, self.head) if each)]
 
     def logits(self, rows: list[Tensor]) -> Sequence[Tensor]:
-        """Compute logits [1, T, V] of rows [1, T, D]; in a ring of one the rows are logits."""
+        """Compute logits [1, T, V] of rows [1, T, D]; if ``front`` has the head, return them."""
         if self.head is None:
             return rows
         nothing = [None] * len(rows)
@@ -161,12 +162,14 @@ class Generation:
         self._ends = ends
         self._encoder = encoder
         self._speculator = speculator
-        self.base = start.base
-        self.cache: SpanCache | None = None
+        self.base = base = start.base
+        lost = base.lost if base else ()
+        self._feeds_lost = any(ends.front.span.stop in span for span in lost)
+        self.cache: SessionCache | None = None
         """KV cache of the local layers, from the first job on."""
-        self._make_cache: Callable[[], SpanCache] | None = start.make
+        self._make_cache: Callable[[], SessionCache] | None = start.make
         self._history = list(order.known)
-        self._is_alone = ends.head is None
+        self._is_alone = machine.is_alone
         self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
         self._next: Embed | None = None  # after the last Pick, unless another job comes first
 
@@ -211,9 +214,11 @@ class Generation:
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers."""
         watch.queued()
-        cache = self._cropped(job.pos)
         tokens = torch.tensor([job.tokens])  # [1, T]
-        if self._is_step(job):
+        if job.refills:
+            return self._refill(job, tokens, watch)
+        cache = self._cropped(job.pos)
+        if job.is_step:
             output = self._ends.front.step(tokens, cache)  # [1, T, D or V]
         else:
             rows = 1 if self._is_alone else None  # of logits
@@ -226,9 +231,16 @@ class Generation:
         if self._is_alone:
             self._rows = output[:, -1 - job.guesses :]
             return None
-        blob = self._encoder.seal(output, watch.spent.compute_us, is_step=self._is_step(job))
+        blob = self._encoder.seal(output, watch.spent.compute_us, is_step=job.is_step)
         watch.serialised()
         return blob
+
+    def _refill(self, job: Embed, tokens: Tensor, watch: Stopwatch) -> Blob | None:
+        """Compute rows only in the layers that lack them; return them if the next rank does."""
+        places = range(job.pos, job.pos + len(job.tokens))
+        rows = refill(self._ends.front, tokens, self._opened_cache(), places, is_step=job.is_step)
+        watch.computed()
+        return self._encoder.seal(sent_again(rows), 0, is_step=False) if self._feeds_lost else None
 
     @property
     def key(self) -> SessionKey:
@@ -252,7 +264,7 @@ class Generation:
         watch.computed()
         return Picked(tokens, is_last, steps)
 
-    def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SpanCache] | None:
+    def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SessionCache] | None:
         """Return the Embed that follows the last Pick, with its tokens [1, 1 + G] and cache."""
         watch.begin()
         if self._next is None:
@@ -261,8 +273,14 @@ class Generation:
         cache = self._cropped(self._next.pos)
         return self._next, torch.tensor([self._next.tokens]), cache
 
-    def _cropped(self, length: int) -> SpanCache:
+    def _cropped(self, length: int) -> SessionCache:
         """Return the cache, cropped; raise `CacheMiss` if it cannot be."""
+        cache = self._opened_cache()
+        crop_cache(cache, length)
+        return cache
+
+    def _opened_cache(self) -> SessionCache:
+        """Return the cache, made on first use; raise `CacheMiss` if it cannot be."""
         if make := self._make_cache:
             self._make_cache = None
             try:
@@ -271,12 +289,7 @@ class Generation:
                 self.cache = self._ends.front.new_cache()
                 raise CacheMiss(str(error)) from None
         assert self.cache is not None
-        crop_cache(self.cache, length)
         return self.cache
-
-    def _is_step(self, job: Embed) -> bool:
-        is_new = job.pos >= self.known_tokens and len(job.tokens) == 1 + job.guesses
-        return is_new or job.pos in self.machine.replayed
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
         """Sample from ``logits`` [1 + G, V] until a draft token is rejected or the answer ends.

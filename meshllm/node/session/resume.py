@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from meshllm.errors import ModelError
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.runner import SpanRunner
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit
 
 
@@ -12,7 +15,7 @@ class CacheMiss(Exception):
     """A cache lacks the positions that a job continues from."""
 
 
-def crop_cache(cache: SpanCache, length: int) -> None:
+def crop_cache(cache: SessionCache, length: int) -> None:
     """Crop a cache; raise `CacheMiss` if it is shorter, or cannot be cropped that far."""
     try:
         cache.crop(length)
@@ -20,17 +23,37 @@ def crop_cache(cache: SpanCache, length: int) -> None:
         raise CacheMiss(str(error)) from None
 
 
+def refill(
+    layers: SpanRunner, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool
+) -> Tensor | None:
+    """Run rows only in the layers that lack them; raise `CacheMiss` if their input is unknown.
+
+    See `SpanRunner.refill`.
+    """
+    try:
+        return layers.refill(x, cache, places, is_step=is_step)
+    except ModelError as error:
+        raise CacheMiss(str(error)) from None
+
+
+def sent_again(rows: Tensor | None) -> Tensor:
+    """Return recorded rows; raise `CacheMiss` if they were not recorded."""
+    if rows is None:
+        raise CacheMiss("The rows that a lost layer was computed from are not recorded")
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """The cache that a generation begins with."""
 
     base: PrefixHit | None
-    make: Callable[[], SpanCache]
+    make: Callable[[], SessionCache]
     """Called once, on the compute thread; the cache holds the base, and possibly more."""
 
 
 def start_from(
-    found: tuple[PrefixHit, SpanCache] | None, new_cache: Callable[[], SpanCache]
+    found: tuple[PrefixHit, SessionCache] | None, new_cache: Callable[[], SessionCache]
 ) -> Start:
     """Begin with a prefix cache hit, or with an empty cache."""
     if found is None:

@@ -1,4 +1,4 @@
-"""Drivers of the links to the neighbours: each runs a `Link` machine and its send queues."""
+"""Drivers of the links to the neighbours: each runs a `NeighbourLink` and its send queues."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from typing import assert_never
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.node.net.secure import SecureLink
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import BEAT, Action, Deliver, Link, Lost, Send
+from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
 from meshllm.protocol.session.messages import Beat, Forward, Message, SessionMessage
 from meshllm.protocol.trust.handshake import ALL_FEATURES, Features
 from meshllm.transport import contract
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class RingLink:
     """Sends to and receives from one neighbour until the link is lost."""
 
-    def __init__(self, link: contract.Link, machine: Link) -> None:
+    def __init__(self, link: contract.Link, machine: NeighbourLink) -> None:
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine

@@ -10,15 +10,15 @@ from typing import Any, assert_never
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.lm_head import BLOCK
-from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
-from meshllm.node.session.resume import CacheMiss, crop_cache
+from meshllm.node.session.resume import CacheMiss, crop_cache, refill, sent_again
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, sealed
 from meshllm.node.timer import DeadlineTimer
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
+class _StageSession:
     """What this rank holds for a session; used on the compute thread."""
 
     encoder: SessionEncoder
-    cache: SpanCache
+    cache: SessionCache
 
 
 class StageNode:
@@ -43,10 +43,10 @@ class StageNode:
     def __init__(  # noqa: PLR0913 -- its parts
         self,
         machine: Stage,
-        runner: Runner,
+        runner: SpanRunner,
         worker: Worker,
         neighbours: Neighbours,
-        kept: dict[SessionId, SpanCache],
+        kept: dict[SessionId, SessionCache],
         wire: WireMode = WireMode.EXACT,
         head: Runner | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class StageNode:
         self._runner = runner
         self._neighbours = neighbours
         self._encoder = ActivationEncoder(wire, neighbours)
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, _StageSession] = {}
         self._kept = kept
         self._jobs = asyncio.TaskGroup()
         self._steps = Batcher(worker, self._step, self._jobs)
@@ -75,7 +75,7 @@ class StageNode:
     @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
-        return [self._runner, *([self._head] if self._head else [])]
+        return [*self._runner.pieces, *([self._head] if self._head else [])]
 
     @property
     def sessions(self) -> int:
@@ -117,7 +117,9 @@ class StageNode:
 
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
-        if job.is_step:
+        if job.refills:
+            self._steps.submit_alone(partial(self._refill, job, watch), served)
+        elif job.is_step:
             self._steps.submit(
                 (job, watch), served, *([self._logits_done] if self._wants_logits(job) else [])
             )
@@ -173,7 +175,7 @@ class StageNode:
             logger.exception("cannot copy a cache")
         else:
             if cache is not None:
-                self._sessions[job.session] = _Session(
+                self._sessions[job.session] = _StageSession(
                     self._encoder.for_session(job.session), cache
                 )
 
@@ -181,8 +183,17 @@ class StageNode:
         held, hidden = self._opened(job, watch)
         return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
 
+    def _refill(self, job: Compute, watch: Stopwatch) -> Blob | None:
+        watch.queued()
+        held, places = self._session(job.session), range(job.pos, job.pos + job.rows)
+        x = opened(held.encoder.key, job.blob) if job.blob else None
+        watch.serialised()
+        rows = refill(self._runner, x, held.cache, places, is_step=job.is_step)
+        watch.computed()
+        return held.encoder.seal(sent_again(rows), 0, is_step=False) if job.keep else None
+
     def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
-        def run(opened: list[tuple[_Session, Tensor]]) -> list[tuple[_Session, Tensor]]:
+        def run(opened: list[tuple[_StageSession, Tensor]]) -> list[tuple[_StageSession, Tensor]]:
             caches = [held.cache for held, _ in opened]
             outputs = self._runner.step_many([hidden for _, hidden in opened], caches)
             return [(held, output) for (held, _), output in zip(opened, outputs, strict=True)]
@@ -208,20 +219,25 @@ class StageNode:
         blob = sealed(key, logits.view(rows.shape[1], -1, BLOCK))
         return Logits(job.session, self._machine.epoch, job.helps, job.pos, blob)
 
-    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_Session, Tensor]:
+    def _opened(self, job: Compute, watch: Stopwatch) -> tuple[_StageSession, Tensor]:
         """Return the session and its rows [1, T, D]."""
         watch.queued()
-        if job.session not in self._sessions:
-            held = _Session(self._encoder.for_session(job.session), self._runner.new_cache())
-            self._sessions[job.session] = held
-        held = self._sessions[job.session]
+        held = self._session(job.session)
+        assert job.blob is not None  # only refills come without
         hidden = opened(held.encoder.key, job.blob)
         watch.serialised()
         crop_cache(held.cache, job.pos)
         return held, hidden
 
+    def _session(self, session: SessionId) -> _StageSession:
+        """Return what is held for a session, at first nothing."""
+        if session not in self._sessions:
+            held = _StageSession(self._encoder.for_session(session), self._runner.new_cache())
+            self._sessions[session] = held
+        return self._sessions[session]
+
     def _sealed(
-        self, job: Compute, held: _Session, output: Tensor, watch: Stopwatch
+        self, job: Compute, held: _StageSession, output: Tensor, watch: Stopwatch
     ) -> Blob | None:
         watch.computed()
         if not job.keep:

@@ -12,7 +12,7 @@ from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
-from meshllm.node.compute.gauge import Measured
+from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
@@ -221,7 +221,7 @@ def _finished(
 
 
 async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
-    yield Ended(reason, Measured(0.0, 0.0, 0.0, 0, ()))
+    yield Ended(reason, GenerationTimes(0.0, 0.0, 0.0, 0, ()))
 
 
 def _encode(text: Text, request: Request) -> list[int]:
@@ -234,7 +234,7 @@ def _encode(text: Text, request: Request) -> list[int]:
     return text.encode_chat(request.turns)
 
 
-def _hops(measured: Measured, plan: Plan) -> tuple[HopReport, ...]:
+def _hops(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:
     per_step = measured.tokens_per_step or 1
     return tuple(
         HopReport(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SessionCache
 from meshllm.node.compute.batcher import attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.generation import EntryRunners, Generation
@@ -88,7 +88,7 @@ def _rows(sample: SampleJob) -> Tensor:
 
 
 def _fronts(
-    ends: EntryRunners, steps: list[tuple[Embed, Tensor, SpanCache]]
+    ends: EntryRunners, steps: list[tuple[Embed, Tensor, SessionCache]]
 ) -> list[tuple[Embed, Tensor]]:
     tokens, caches = [tokens for _, tokens, _ in steps], [cache for _, _, cache in steps]
     outputs = ends.front.step_many(tokens, caches)

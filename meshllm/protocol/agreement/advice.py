@@ -2,7 +2,7 @@
 
 from meshllm.errors import MeshError
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
-from meshllm.protocol.agreement.relaxation import Best, Case, find_missing_link
+from meshllm.protocol.agreement.relaxation import Best, PlanningInput, find_missing_link
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Plan
@@ -60,7 +60,7 @@ def _bounds(charter: Charter) -> list[str]:
     return [text for text, binds in bounds.items() if binds]
 
 
-def _unbound(case: Case) -> Plan | None:
+def _unbound(case: PlanningInput) -> Plan | None:
     shape = case.view.charter.shape
     try:
         return make_plan(case.found.offers, case.found.links, shape, terms=case.terms)

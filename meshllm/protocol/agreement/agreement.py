@@ -32,10 +32,10 @@ from dataclasses import dataclass, field, replace
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.agreement.candidates import View, count_lacking, find_candidates
+from meshllm.protocol.agreement.candidates import MeshView, count_lacking, find_candidates
 from meshllm.protocol.agreement.relaxation import (
     Best,
-    Case,
+    PlanningInput,
     find_best,
     find_missing_link,
     nodes_of,
@@ -74,7 +74,7 @@ class Agreement:
     """The planning result, reused by the next `agree`."""
 
 
-def agree(view: View, before: Agreement | None = None) -> Agreement:
+def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     """Return the plan in force; nodes with the same records get the same plan.
 
     The planner's input changes rarely: if it equals that of ``before``, an earlier result, its
@@ -111,7 +111,7 @@ def agree(view: View, before: Agreement | None = None) -> Agreement:
     )
 
 
-def _followed(view: View) -> dict[NodeId, Plan]:
+def _followed(view: MeshView) -> dict[NodeId, Plan]:
     """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
     plans: dict[bytes, Plan] = {}
@@ -123,7 +123,9 @@ def _followed(view: View) -> dict[NodeId, Plan]:
     return {node: plans[data] for node, data in told.items() if data in plans}
 
 
-def _decide(case: Case, best: Best, incumbent: Plan | None, epoch: int) -> tuple[Plan | None, str]:
+def _decide(
+    case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int
+) -> tuple[Plan | None, str]:
     fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
     if incumbent is None or fault:
@@ -143,7 +145,7 @@ def _decide(case: Case, best: Best, incumbent: Plan | None, epoch: int) -> tuple
     return new, better
 
 
-def _fault(case: Case, plan: Plan) -> str:
+def _fault(case: PlanningInput, plan: Plan) -> str:
     """Return why a plan cannot be followed; empty if it can."""
     shape, problem, found = case.view.charter.shape, case.problem, case.found
     asked = (shape.name, shape.layers, case.terms.ends, case.terms.entry or plan.stages[0].node)
@@ -167,13 +169,13 @@ def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
     return span.stop in problem.stops(node, span.start, entry=entry)
 
 
-def _satisfies(case: Case, problem: Problem, plan: Plan) -> bool:
+def _satisfies(case: PlanningInput, problem: Problem, plan: Plan) -> bool:
     """Return whether a working plan satisfies the constraints of the charter."""
     ring = to_division(problem, plan).order
     return problem.allows(ring) and not set(case.view.charter.exclude) & set(nodes_of(plan))
 
 
-def _gain(case: Case, incumbent: Plan, other: Plan) -> float:
+def _gain(case: PlanningInput, incumbent: Plan, other: Plan) -> float:
     """Return the fraction of time that another plan saves; of layers moved if untimed.
 
     A quotient of integers, and so the same on every machine.
@@ -198,7 +200,7 @@ def _moved_layers(incumbent: Plan, other: Plan) -> float:
     return sum(a != b for a, b in zip(before, after, strict=True)) / other.layers
 
 
-def _standbys(case: Case, members: int | None, plan: Plan) -> dict[NodeId, str]:
+def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[NodeId, str]:
     """Return why each node without a stage has none.
 
     The ring may violate the current terms, so members and spans of the terms are ignored.

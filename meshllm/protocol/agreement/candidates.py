@@ -10,21 +10,21 @@ from meshllm.protocol.membership.records import (
     ENDS,
     Lifecycle,
     Profile,
-    State,
+    StateRecord,
     alive,
 )
-from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, Offer, Wire
+from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, LinkSpeed, Offer
 from meshllm.protocol.trust.identity import short
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
-NO_LINK = Wire(MAX_SECONDS)
+NO_LINK = LinkSpeed(MAX_SECONDS)
 """Stands for a link that is missing or unmeasured; no ring uses it."""
 
 _ABSENT = bytes(DIGEST_PART_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class MeshView:
     """One node's view of its mesh: the records of its store."""
 
     me: NodeId
@@ -32,7 +32,7 @@ class View:
     author: NodeId
     """The founder, who wrote the charter."""
     profiles: Mapping[NodeId, Profile]
-    states: Mapping[NodeId, State]
+    states: Mapping[NodeId, StateRecord]
     """While it runs, a node reports the plan that it followed last, even without a ring."""
     removed: Collection[NodeId] = ()
 
@@ -59,7 +59,7 @@ class Candidates:
     """The fixed span of each node that has one."""
 
 
-def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:
+def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:
     """Find the living nodes that can be planned with.
 
     If nodes contradict each other, the nodes of the current ring take precedence, in rank order,
@@ -82,7 +82,7 @@ def find_candidates(view: View, here: Collection[NodeId], ring: Sequence[NodeId]
     )
 
 
-def count_lacking(view: View, here: Collection[NodeId]) -> int:
+def count_lacking(view: MeshView, here: Collection[NodeId]) -> int:
     """Count the members requested by the charter that are absent or not ready yet.
 
     A ready node counts even if the ring cannot use it: no other node will replace it.
@@ -108,7 +108,7 @@ def first_mismatch(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
 
 
 def _classify(
-    view: View, here: Collection[NodeId], precedence: Iterable[NodeId]
+    view: MeshView, here: Collection[NodeId], precedence: Iterable[NodeId]
 ) -> tuple[list[NodeId], dict[NodeId, str], dict[NodeId, str]]:
     """Split nodes into accepted (in order of precedence), refused and not ready."""
     accepted: list[NodeId] = []
@@ -127,7 +127,7 @@ def _classify(
     return accepted, refused, waiting
 
 
-def _unready(profile: Profile, state: State | None) -> str | None:
+def _unready(profile: Profile, state: StateRecord | None) -> str | None:
     if state and state.obstacle:
         return state.obstacle
     if state and state.lifecycle is Lifecycle.OTHER:
@@ -140,7 +140,7 @@ def _unready(profile: Profile, state: State | None) -> str | None:
 
 
 def _incompatibility(
-    view: View, here: Collection[NodeId], accepted: Sequence[NodeId], profile: Profile
+    view: MeshView, here: Collection[NodeId], accepted: Sequence[NodeId], profile: Profile
 ) -> str | None:
     """Return why a node is incompatible with the nodes accepted before it; None if it is not.
 
@@ -186,7 +186,7 @@ def _offer(node: NodeId, profile: Profile) -> Offer:
     return Offer(node, profile.memory_bytes, profile.layer_s, profile.head_s, profile.reserve_bytes)
 
 
-def _links(states: Mapping[NodeId, State], here: Collection[NodeId]) -> Links:
+def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
     """Return the links that both ends name, with the shorter of the two measured round trips."""
     named = {node: dict(states[node].links) for node in here if node in states}
     wires = {}
@@ -195,7 +195,7 @@ def _links(states: Mapping[NodeId, State], here: Collection[NodeId]) -> Links:
             if node < peer and node in named.get(peer, ()):
                 measured = [us for us in (round_trip, named[peer][node]) if us]
                 if measured:
-                    wires[node, peer] = Wire(_quantise(min(measured)) / 2e6)
+                    wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
     return Links(wires, NO_LINK)
 
 

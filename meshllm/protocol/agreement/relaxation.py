@@ -4,22 +4,22 @@ from dataclasses import dataclass, replace
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
-from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, View
+from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import Division
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Terms
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.trust.identity import short
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanningInput:
     """The planning input: the candidates and the hard constraints on a ring."""
 
-    view: View
+    view: MeshView
     found: Candidates
-    terms: Terms
+    terms: PlanConstraints
     problem: Problem
     """The same, with nodes as indices."""
 
@@ -28,25 +28,25 @@ class Case:
 class Best:
     """The best plan and the problem that it solves, or why none was found."""
 
-    case: Case
+    case: PlanningInput
     plan: Plan | None
     problem: Problem
     missing: str = ""
 
-    def matches(self, case: Case) -> bool:
+    def matches(self, case: PlanningInput) -> bool:
         """Return whether another case has the same planning input."""
         return _planner_input(self.case) == _planner_input(case)
 
 
-def open_case(view: View, found: Candidates) -> Case:
+def open_case(view: MeshView, found: Candidates) -> PlanningInput:
     """Build the planning input; raise `UserError` if the charter contradicts itself."""
     charter = view.charter
     entry = view.author if charter.ends is Ends.CLIENT else None
-    terms = Terms(charter.ends, entry, charter.sessions, spans=found.spans)
-    return Case(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
+    terms = PlanConstraints(charter.ends, entry, charter.sessions, spans=found.spans)
+    return PlanningInput(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
 
 
-def find_best(case: Case, before: Best | None = None) -> Best:
+def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
     if before is not None and before.matches(case):
         return before
@@ -102,11 +102,13 @@ def _excess(plan: Plan, most: int | None) -> str:
     return f"it takes {count} nodes, but {most} are allowed" if count > (most or count) else ""
 
 
-def _planner_input(case: Case) -> tuple[Charter, tuple[Offer, ...], Links, Terms]:
+def _planner_input(
+    case: PlanningInput,
+) -> tuple[Charter, tuple[Offer, ...], Links, PlanConstraints]:
     return case.view.charter, case.found.offers, case.found.links, case.terms
 
 
-def _relaxed_terms(case: Case) -> list[Terms]:
+def _relaxed_terms(case: PlanningInput) -> list[PlanConstraints]:
     """Return the terms of the charter, then looser ones in the order to try them.
 
     A ring of fewer nodes, or without a node whose fixed span fits no ring, is better than none.

@@ -14,9 +14,11 @@ When a running session needs the room, the least recently used are evicted. A lo
 reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import KvBudget
 
 MAX_KEPT = 64
@@ -25,6 +27,16 @@ MAX_STATES = 8
 """The same for a model with recurrent state, which is as large as many positions."""
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
+RESUME_S = 60.0
+"""The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
+
+
+class Chunk(NamedTuple):
+    """How the rows of a session up to ``stop`` were computed; those before belong to others."""
+
+    stop: int
+    is_step: bool
+    """Rows of decode steps, each as if computed alone; else one chunk of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,10 @@ class PrefixHit:
     """Take over the cache instead of copying it: no other prompt will want that session."""
     reach: int = 0
     """Positions for which the cache has room, if it is taken over."""
+    chunks: tuple[Chunk, ...] = ()
+    """How they were computed; the last one stops at ``length``."""
+    lost: tuple[Span, ...] = ()
+    """Layers whose caches are lost."""
 
 
 class PrefixIndex:
@@ -57,12 +73,18 @@ class PrefixIndex:
         *,
         most: int = MAX_KEPT,
         idle_s: float = IDLE_S,
+        resumes: bool = True,
     ) -> None:
-        """Keep up to ``most`` sessions of up to ``most_bytes`` in total, as the budget allows."""
+        """Keep up to ``most`` sessions of up to ``most_bytes`` in total, as the budget allows.
+
+        ``resumes``: keep the sessions of a ring that was lost even if no others are kept.
+        """
         self.budget = budget
         self._most_bytes = most_bytes
         self._most = most
-        self._idle_s = idle_s
+        self._idle_s = idle_s if most_bytes != 0 else RESUME_S
+        self.resumes = resumes
+        """Whether sessions of a lost ring can go on with their caches."""
         self._items: dict[SessionId, _Item] = {}  # the latest used last
 
     @property
@@ -70,16 +92,20 @@ class PrefixIndex:
         """Whether it keeps anything at all."""
         return self._most_bytes != 0
 
-    def put(self, session: SessionId, length: int, reach: int, now: float) -> list[SessionId]:
+    def put(
+        self, session: SessionId, length: int, reach: int, now: float, *, is_lost: bool = False
+    ) -> list[SessionId]:
         """Keep ``length`` positions of a cache with room for ``reach``.
 
-        Return the sessions to evict: older ones, or this one if there is no room for it.
+        ``is_lost``: the ring was lost, and the session goes on in the next one. Return the sessions
+        to evict: older ones, or this one if there is no room for it.
         """
-        if length <= 0 or not (self.keeps and self.budget.fits(reach)):
+        keeps = self.resumes if is_lost else self.keeps
+        if length <= 0 or not (keeps and self.budget.fits(reach)):
             return [session]
         before = self.budget.kept_bytes
         self.budget.keep(session, reach)
-        if self._exceeds(self.budget.kept_bytes - before):
+        if not is_lost and self._exceeds(self.budget.kept_bytes - before):
             self.budget.drop(session)
             return [session]
         self._items[session] = _Item(length, reach, now)
@@ -125,6 +151,11 @@ class PrefixIndex:
             budget.keep(session, item.reach)
         return self.make_room()
 
+    def clear(self) -> None:
+        """Evict all."""
+        for session in list(self._items):
+            self._drop(session)
+
     @property
     def deadline(self) -> float | None:
         """When `expire` has something to do."""
@@ -142,9 +173,30 @@ class PrefixIndex:
         self.budget.drop(session)
 
     def _exceeds(self, size: int) -> bool:
-        return self._most_bytes is not None and size > self._most_bytes
+        return self.keeps and self._most_bytes is not None and size > self._most_bytes
 
 
-def prefix_index_for(budget: KvBudget, most_bytes: int | None, slack: int | None) -> PrefixIndex:
+def prefix_index_for(
+    budget: KvBudget, most_bytes: int | None, slack: int | None, *, resumes: bool = True
+) -> PrefixIndex:
     """Make the index of a rank for a model whose caches can be cropped by ``slack`` positions."""
-    return PrefixIndex(budget, most_bytes, most=MAX_STATES if slack == 0 else MAX_KEPT)
+    most = MAX_STATES if slack == 0 else MAX_KEPT
+    return PrefixIndex(budget, most_bytes, most=most, resumes=resumes)
+
+
+def add_chunk(chunks: Iterable[Chunk], start: int, stop: int, *, is_step: bool) -> list[Chunk]:
+    """Add the rows at positions ``start`` to ``stop``; those from ``start`` on are replaced."""
+    before = crop_chunks(chunks, start)
+    if is_step and before and before[-1].is_step:
+        before.pop()
+    return [*before, Chunk(stop, is_step)]
+
+
+def crop_chunks(chunks: Iterable[Chunk], length: int) -> list[Chunk]:
+    """Keep the first ``length`` positions; a chunk that is cut there stops there."""
+    cropped = list[Chunk]()
+    for chunk in chunks:
+        if cropped and cropped[-1].stop >= length:
+            break
+        cropped.append(Chunk(min(chunk.stop, length), chunk.is_step))
+    return cropped if length else []

@@ -6,13 +6,13 @@ Texts are compared token by token; the other ranks only need the id of a session
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import PrefixHit, PrefixIndex
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, PrefixIndex, crop_chunks
 
 MIN_SHARED = 16
 """Tokens; all chats of a model begin with the same few."""
@@ -26,6 +26,9 @@ class _Text(Generic[Cache]):
     tokens: "array[int]"
     prompt: int
     cache: Cache
+    chunks: tuple[Chunk, ...] = ()
+    lost: frozenset[int] = frozenset()
+    """Layers whose caches are lost."""
 
 
 class PrefixCache(Generic[Cache]):
@@ -58,9 +61,10 @@ class PrefixCache(Generic[Cache]):
             whole = bool(self.index.take(name, length, now, whole=True))
         if whole:
             del self._texts[name]
-        return PrefixHit(name, length, whole, reach), text.cache
+        chunks = tuple(crop_chunks(text.chunks, length))
+        return PrefixHit(name, length, whole, reach, chunks, spans_of(text.lost)), text.cache
 
-    def keep(
+    def keep(  # noqa: PLR0913 -- what is kept, and how it was computed
         self,
         session: SessionId,
         tokens: Sequence[int],
@@ -68,13 +72,35 @@ class PrefixCache(Generic[Cache]):
         cache: Cache,
         reach: int,
         now: float,
+        *,
+        chunks: Sequence[Chunk] = (),
+        lost: Sequence[Span] = (),
+        is_lost: bool = False,
     ) -> None:
-        """Keep the cache of a finished session, of which the first ``prompt`` tokens were a prompt.
+        """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
-        It holds ``tokens`` and perhaps more, and has room for ``reach``.
+        It holds ``tokens`` and perhaps more, and has room for ``reach``; ``chunks`` tell how it was
+        computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
         """
-        self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), cache)
-        self._drop(self.index.put(session, len(tokens), reach, now))
+        layers = frozenset(at for span in lost for at in range(span.start, span.stop))
+        text = _Text(array("i", tokens), min(prompt, len(tokens)), cache, tuple(chunks), layers)
+        self._texts[session] = text
+        self._drop(self.index.put(session, len(tokens), reach, now, is_lost=is_lost))
+
+    def lose(self, layers: Collection[int]) -> None:
+        """Note that the caches of these layers are lost, as another node holds them from now on."""
+        for name, text in self._texts.items():
+            self._texts[name] = replace(text, lost=text.lost.union(layers))
+
+    def forget_texts(self) -> dict[SessionId, Cache]:
+        """Forget the texts; return their caches, which stay counted in the index."""
+        caches, self._texts = self.caches, {}
+        return caches
+
+    @property
+    def caches(self) -> dict[SessionId, Cache]:
+        """The kept caches."""
+        return {name: text.cache for name, text in self._texts.items()}
 
     def move(self, budget: KvBudget) -> list[SessionId]:
         """Count what is kept in another budget; return the sessions that this evicts."""
@@ -101,6 +127,17 @@ class PrefixCache(Generic[Cache]):
         shared = _common_prefix(prompt, text.tokens, most)
         is_far = self._slack is not None and len(text.tokens) - shared > self._slack
         return 0 if is_far else shared
+
+
+def spans_of(layers: Collection[int]) -> tuple[Span, ...]:
+    """Return layers as spans, in order."""
+    spans = list[Span]()
+    for layer in sorted(layers):
+        if spans and spans[-1].stop == layer:
+            spans[-1] = Span(spans[-1].start, layer + 1)
+        else:
+            spans.append(Span(layer, layer + 1))
+    return tuple(spans)
 
 
 def _common_prefix(one: "array[int]", other: "array[int]", most: int) -> int:

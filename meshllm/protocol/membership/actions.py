@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from meshllm.names import NodeId
-from meshllm.protocol.membership.codec import Message, Talk, Why
+from meshllm.protocol.membership.codec import CloseReason, Message, RequestMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToPeer:
     """Send a message to the peer."""
 
     peer: NodeId
@@ -16,11 +16,11 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverRequest:
     """Pass a request message of the peer to the node."""
 
     peer: NodeId
-    message: Talk
+    message: RequestMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Drop:
     """Send `Bye` and close a link to the peer; the machine has removed it already."""
 
     peer: NodeId
-    why: Why
+    why: CloseReason
     is_newcomer: bool = False
     """Close the link that was reported in this call, not an earlier one."""
     text: str = ""
@@ -40,7 +40,7 @@ class Parted:
     """Close the link: the peer sent `Bye`."""
 
     peer: NodeId
-    why: Why
+    why: CloseReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +56,4 @@ class Changed:
     """Run `agree` again: its input may have changed."""
 
 
-Action: TypeAlias = Send | Deliver | Drop | Parted | Dial | Changed
+Action: TypeAlias = SendToPeer | DeliverRequest | Drop | Parted | Dial | Changed

@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 The founder fixes the model once. The *terms* can change later: every node publishes the terms that
 it changed, each with a version, and of all values of one term the highest (version, author) is in
-force. Concurrent changes of different terms are therefore all kept, and every node with the same
+force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing.
+Concurrent changes of different terms are therefore all kept, and every node with the same
 records derives the same charter, in whatever order they arrived.
 
 Every node ignores a version that exceeds the next lower one by more than `MAX_STEP`, so that no
@@ -24,7 +25,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, Quant
 from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
-from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, Shape
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, ModelSizes
 from meshllm.protocol.planning.policies import AUTO, POLICIES
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
@@ -34,6 +35,7 @@ MAX_WIDTH = 1 << 20  # of a hidden state; the largest published is 18432
 MAX_SESSIONS = 4096
 MAX_VERSION = 1 << 32  # of the founder's charter, without terms
 MAX_STEP = 1 << 32  # between versions of one term; at one change a second, over a century
+MAX_TERM_VERSION = 1 << 64  # the field has 64 bits
 MAX_TERMS = 32  # of one author
 MAX_WORD_BYTES = 64  # name of a term, a dtype or a quantisation
 MAX_TERM_BYTES = 8 * 1024  # value of a term; 64 node ids take 4.1 KiB
@@ -53,7 +55,7 @@ class Charter:
     """The mesh-wide configuration."""
 
     version: int
-    shape: Shape
+    shape: ModelSizes
     """The model, and the context length to reserve memory for."""
     dtype: DType
     """Of the model's computation and of the hidden states on the wire."""
@@ -168,12 +170,14 @@ class Amendments:
         return cls(terms, version)
 
 
-def merge(base: Charter, amendments: Mapping[NodeId, Amendments]) -> Charter:
+def merge(
+    base: Charter, amendments: Mapping[NodeId, Amendments], founder: NodeId | None = None
+) -> Charter:
     """Apply the terms in force to the founder's charter."""
     changes: dict[str, Any] = {}
     shape = base.shape
     unknown = list(base.unknown)
-    for name, (author, term) in sorted(in_force(amendments).items()):
+    for name, (author, term) in sorted(in_force(amendments, founder).items()):
         if (why := _unknown(term)) is not None:
             unknown.append(f"node `{short(author)}` set {why}")
         elif name == "context":
@@ -183,11 +187,15 @@ def merge(base: Charter, amendments: Mapping[NodeId, Amendments]) -> Charter:
     return replace(base, **changes, shape=shape, unknown=tuple(unknown))
 
 
-def in_force(amendments: Mapping[NodeId, Amendments]) -> dict[str, tuple[NodeId, Term]]:
+def in_force(
+    amendments: Mapping[NodeId, Amendments], founder: NodeId | None = None
+) -> dict[str, tuple[NodeId, Term]]:
     """Return the term in force for each name, and its author."""
     pairs = ((author, term) for author, at in amendments.items() for term in at.terms)
     found: dict[str, tuple[NodeId, Term]] = {}
-    for author, term in sorted(pairs, key=lambda pair: (pair[1].version, pair[0])):
+    for author, term in sorted(
+        pairs, key=lambda pair: (pair[1].version, pair[0] == founder, pair[0])
+    ):
         below = found[term.name][1].version if term.name in found else 0
         if term.version <= below + MAX_STEP:
             found[term.name] = author, term
@@ -197,7 +205,10 @@ def in_force(amendments: Mapping[NodeId, Amendments]) -> dict[str, tuple[NodeId,
 def amend(
     wanted: Charter, current: Charter, me: NodeId, amendments: Mapping[NodeId, Amendments]
 ) -> Amendments | None:
-    """Return this node's amendments that turn ``current`` into ``wanted``; None if equal."""
+    """Return this node's amendments that turn ``current`` into ``wanted``; None if equal.
+
+    A term that other nodes would refuse, as of too many nodes, is left out: see `differing`.
+    """
     before, after = _texts(current), _texts(wanted)
     own = amendments.get(me, Amendments((), version=0))
     versions = {name: term.version for name, (_, term) in in_force(amendments).items()}
@@ -206,21 +217,32 @@ def amend(
         for name, text in after.items()
         if text != before[name]
     }
+    changed = {name: term for name, term in changed.items() if _can_be_said(term)}
     terms = sorted(({term.name: term for term in own.terms} | changed).items())
     if not changed:
         return None
     return Amendments(tuple(term for _, term in terms), own.version + 1)
 
 
-def effective_terms(author: NodeId, amendments: Mapping[NodeId, Amendments]) -> Amendments:
+def differing(wanted: Charter, found: Charter) -> list[str]:
+    """Return the names of the terms that have other values than wanted."""
+    before, after = _texts(found), _texts(wanted)
+    return [name for name, text in after.items() if text != before[name]]
+
+
+def effective_terms(
+    author: NodeId, amendments: Mapping[NodeId, Amendments], founder: NodeId | None = None
+) -> Amendments:
     """Return those terms of an author that are in force."""
-    found = sorted(in_force(amendments).items())
+    found = sorted(in_force(amendments, founder).items())
     return Amendments(tuple(term for _, (node, term) in found if node == author))
 
 
-def overruled(amendments: Mapping[NodeId, Amendments]) -> Collection[NodeId]:
+def overruled(
+    amendments: Mapping[NodeId, Amendments], founder: NodeId | None = None
+) -> Collection[NodeId]:
     """Return the authors none of whose terms is in force."""
-    return amendments.keys() - {author for author, _ in in_force(amendments).values()}
+    return amendments.keys() - {author for author, _ in in_force(amendments, founder).values()}
 
 
 def _term(reader: Reader) -> Term:
@@ -233,6 +255,15 @@ def _term(reader: Reader) -> Term:
         except ValueError as error:
             raise PeerFault(f"Amendments with an invalid `{name}`: {error}") from None
     return term
+
+
+def _can_be_said(term: Term) -> bool:
+    """Return whether other nodes would accept a term of this node."""
+    try:
+        _TERMS[term.name](term.text)
+    except ValueError:
+        return False
+    return term.version < MAX_TERM_VERSION and len(term.text.encode()) <= MAX_TERM_BYTES
 
 
 def _unknown(term: Term) -> str | None:
@@ -287,12 +318,12 @@ _TERMS: Mapping[str, Callable[[str], object]] = {
 """Parser of each term; `ValueError` means a value that is invalid in every version."""
 
 
-def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> Shape:
+def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> ModelSizes:
     hidden_size, context, itemsize, embed_bytes, head_bytes = sizes
     for weights, cache in each:
         reader.bounded("bytes of a layer", weights, 1, MAX_BYTES)
         reader.bounded("bytes of cache per token", cache, 0, MAX_BYTES)
-    return Shape(
+    return ModelSizes(
         reader.text(MAX_NAME_BYTES),
         tuple(weights for weights, _ in each),
         tuple(cache for _, cache in each),

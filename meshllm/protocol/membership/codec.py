@@ -1,9 +1,9 @@
 """Codec of mesh link messages, and all their limits.
 
 A message is a version byte, a kind byte and fields. The version is the major protocol version:
-minor versions add kinds, and append fields to known kinds. Unknown kinds decode to `Unknown`,
-appended fields are ignored, and an unknown close reason decodes to `Why.OTHER`. Items are only
-parsed here, not verified.
+minor versions add kinds, and append fields to known kinds. Unknown kinds decode to
+`UnknownMeshMessage`, appended fields are ignored, and an unknown close reason decodes to
+`CloseReason.OTHER`. Items are only parsed here, not verified.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from meshllm.protocol.binary import Reader, sized
 from meshllm.protocol.membership.gossip import (
     MARK_BYTES,
     MAX_ITEM_BYTES,
-    Entry,
     Item,
     Slot,
+    SummaryEntry,
     kind_of,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
@@ -32,9 +32,9 @@ MAX_CARRIED = 4  # records of unknown kinds per node
 MAX_SLOTS = (2 + MAX_CARRIED) * MAX_MEMBERS + 1 + MAX_AMENDERS + MAX_REMOVALS
 MAX_ITEMS = 256  # of one message
 MAX_ITEMS_BYTES = 256 * 1024  # of one message
-MAX_ASK_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
-MAX_SAID_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
-ASK_ID_BYTES = 16
+MAX_REQUEST_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
+MAX_EVENT_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
+REQUEST_ID_BYTES = 16
 MAX_HELD_US = 2**32 - 1  # 71 minutes; far too old to measure a round trip
 MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
@@ -45,7 +45,7 @@ _SLOT = Struct(f"<B {NODE_ID_BYTES}s")
 _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
 
 
-class Why(IntEnum):
+class CloseReason(IntEnum):
     """Why one side closes a link."""
 
     OTHER = 0
@@ -67,7 +67,7 @@ class Why(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class MeshBeat:
     """Keep-alive that measures the round trip and carries a digest of the sender's items."""
 
     stamp: int
@@ -86,7 +86,7 @@ class Beat:
 class Summary:
     """Summary of the items that the sender shares, answered with `Items` and `Want`."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SummaryEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A generation request; the node defines its body."""
+class Generate:
+    """Request a generation; the node defines the body."""
 
     ask: bytes
     """16-byte id of the request on this link."""
@@ -114,7 +114,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class AnswerEvent:
     """One event of the answer."""
 
     ask: bytes
@@ -123,8 +123,8 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Hush:
-    """Cancels a request."""
+class CancelRequest:
+    """Cancel a request."""
 
     ask: bytes
 
@@ -133,55 +133,56 @@ class Hush:
 class Bye:
     """The last message on a link, with the reason for closing it."""
 
-    why: Why
+    why: CloseReason
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownMeshMessage:
     """A message of a kind added by a later version; counts as a sign of life only."""
 
     kind: int
     body: bytes
 
 
-Talk: TypeAlias = Ask | Said | Hush
+RequestMessage: TypeAlias = Generate | AnswerEvent | CancelRequest
 """Messages that the mesh machine passes through to the node."""
 
-Message: TypeAlias = Beat | Summary | Items | Want | Bye | Talk | Unknown
+Message: TypeAlias = MeshBeat | Summary | Items | Want | Bye | RequestMessage | UnknownMeshMessage
 
 
-class _Kind(IntEnum):
+class _MeshKind(IntEnum):
     BEAT = 1
     SUMMARY = 2
     ITEMS = 3
     WANT = 4
-    ASK = 5
-    SAID = 6
-    HUSH = 7
+    GENERATE = 5
+    ANSWER_EVENT = 6
+    CANCEL_REQUEST = 7
     BYE = 8
 
 
-_KINDS = set(_Kind)
-_WHYS = {int(why): why for why in Why}
+_KINDS = set(_MeshKind)
+_WHYS = {int(why): why for why in CloseReason}
 
 
 def encode(message: Message) -> bytes:
     """Encode a message."""
     match message:
-        case Beat(stamp, echo, held, wall_ms, digest):
-            return _pack(_Kind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
+        case MeshBeat(stamp, echo, held, wall_ms, digest):
+            return _pack(_MeshKind.BEAT, _BEAT.pack(stamp, echo, held, wall_ms, digest))
         case Summary(entries):
-            return _pack_list(_Kind.SUMMARY, map(_pack_entry, entries))
+            return _pack_list(_MeshKind.SUMMARY, map(_pack_entry, entries))
         case Items(items):
-            return _pack_list(_Kind.ITEMS, (sized(item.encode()) for item in items))
+            return _pack_list(_MeshKind.ITEMS, (sized(item.encode()) for item in items))
         case Want(slots):
-            return _pack_list(_Kind.WANT, (_SLOT.pack(slot.kind, slot.subject) for slot in slots))
-        case Ask() | Said() | Hush():
-            body = b"" if isinstance(message, Hush) else message.body
-            return _pack(_Kind[type(message).__name__.upper()], message.ask, body)
+            return _pack_list(
+                _MeshKind.WANT, (_SLOT.pack(slot.kind, slot.subject) for slot in slots)
+            )
+        case Generate() | AnswerEvent() | CancelRequest():
+            return _pack_request(message)
         case Bye(why):
-            return _pack(_Kind.BYE, bytes([why]))
-        case Unknown(kind, body):
+            return _pack(_MeshKind.BYE, bytes([why]))
+        case UnknownMeshMessage(kind, body):
             return _pack(kind, body)
         case _:
             assert_never(message)
@@ -201,8 +202,8 @@ def decode(buffer: Buffer) -> Message:
             hint="run the same version of meshllm on every node",
         )
     if code not in _KINDS:
-        return Unknown(code, reader.rest(reader.left))
-    return _read(_Kind(code), reader)
+        return UnknownMeshMessage(code, reader.rest(reader.left))
+    return _read(_MeshKind(code), reader)
 
 
 def batches(items: list[Item]) -> list[Items]:
@@ -217,41 +218,41 @@ def batches(items: list[Item]) -> list[Items]:
     return [*messages, Items(tuple(batch))] if batch else messages
 
 
-def _read(kind: _Kind, reader: Reader) -> Message:
+def _read(kind: _MeshKind, reader: Reader) -> Message:
     match kind:
-        case _Kind.BEAT:
+        case _MeshKind.BEAT:
             return _beat(reader)
-        case _Kind.SUMMARY:
+        case _MeshKind.SUMMARY:
             count = _counted(reader, "entries", MAX_SLOTS)
             return Summary(tuple(_entry(reader) for _ in range(count)))
-        case _Kind.ITEMS:
+        case _MeshKind.ITEMS:
             reader.bounded("bytes of items", reader.left, 0, MAX_ITEMS_BYTES)
             count = _counted(reader, "items", MAX_ITEMS)
             return Items(tuple(Item.decode(reader.sized(MAX_ITEM_BYTES)) for _ in range(count)))
-        case _Kind.WANT:
+        case _MeshKind.WANT:
             count = _counted(reader, "slots", MAX_SLOTS)
             return Want(tuple(_slot(*reader.unpack(_SLOT)) for _ in range(count)))
-        case _Kind.ASK | _Kind.SAID | _Kind.HUSH:
-            return _talk(kind, reader)
-        case _Kind.BYE:
-            return Bye(_WHYS.get(reader.take(1)[0], Why.OTHER))
+        case _MeshKind.GENERATE | _MeshKind.ANSWER_EVENT | _MeshKind.CANCEL_REQUEST:
+            return _request_message(kind, reader)
+        case _MeshKind.BYE:
+            return Bye(_WHYS.get(reader.take(1)[0], CloseReason.OTHER))
         case _:
             assert_never(kind)
 
 
-def _beat(reader: Reader) -> Beat:
+def _beat(reader: Reader) -> MeshBeat:
     stamp, echo, held, wall_ms, digest = reader.unpack(_BEAT)
     reader.bounded("milliseconds since 1970", wall_ms, 0, MAX_WALL_MS)
-    return Beat(stamp, echo, held, wall_ms, digest)
+    return MeshBeat(stamp, echo, held, wall_ms, digest)
 
 
-def _talk(kind: _Kind, reader: Reader) -> Talk:
-    ask = reader.take(ASK_ID_BYTES)
-    if kind is _Kind.HUSH:
-        return Hush(ask)
-    if kind is _Kind.ASK:
-        return Ask(ask, reader.rest(MAX_ASK_BYTES))
-    return Said(ask, reader.rest(MAX_SAID_BYTES))
+def _request_message(kind: _MeshKind, reader: Reader) -> RequestMessage:
+    ask = reader.take(REQUEST_ID_BYTES)
+    if kind is _MeshKind.CANCEL_REQUEST:
+        return CancelRequest(ask)
+    if kind is _MeshKind.GENERATE:
+        return Generate(ask, reader.rest(MAX_REQUEST_BYTES))
+    return AnswerEvent(ask, reader.rest(MAX_EVENT_BYTES))
 
 
 def _counted(reader: Reader, name: str, most: int) -> int:
@@ -260,9 +261,9 @@ def _counted(reader: Reader, name: str, most: int) -> int:
     return int(count)
 
 
-def _entry(reader: Reader) -> Entry:
+def _entry(reader: Reader) -> SummaryEntry:
     code, subject, incarnation, seq, mark = reader.unpack(_ENTRY)
-    return Entry(_slot(code, subject), incarnation, seq, mark)
+    return SummaryEntry(_slot(code, subject), incarnation, seq, mark)
 
 
 def _slot(code: int, subject: bytes) -> Slot:
@@ -273,11 +274,23 @@ def _pack(kind: int, *parts: bytes) -> bytes:
     return _PREFIX.pack(PROTOCOL_VERSION, kind) + b"".join(parts)
 
 
-def _pack_list(kind: _Kind, parts: Iterable[bytes]) -> bytes:
+def _pack_request(message: RequestMessage) -> bytes:
+    match message:
+        case Generate(ask, body):
+            return _pack(_MeshKind.GENERATE, ask, body)
+        case AnswerEvent(ask, body):
+            return _pack(_MeshKind.ANSWER_EVENT, ask, body)
+        case CancelRequest(ask):
+            return _pack(_MeshKind.CANCEL_REQUEST, ask)
+        case _:
+            assert_never(message)
+
+
+def _pack_list(kind: _MeshKind, parts: Iterable[bytes]) -> bytes:
     packed = list(parts)
     return _pack(kind, _COUNT.pack(len(packed)), *packed)
 
 
-def _pack_entry(entry: Entry) -> bytes:
+def _pack_entry(entry: SummaryEntry) -> bytes:
     slot = entry.slot
     return _ENTRY.pack(slot.kind, slot.subject, entry.incarnation, entry.seq, entry.mark)

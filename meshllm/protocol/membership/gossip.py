@@ -63,7 +63,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SummaryEntry:
     """The header of an item in a summary, enough to decide which side has the newer item."""
 
     slot: Slot
@@ -127,9 +127,9 @@ class Item:
         return Slot(self.kind, self.subject)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> SummaryEntry:
         """The header of the item, for a summary."""
-        return Entry(self.slot, self.incarnation, self.seq, self.mark)
+        return SummaryEntry(self.slot, self.incarnation, self.seq, self.mark)
 
     @property
     def precedence(self) -> tuple[int, int, bytes, bytes]:
@@ -189,7 +189,7 @@ def kind_of(code: int) -> int:
     return _KINDS.get(code, code)
 
 
-def summarise(items: Iterable[Item]) -> tuple[Entry, ...]:
+def summarise(items: Iterable[Item]) -> tuple[SummaryEntry, ...]:
     """Return the headers of items, sorted by slot."""
     return tuple(sorted((item.entry for item in items), key=lambda entry: entry.slot))
 
@@ -200,7 +200,7 @@ def digest(items: Iterable[Item]) -> bytes:
 
 
 def compare(
-    ours: Mapping[Slot, Item], theirs: Iterable[Entry]
+    ours: Mapping[Slot, Item], theirs: Iterable[SummaryEntry]
 ) -> tuple[list[Item], tuple[Slot, ...]]:
     """Return our items that the peer lacks, and the slots whose items we lack.
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from meshllm.names import NodeId
-from meshllm.protocol.membership.codec import MAX_HELD_US, MAX_SLOTS, MAX_WALL_MS, Beat, Why
+from meshllm.protocol.membership.codec import (
+    MAX_HELD_US,
+    MAX_SLOTS,
+    MAX_WALL_MS,
+    CloseReason,
+    MeshBeat,
+)
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Credential, Role
 
@@ -58,14 +64,14 @@ class Contact:
     echo: tuple[int, float] | None = None
     """The peer's last stamp, and when it arrived."""
 
-    def beat(self, now: float, wall_s: float, digest: bytes) -> Beat:
+    def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
         """Return the next beat for the peer."""
         stamp, heard = self.echo or (0, now)
         held = min(_micros(now - heard), MAX_HELD_US)
         wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
-        return Beat(_micros(now), stamp, held, wall_ms, digest)
+        return MeshBeat(_micros(now), stamp, held, wall_ms, digest)
 
-    def receive_beat(self, beat: Beat, now: float, wall_s: float) -> None:
+    def receive_beat(self, beat: MeshBeat, now: float, wall_s: float) -> None:
         """Handle a beat of the peer; measure the round trip and the clock offset."""
         self.echo = (beat.stamp, now)
         self._measure(beat, now)
@@ -98,7 +104,7 @@ class Contact:
         self.allowance -= is_allowed
         return is_allowed
 
-    def _measure(self, beat: Beat, now: float) -> None:
+    def _measure(self, beat: MeshBeat, now: float) -> None:
         sample = _micros(now) - beat.echo - beat.held
         # No stamp was echoed yet, or it was not ours: no round trip takes longer than SILENCE.
         if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
@@ -135,20 +141,20 @@ class LinkTable(Mapping[NodeId, Contact]):
             (pair for pair in self.items() if pair[1].role is Role.NODE), key=lambda pair: pair[0]
         )
 
-    def refusal(self, peer: NodeId, contact: Contact, now: float) -> Why | None:
+    def refusal(self, peer: NodeId, contact: Contact, now: float) -> CloseReason | None:
         """Return why to refuse a new link; None to accept it, replacing an old one if any."""
         if peer == self._me:
-            return Why.TWIN
+            return CloseReason.TWIN
         old = self.get(peer)
         if old is None:
             most = MAX_MEMBERS - 1 if contact.role is Role.NODE else MAX_CLIENTS
             same = sum(other.role is contact.role for other in self.values())
-            return Why.FULL if same >= most else None
+            return CloseReason.FULL if same >= most else None
         if now >= old.heard + FRESH:
             return None
         if old.instance != contact.instance:
-            return Why.TWIN
-        return None if contact.is_favoured and not old.is_favoured else Why.CROSSED
+            return CloseReason.TWIN
+        return None if contact.is_favoured and not old.is_favoured else CloseReason.CROSSED
 
     def add(self, peer: NodeId, contact: Contact) -> None:
         """Add a link, replacing any other to the peer."""

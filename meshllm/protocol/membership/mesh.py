@@ -27,23 +27,31 @@ from typing import assert_never
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
-from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.actions import (
+    Action,
+    Changed,
+    DeliverRequest,
+    Dial,
+    Drop,
+    Parted,
+    SendToPeer,
+)
 from meshllm.protocol.membership.charter import Amendments, Charter, amend, effective_terms, merge
 from meshllm.protocol.membership.codec import (
-    Beat,
     Bye,
+    CloseReason,
     Items,
+    MeshBeat,
     Message,
     Summary,
-    Unknown,
+    UnknownMeshMessage,
     Want,
-    Why,
     batches,
 )
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, Kind, Slot, compare, summarise
 from meshllm.protocol.membership.link_table import BEAT, Contact, LinkTable, republish_delay
 from meshllm.protocol.membership.record_store import Record, expires_at_s
-from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, State
+from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, StateRecord
 from meshllm.protocol.membership.redial import DialSchedule
 from meshllm.protocol.membership.sync import Replica
 from meshllm.protocol.trust.credential import Credential, Removal, Role
@@ -70,7 +78,7 @@ class Mesh:
         self._is_node = credential.role is Role.NODE
         self._replica = Replica(key, credential, incarnation)
         self._dials = DialSchedule(key.node)
-        self._state: State | None = None
+        self._state: StateRecord | None = None
         self._profile: Profile | None = None
         self._wall_s = wall_s  # time of day, for the expiry of memberships
         self._origin = now - wall_s  # 1970 on the driver's clock, for the time of day in beats
@@ -93,7 +101,7 @@ class Mesh:
         return self._replica.records.profiles
 
     @property
-    def states(self) -> Mapping[NodeId, State]:
+    def states(self) -> Mapping[NodeId, StateRecord]:
         """The last state of each node."""
         return self._replica.records.states
 
@@ -147,7 +155,7 @@ class Mesh:
         self,
         *,
         profile: Profile | None = None,
-        state: State | None = None,
+        state: StateRecord | None = None,
         charter: Charter | None = None,
         now: float,
     ) -> list[Action]:
@@ -169,7 +177,7 @@ class Mesh:
     def _publish_charter(self, wanted: Charter) -> list[Action]:
         records = self._replica.records
         actions = self._broadcast([wanted]) if records.base is None else []
-        changed = amend(wanted, records.charter or wanted, self.me, records.amendments)
+        changed = amend(wanted, records.charter or wanted, self.me, records.valid)
         return [*actions, *(self._broadcast([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
@@ -178,9 +186,12 @@ class Mesh:
 
     def leave(self, now: float) -> list[Action]:
         """Publish that this node has left, and close its links."""
-        left = replace(self._state or State(), lifecycle=Lifecycle.LEFT)
+        left = replace(self._state or StateRecord(), lifecycle=Lifecycle.LEFT)
         actions = self.publish(state=left, now=now)
-        return [*actions, *(self._drop(peer, Why.LEAVING, now) for peer in list(self.links))]
+        return [
+            *actions,
+            *(self._drop(peer, CloseReason.LEAVING, now) for peer in list(self.links)),
+        ]
 
     def linked(
         self, peer: NodeId, instance: int, credential: Credential, *, dialled: bool, now: float
@@ -188,11 +199,11 @@ class Mesh:
         """Accept or drop a new link to an authenticated peer."""
         role = self._replica.records.role(credential, peer, self._wall_s)
         if role is None:
-            return [Drop(peer, Why.REMOVED, is_newcomer=True)]
+            return [Drop(peer, CloseReason.REMOVED, is_newcomer=True)]
         contact = Contact(instance, role, credential, dialled is (self.me < peer), now, now)
         if why := self.links.refusal(peer, contact, now):
             return [Drop(peer, why, is_newcomer=True)]
-        actions = [self._drop(peer, Why.CROSSED, now)] if peer in self.links else []
+        actions = [self._drop(peer, CloseReason.CROSSED, now)] if peer in self.links else []
         self.links.add(peer, contact)
         self._is_changed = True
         return self._conclude([*actions, *self._greet(peer, contact, now)], now)
@@ -215,7 +226,7 @@ class Mesh:
         try:
             actions = self._read(peer, contact, message, now)
         except PeerFault as fault:
-            actions = [self._drop(peer, Why.RULES, now, str(fault))]
+            actions = [self._drop(peer, CloseReason.RULES, now, str(fault))]
         return self._conclude(actions, now)
 
     def expire(self, now: float, wall_s: float) -> list[Action]:
@@ -226,7 +237,7 @@ class Mesh:
         actions: list[Action] = [
             Dial(peer, self.profiles[peer].addresses) for peer in self._dials.due(now)
         ]
-        actions += [self._drop(peer, Why.SILENT, now) for peer in self.links.timed_out(now)]
+        actions += [self._drop(peer, CloseReason.SILENT, now) for peer in self.links.timed_out(now)]
         if now >= self._beat_due:
             actions += self._beat(now)
         return self._conclude(actions, now)
@@ -245,21 +256,23 @@ class Mesh:
 
     def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
         match message:
-            case Beat():
+            case MeshBeat():
                 return self._receive_beat(peer, contact, message, now)
             case Bye(why):
                 self._unlink(peer, now)
                 return [Parted(peer, why)]
-            case Unknown():
+            case UnknownMeshMessage():
                 return []
             case Items() | Summary() | Want():
                 if not (self._is_node and contact.role is Role.NODE):
                     raise PeerFault("Gossip on a client link")
                 return self._gossip(peer, contact, message, now)
             case _:
-                return [Deliver(peer, message)]
+                return [DeliverRequest(peer, message)]
 
-    def _receive_beat(self, peer: NodeId, contact: Contact, beat: Beat, now: float) -> list[Action]:
+    def _receive_beat(
+        self, peer: NodeId, contact: Contact, beat: MeshBeat, now: float
+    ) -> list[Action]:
         is_first = contact.echo is None
         self.heard = now
         contact.receive_beat(beat, now, now - self._origin)
@@ -268,7 +281,7 @@ class Mesh:
             return [self._beat_for(peer, contact, digest, now)]
         differs = self._gossips(contact) and self.me < peer and beat.digest != digest
         if contact.wants_summary(differs=differs, now=now):
-            return [Send(peer, Summary(summarise(self._replica.shared.values())))]
+            return [SendToPeer(peer, Summary(summarise(self._replica.shared.values())))]
         return []
 
     def _gossip(
@@ -286,7 +299,7 @@ class Mesh:
                 theirs = {entry.slot for entry in entries}
                 covered = [item for item in lacking if item.slot in shared or item.slot in theirs]
                 actions = self._send(peer, [item for item in covered if contact.spend()])
-                return [*actions, Send(peer, Want(slots))] if slots else actions
+                return [*actions, SendToPeer(peer, Want(slots))] if slots else actions
             case _:
                 assert_never(message)
 
@@ -296,7 +309,7 @@ class Mesh:
         records = self._replica.records
         items, own = list(items), Amendments(())
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
-            own = effective_terms(self.me, records.amendments)
+            own = effective_terms(self.me, records.valid, records.founder)
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
@@ -313,7 +326,7 @@ class Mesh:
         if self._gossips(contact):
             actions += self._send(peer, self._replica.own())
             if self.me < peer:
-                actions.append(Send(peer, Summary(summarise(self._replica.shared.values()))))
+                actions.append(SendToPeer(peer, Summary(summarise(self._replica.shared.values()))))
         return actions
 
     def _republish(self, now: float) -> list[Action]:
@@ -339,7 +352,9 @@ class Mesh:
         self._replica.is_behind = False
         self._published_obstacle = self._obstacle
         state = replace(
-            self._state or State(), links=self._published_links, obstacle=self._published_obstacle
+            self._state or StateRecord(),
+            links=self._published_links,
+            obstacle=self._published_obstacle,
         )
         return self._broadcast([record for record in (lost, state) if record])
 
@@ -350,10 +365,10 @@ class Mesh:
         return [action for peer, _ in pairs for action in self._send(peer, items)]
 
     def _send(self, peer: NodeId, items: list[Item]) -> list[Action]:
-        return [Send(peer, batch) for batch in batches(items)]
+        return [SendToPeer(peer, batch) for batch in batches(items)]
 
-    def _beat_for(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> Send:
-        return Send(peer, contact.beat(now, now - self._origin, digest))
+    def _beat_for(self, peer: NodeId, contact: Contact, digest: bytes, now: float) -> SendToPeer:
+        return SendToPeer(peer, contact.beat(now, now - self._origin, digest))
 
     def _gossips(self, contact: Contact) -> bool:
         return self._is_node and contact.role is Role.NODE
@@ -369,9 +384,9 @@ class Mesh:
             for peer, contact in self.links.items()
             if records.role(contact.credential, peer, self._wall_s) is None
         ]
-        return [self._drop(peer, Why.REMOVED, now) for peer in strangers]
+        return [self._drop(peer, CloseReason.REMOVED, now) for peer in strangers]
 
-    def _drop(self, peer: NodeId, why: Why, now: float, text: str = "") -> Drop:
+    def _drop(self, peer: NodeId, why: CloseReason, now: float, text: str = "") -> Drop:
         self._unlink(peer, now)
         return Drop(peer, why, text=text)
 

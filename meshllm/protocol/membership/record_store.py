@@ -12,7 +12,7 @@ grants it nothing; and acceptance does not depend on the order of arrival, as it
 could void each other.
 
 The store holds amendments of `MAX_AMENDERS` authors. A newer one evicts the oldest of those without
-a term in force.
+a term in force. The terms of removed authors are not in force, whatever order they arrived in.
 
 Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node.
 """
@@ -25,10 +25,10 @@ from meshllm.names import MeshId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Charter, merge, overruled
 from meshllm.protocol.membership.codec import MAX_AMENDERS, MAX_CARRIED, MAX_REMOVALS
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, ItemStore, Kind, Slot
-from meshllm.protocol.membership.records import Profile, State
-from meshllm.protocol.trust.credential import Credential, Removal, Role, check
+from meshllm.protocol.membership.records import Profile, StateRecord
+from meshllm.protocol.trust.credential import Credential, Removal, Role, check, founder_of
 
-Record: TypeAlias = Profile | State | Charter | Amendments | Removal
+Record: TypeAlias = Profile | StateRecord | Charter | Amendments | Removal
 
 
 class RecordStore:
@@ -38,11 +38,13 @@ class RecordStore:
         self.mesh = mesh
         self.store = ItemStore()
         self.profiles: dict[NodeId, Profile] = {}
-        self.states: dict[NodeId, State] = {}
+        self.states: dict[NodeId, StateRecord] = {}
         self.charter: Charter | None = None
         """The founder's charter with the terms in force."""
         self.base: Charter | None = None
         self.amendments: dict[NodeId, Amendments] = {}
+        self.founder: NodeId | None = None
+        """Known from the first credential."""
         self.removals: dict[NodeId, Removal] = {}
         self._credentials: dict[NodeId, Credential] = {}
 
@@ -73,11 +75,17 @@ class RecordStore:
             credential = Credential.decode(item.credential)
             if not self._is_accepted(item, credential, wall_s):
                 return False
+            self.founder = founder_of(credential, item.author)
             if item.kind is Kind.PROFILE:
                 self._credentials[item.author] = credential
         self.store.keep(item)
         self._index(item.subject, record)
         return True
+
+    @property
+    def valid(self) -> dict[NodeId, Amendments]:
+        """The amendments of authors that are not removed."""
+        return {node: at for node, at in self.amendments.items() if node not in self.removals}
 
     def forget(self, node: NodeId) -> None:
         """Delete the items and records that describe a node."""
@@ -114,7 +122,9 @@ class RecordStore:
         return lowest is not None and record.newest > self.amendments[lowest].newest
 
     def _oldest_overruled(self) -> NodeId | None:
-        ranked = ((self.amendments[node].newest, node) for node in overruled(self.amendments))
+        void = self.amendments.keys() - self.valid.keys()
+        authors = void.union(overruled(self.valid, self.founder))
+        ranked = ((self.amendments[node].newest, node) for node in authors)
         return min(ranked, default=(0, None))[1]
 
     def _is_accepted(self, item: Item, credential: Credential, wall_s: float) -> bool:
@@ -131,7 +141,7 @@ class RecordStore:
         match record:
             case Profile():
                 self.profiles[subject] = record
-            case State():
+            case StateRecord():
                 self.states[subject] = record
             case Charter():
                 self.base = record
@@ -146,12 +156,13 @@ class RecordStore:
                 self._merge()
             case Removal():
                 self.removals[subject] = record
+                self._merge()
             case _:
                 assert_never(record)
 
     def _merge(self) -> None:
         if self.base is not None:
-            self.charter = merge(self.base, self.amendments)
+            self.charter = merge(self.base, self.valid, self.founder)
 
 
 def expires_at_s(credential: Credential) -> float:
@@ -164,7 +175,7 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
     match record:
         case Profile():
             return Slot(Kind.PROFILE, author), None
-        case State():
+        case StateRecord():
             return Slot(Kind.STATE, author), None
         case Charter():
             return Slot(Kind.CHARTER, WHOLE_MESH), record.version
@@ -178,7 +189,7 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
 
 _RECORDS: dict[int, type[Record]] = {
     Kind.PROFILE: Profile,
-    Kind.STATE: State,
+    Kind.STATE: StateRecord,
     Kind.CHARTER: Charter,
     Kind.AMENDMENTS: Amendments,
     Kind.REMOVAL: Removal,

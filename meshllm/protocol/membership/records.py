@@ -28,6 +28,7 @@ MIN_SECONDS = 1e-12  # of one layer; excludes zero
 MAX_ROUND_TRIP_US = 60_000_000  # a minute, far beyond the idle timeout
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
 DIGEST_PART_BYTES = 16
+MACHINE_BYTES = 16
 ENDS = 3
 """Parts of a manifest after the layers: embedding, head, configuration."""
 
@@ -79,6 +80,8 @@ class Profile:
     weights: tuple[bytes, ...] = ()
     """16 bytes of blake3 for each layer, then embedding, head and configuration; zeros for parts
     that are not on this machine."""
+    machine: bytes = b""
+    """A tag that nodes on the same machine can verify; empty of earlier versions."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -92,6 +95,7 @@ class Profile:
                 *(_COST.pack(rows, seconds) for rows, seconds in self.layer_s),
                 *(sized(text.encode()) for text in texts),
                 sized(b"".join(self.weights)),
+                sized(self.machine),
             )
         )
 
@@ -122,11 +126,12 @@ class Profile:
                 weights[at : at + DIGEST_PART_BYTES]
                 for at in range(0, len(weights), DIGEST_PART_BYTES)
             ),
+            reader.sized(MACHINE_BYTES) if reader.left else b"",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateRecord:
     """The current activity of a node; changes often."""
 
     lifecycle: Lifecycle = Lifecycle.JOIN
@@ -168,7 +173,7 @@ class State:
         )
 
 
-def alive(states: Mapping[NodeId, State], me: NodeId) -> frozenset[NodeId]:
+def alive(states: Mapping[NodeId, StateRecord], me: NodeId) -> frozenset[NodeId]:
     """Return the living nodes: those connected to ``me`` by links that both ends list.
 
     No node can declare another dead. A node that has not left is alive while it and another living

@@ -12,7 +12,7 @@ from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.link_table import Contact
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
-from meshllm.protocol.membership.records import MAX_MEMBERS, State, alive
+from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.identity import NodeKey
 
@@ -133,5 +133,5 @@ class Replica:
             self.records.forget(min(gone, key=lambda node: (self._seen.get(node, 0.0), node)))
 
     def _linked_to(self, item: Item) -> set[NodeId]:
-        state = self.records.states.get(item.author, State())
+        state = self.records.states.get(item.author, StateRecord())
         return {node for node, _ in state.links}

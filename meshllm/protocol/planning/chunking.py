@@ -17,7 +17,7 @@ from math import ceil, inf, sqrt
 
 from meshllm.errors import UserError
 from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span
-from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Wire
+from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer, Plan
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags
 from meshllm.protocol.session.pace import Pace
@@ -44,7 +44,7 @@ class RankTimes:
     offer: Offer
     layers: float
     """Layers of its span, in units of an average layer of the model."""
-    wire: Wire
+    wire: LinkSpeed
     """To the next rank."""
 
     def compute_s(self, rows: int, before: int = 0) -> float:
@@ -131,7 +131,7 @@ class RingTimes:
         return self.message_bytes(rows) / self.ranks[rank].wire.bytes_per_s
 
 
-def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape) -> RingTimes:
+def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSizes) -> RingTimes:
     """Build the cost model of a plan; the time of a layer is proportional to its weights.
 
     Raises:
@@ -142,7 +142,7 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape) 
     if missing := [node for node in nodes if node not in by_node]:
         raise UserError(f"Node `{missing[0].hex()[:12]}` is in the plan but made no offer")
     pairs = list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
-    wires = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [Wire(0.0)]
+    wires = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [LinkSpeed(0.0)]
     ranks = tuple(
         RankTimes(by_node[stage.node], _mean_layers(shape, stage.span), wire)
         for stage, wire in zip(plan.stages, wires, strict=True)
@@ -178,7 +178,7 @@ def _extra_pairs(table: Sequence[tuple[int, float]], rows: int) -> float:
     return (rows if rows > many else rows - few) * (rows - many) / 2
 
 
-def _mean_layers(shape: Shape, span: Span) -> float:
+def _mean_layers(shape: ModelSizes, span: Span) -> float:
     return sum(shape.layer_bytes[span.start : span.stop]) * shape.layers / sum(shape.layer_bytes)
 
 

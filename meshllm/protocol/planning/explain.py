@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from meshllm.errors import ModelError
 from meshllm.protocol.planning.partition import GreedyFill
-from meshllm.protocol.planning.plan import MAX_SECONDS, Shape
+from meshllm.protocol.planning.plan import MAX_SECONDS, ModelSizes
 from meshllm.protocol.planning.problem import MILLISECOND, Problem
 from meshllm.protocol.planning.tours import length
 
@@ -20,7 +20,7 @@ def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int
             yield node, _obstacle(problem, ring, node) or _predict(problem, fill, ring, node)
 
 
-def refusal(problem: Problem, shape: Shape) -> ModelError:
+def refusal(problem: Problem, shape: ModelSizes) -> ModelError:
     """Return an error that says how much memory is missing for a model."""
     usable = sum(max(0, memory) for memory in problem.memory)
     takes = (

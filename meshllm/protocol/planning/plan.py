@@ -74,7 +74,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class LinkSpeed:
     """One direction between two nodes."""
 
     latency_s: float
@@ -95,19 +95,19 @@ class Wire:
 class Links:
     """The wires between all pairs of nodes."""
 
-    wires: Mapping[tuple[NodeId, NodeId], Wire] = field(default_factory=dict)
+    wires: Mapping[tuple[NodeId, NodeId], LinkSpeed] = field(default_factory=dict)
     """From the first node to the second; also used for the way back unless that is given."""
-    default: Wire = field(default_factory=lambda: Wire(0.0))
+    default: LinkSpeed = field(default_factory=lambda: LinkSpeed(0.0))
     """Between nodes that are not in ``wires``."""
 
-    def between(self, here: NodeId, there: NodeId) -> Wire:
+    def between(self, here: NodeId, there: NodeId) -> LinkSpeed:
         """Return the wire from one node to another."""
         back = self.wires.get((there, here), self.default)
         return self.wires.get((here, there), back)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelSizes:
     """Sizes of a model, as far as planning needs them."""
 
     name: str
@@ -150,7 +150,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PlanConstraints:
     """Constraints on a plan, whatever the policy."""
 
     ends: Ends = Ends.ENTRY
@@ -172,7 +172,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PlanStage:
     """One rank: a node and its layers."""
 
     node: NodeId
@@ -199,7 +199,7 @@ class Plan:
     epoch: int
     model: str
     ends: Ends
-    stages: tuple[Stage, ...]
+    stages: tuple[PlanStage, ...]
     standbys: tuple[Standby, ...] = ()
     """In order of node id."""
 
@@ -268,7 +268,7 @@ class Plan:
                 data[head:first].decode(),
                 Ends.CLIENT if client else Ends.ENTRY,
                 tuple(
-                    Stage(NodeId(node), Span(*span))
+                    PlanStage(NodeId(node), Span(*span))
                     for node, *span in _STAGE.iter_unpack(data[first:last])
                 ),
                 tuple(

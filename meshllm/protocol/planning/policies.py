@@ -34,7 +34,15 @@ from meshllm.names import Span
 from meshllm.protocol.planning.candidate_rings import rings
 from meshllm.protocol.planning.explain import refusal, standby_reasons
 from meshllm.protocol.planning.partition import Division, GreedyFill, divide, stage_time, token_time
-from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Stage, Standby, Terms
+from meshllm.protocol.planning.plan import (
+    Links,
+    ModelSizes,
+    Offer,
+    Plan,
+    PlanConstraints,
+    PlanStage,
+    Standby,
+)
 from meshllm.protocol.planning.problem import NANOSECOND, Problem, pose
 
 SLACK = 20
@@ -48,7 +56,7 @@ _LIMIT_STEPS = 64  # of the slowest stage that are tried, as fractions of that o
 _LOOSEN = 16  # a limit that unequal layers cannot meet grows by 1/16
 _TIME_WEIGHT = 1 << 32  # more than the sum of squares of the spans of any model
 
-UNBOUND = Terms()
+UNBOUND = PlanConstraints()
 AUTO = "auto"
 
 
@@ -90,11 +98,11 @@ def find_policy(name: str) -> Policy:
 def make_plan(
     offers: Sequence[Offer],
     links: Links,
-    shape: Shape,
+    shape: ModelSizes,
     *,
     policy: str = AUTO,
     epoch: int = 1,
-    terms: Terms = UNBOUND,
+    terms: PlanConstraints = UNBOUND,
 ) -> Plan:
     """Choose which node holds which layers; the order of the offers does not matter.
 
@@ -117,7 +125,7 @@ def make_plan(
         epoch=epoch,
         model=shape.name,
         ends=terms.ends,
-        stages=tuple(Stage(problem.nodes[node], span) for node, span in stages),
+        stages=tuple(PlanStage(problem.nodes[node], span) for node, span in stages),
         standbys=tuple(
             Standby(problem.nodes[node], reason)
             for node, reason in standby_reasons(problem, division.order)

@@ -7,7 +7,7 @@ from meshllm.errors import MeshError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.planning.plan import Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import POLICIES, UNBOUND, make_plan
 
 PROMPT = 256  # tokens
@@ -87,7 +87,12 @@ class Alternative:
 
 
 def predict(
-    plan: Plan, offers: Sequence[Offer], links: Links, shape: Shape, *, prompt_tokens: int = PROMPT
+    plan: Plan,
+    offers: Sequence[Offer],
+    links: Links,
+    shape: ModelSizes,
+    *,
+    prompt_tokens: int = PROMPT,
 ) -> Prediction:
     """Predict the times of a plan from offers and links; the prompt is sent in the best chunks.
 
@@ -115,7 +120,7 @@ def predict(
 
 
 def compare(
-    offers: Sequence[Offer], links: Links, shape: Shape, *, terms: Terms = UNBOUND
+    offers: Sequence[Offer], links: Links, shape: ModelSizes, *, terms: PlanConstraints = UNBOUND
 ) -> tuple[Alternative, ...]:
     """Plan with every policy, the default first."""
     found: list[Alternative] = []

@@ -19,7 +19,7 @@ from typing import Self
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Shape, Terms
+from meshllm.protocol.planning.plan import Ends, Links, ModelSizes, Offer, Plan, PlanConstraints
 
 HEADROOM_PERCENT = 20  # of a node's memory: activations, fragmentation, what its offer missed
 NANOSECOND = 10**6  # in the unit of time
@@ -118,7 +118,9 @@ class Problem:
         return min(stop, bisect_right(self.works, most) - 1)
 
 
-def pose(offers: Sequence[Offer], links: Links, shape: Shape, terms: Terms) -> Problem:
+def pose(
+    offers: Sequence[Offer], links: Links, shape: ModelSizes, terms: PlanConstraints
+) -> Problem:
     """Build the problem from offers in order of node id.
 
     Raises:
@@ -151,11 +153,11 @@ def pose(offers: Sequence[Offer], links: Links, shape: Shape, terms: Terms) -> P
     return replace(problem, required=problem.required | fitting)
 
 
-def _work(size: int, shape: Shape) -> int:
+def _work(size: int, shape: ModelSizes) -> int:
     return max(1, size * shape.layers * _WORK // sum(shape.layer_bytes))
 
 
-def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
+def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[int]:
     """Return the bytes of each rank of a plan for KV caches: what the weights leave free.
 
     A plan made from these offers has room for at least its sessions of full context.
@@ -174,7 +176,7 @@ def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int]:
     return rooms
 
 
-def room_tokens(plan: Plan, offers: Sequence[Offer], shape: Shape) -> list[int | None]:
+def room_tokens(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[int | None]:
     """Return the tokens, of all sessions together, for which each rank of a plan has room.
 
     None is a rank without layers, or whose layers keep no cache.
@@ -194,13 +196,13 @@ def usable_bytes(offer: Offer, most: int | None = None) -> int:
     return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
 
 
-def _usable(offer: Offer, terms: Terms, growth: int) -> int:
+def _usable(offer: Offer, terms: PlanConstraints, growth: int) -> int:
     if offer.node in terms.exclude:
         return -1
     return max(0, usable_bytes(offer, terms.memory.get(offer.node)) - growth)
 
 
-def _entries(terms: Terms, numbers: Mapping[NodeId, int]) -> list[int]:
+def _entries(terms: PlanConstraints, numbers: Mapping[NodeId, int]) -> list[int]:
     if terms.entry is not None:
         return [numbers[terms.entry]]
     first = [numbers[node] for node, span in terms.spans.items() if span.start == 0]
@@ -215,7 +217,7 @@ def _time(seconds: float) -> int:
     return round(seconds * 10**9) * NANOSECOND
 
 
-def _check(terms: Terms, numbers: Mapping[NodeId, int], shape: Shape) -> None:
+def _check(terms: PlanConstraints, numbers: Mapping[NodeId, int], shape: ModelSizes) -> None:
     for node in {*terms.spans, *filter(None, [terms.entry])}:
         if node not in numbers or node in terms.exclude:
             raise UserError(f"Node `{_short(node)}` is required but excluded, or made no offer")
@@ -232,7 +234,7 @@ def _check(terms: Terms, numbers: Mapping[NodeId, int], shape: Shape) -> None:
                 )
 
 
-def _check_counts(terms: Terms, shape: Shape) -> None:
+def _check_counts(terms: PlanConstraints, shape: ModelSizes) -> None:
     if terms.sessions < 1:
         raise UserError(f"Cannot plan for {terms.sessions} sessions")
     if terms.members is None:
@@ -244,7 +246,7 @@ def _check_counts(terms: Terms, shape: Shape) -> None:
         )
 
 
-def _check_spans(terms: Terms, shape: Shape) -> None:
+def _check_spans(terms: PlanConstraints, shape: ModelSizes) -> None:
     stop = 0
     for span in sorted(terms.spans.values()):
         if not span or span.start < stop or span.stop > shape.layers:

@@ -15,9 +15,9 @@ Once all nodes of the plan have loaded their spans (``formed``), each node dials
 accepts the link of the previous rank. A ring of one opens as soon as it has loaded. ``follow``
 abandons any state: the current job is stopped, and idle links of older plans are closed.
 
-The driver runs one job at a time, `Load`, `Dial` or `Begin`, and reports its outcome; a stopped job
-reports nothing. It reads ahead on every idle link, and reports ``gone`` when the peer closed it.
-Links are identified by numbers; those of a `Begin` belong to its job once that has started.
+The driver runs one job at a time, `Load`, `OpenLink` or `Begin`, and reports its outcome; a stopped
+job reports nothing. It reads ahead on every idle link, and reports ``gone`` when the peer closed
+it. Links are identified by numbers; those of a `Begin` belong to its job once that has started.
 
 Races, and who wins:
 
@@ -42,7 +42,7 @@ ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with re
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
 
 
-class State(Enum):
+class FormingState(Enum):
     """The progress of a node with the plan in force."""
 
     IDLE = auto()
@@ -77,7 +77,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
+class OpenLink:
     """Open a link to a node and send `Hello`; report ``dialled`` or ``failed``."""
 
     node: NodeId
@@ -93,14 +93,14 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseLink:
     """Close a link, unless it belongs to a job."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportLoad:
     """Publish whether the span is loaded, and the error if it cannot be."""
 
     is_loaded: bool
@@ -108,13 +108,13 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class AttemptEnded:
     """Log that an attempt or a ring has ended; another attempt follows."""
 
     reason: str
 
 
-Action = Stop | Release | Load | Dial | Begin | Close | Report | Failed
+Action = Stop | Release | Load | OpenLink | Begin | CloseLink | ReportLoad | AttemptEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Forming:
     """One node's part in the rings of successive plans; times are on the driver's clock."""
 
     def __init__(self, me: NodeId) -> None:
-        self.state = State.IDLE
+        self.state = FormingState.IDLE
         self.plan: Plan | None = None
         """The plan in force."""
         self._me = me
@@ -152,37 +152,37 @@ class Forming:
             Stop(),
             *self._close_links(),
             *self._close_arrivals(oldest),
-            Report(is_loaded=False),
+            ReportLoad(is_loaded=False),
         ]
         if plan is None or plan.rank(self._me) is None:
-            self._enter(State.IDLE, now)
+            self._enter(FormingState.IDLE, now)
             return [*given_up, Release()]
-        self._enter(State.LOADING, now)
+        self._enter(FormingState.LOADING, now)
         return [*given_up, Load(plan)]
 
     def loaded(self, now: float) -> list[Action]:
         """Note that the span is loaded."""
-        if self.state is not State.LOADING or self.plan is None:
+        if self.state is not FormingState.LOADING or self.plan is None:
             return []
-        report = Report(is_loaded=True)
+        report = ReportLoad(is_loaded=True)
         if len(self.plan.stages) == 1:
-            self._enter(State.OPEN, now)
+            self._enter(FormingState.OPEN, now)
             return [report, Begin(self.plan, None, None)]
-        self._enter(State.WAITING, now)
+        self._enter(FormingState.WAITING, now)
         return [report, *self._attempt(now)]
 
     def unloadable(self, trouble: MeshError, now: float) -> list[Action]:
         """Note that the span cannot be loaded, and why."""
-        if self.state is not State.LOADING:
+        if self.state is not FormingState.LOADING:
             return []
-        self._enter(State.UNLOADED, now)
-        return [Report(is_loaded=False, trouble=trouble)]
+        self._enter(FormingState.UNLOADED, now)
+        return [ReportLoad(is_loaded=False, trouble=trouble)]
 
     def reload(self, now: float) -> list[Action]:
         """Retry loading after it failed."""
-        if self.state is not State.UNLOADED or self.plan is None:
+        if self.state is not FormingState.UNLOADED or self.plan is None:
             return []
-        self._enter(State.LOADING, now)
+        self._enter(FormingState.LOADING, now)
         return [Load(self.plan)]
 
     def formed(self, now: float, *, is_formed: bool) -> list[Action]:
@@ -192,24 +192,24 @@ class Forming:
 
     def dialled(self, link: int, now: float) -> list[Action]:
         """Take the link to the next rank."""
-        if self.state is not State.DIALING:
-            return [Close(link)]
+        if self.state is not FormingState.DIALING:
+            return [CloseLink(link)]
         self._dialled = link
-        self._enter(State.HALF, now)
+        self._enter(FormingState.HALF, now)
         return self._open_if_linked(now)
 
     def failed(self, reason: str, now: float) -> list[Action]:
         """Note that dialling the next rank failed."""
-        return self._back_off(reason, now) if self.state is State.DIALING else []
+        return self._back_off(reason, now) if self.state is FormingState.DIALING else []
 
     def arrived(self, peer: NodeId, hello: Hello, link: int, now: float) -> list[Action]:
         """Take an inbound link whose `Hello` has arrived."""
         epoch = self.plan.epoch if self.plan else 0
         if hello.node != peer or hello.epoch < epoch:
-            return [Close(link)]
+            return [CloseLink(link)]
         before = self._arrivals.get(peer)
         self._arrivals[peer] = _Arrival(hello.epoch, link)
-        return [*([Close(before.link)] if before else []), *self._open_if_linked(now)]
+        return [*([CloseLink(before.link)] if before else []), *self._open_if_linked(now)]
 
     def gone(self, link: int, now: float) -> list[Action]:
         """Note that the peer closed an idle link."""
@@ -218,11 +218,11 @@ class Forming:
         self._arrivals = {
             peer: arrival for peer, arrival in self._arrivals.items() if arrival.link != link
         }
-        return [Close(link)]
+        return [CloseLink(link)]
 
     def broke(self, reason: str, now: float) -> list[Action]:
         """Note that the open ring has ended."""
-        if self.state is not State.OPEN:
+        if self.state is not FormingState.OPEN:
             return []
         self._job_links = []
         if now - self._since > SILENCE:
@@ -231,16 +231,16 @@ class Forming:
 
     def close(self) -> list[Action]:
         """Stop the job and close all links, permanently."""
-        self.state, self.plan = State.IDLE, None
+        self.state, self.plan = FormingState.IDLE, None
         return [Stop(), *self._close_links(), *self._close_arrivals(inf)]
 
     @property
     def deadline(self) -> float | None:
         """When to call ``expire`` next; None if there is no timeout."""
         match self.state:
-            case State.HALF:
+            case FormingState.HALF:
                 return self._since + ARRIVE_S
-            case State.BACKOFF:
+            case FormingState.BACKOFF:
                 return self._since + self._pause
             case _:
                 return None
@@ -249,21 +249,21 @@ class Forming:
         """Handle the deadline: end an attempt, or start the next."""
         if self.deadline is None or now < self.deadline:
             return []
-        if self.state is State.HALF:
+        if self.state is FormingState.HALF:
             return self._back_off("The previous rank did not connect in time", now)
-        self._enter(State.WAITING, now)
+        self._enter(FormingState.WAITING, now)
         return self._attempt(now)
 
     def _attempt(self, now: float) -> list[Action]:
         """Dial the next rank once all nodes have loaded."""
-        if self.state is not State.WAITING or not self._is_formed or self.plan is None:
+        if self.state is not FormingState.WAITING or not self._is_formed or self.plan is None:
             return []
-        self._enter(State.DIALING, now)
-        return [Dial(self._neighbour(1))]
+        self._enter(FormingState.DIALING, now)
+        return [OpenLink(self._neighbour(1))]
 
     def _open_if_linked(self, now: float) -> list[Action]:
         """Open the ring once both links exist."""
-        if self.state is not State.HALF or self.plan is None:
+        if self.state is not FormingState.HALF or self.plan is None:
             return []
         before = self._neighbour(-1)
         arrival = self._arrivals.get(before)
@@ -274,7 +274,7 @@ class Forming:
         del self._arrivals[before]
         after, self._dialled = self._dialled, None
         self._job_links = [link for link in (arrival.link, after) if link is not None]
-        self._enter(State.OPEN, now)
+        self._enter(FormingState.OPEN, now)
         return [Begin(self.plan, arrival.link, after)]
 
     def _neighbour(self, distance: int) -> NodeId:
@@ -284,18 +284,18 @@ class Forming:
 
     def _back_off(self, reason: str, now: float) -> list[Action]:
         self._pause = min(self._pause * 2, LAST_PAUSE_S)
-        self._enter(State.BACKOFF, now)
-        return [Failed(reason), *self._close_links()]
+        self._enter(FormingState.BACKOFF, now)
+        return [AttemptEnded(reason), *self._close_links()]
 
-    def _close_links(self) -> list[Close]:
+    def _close_links(self) -> list[CloseLink]:
         links = [*self._job_links, *([] if self._dialled is None else [self._dialled])]
         self._job_links, self._dialled = [], None
-        return [Close(link) for link in links]
+        return [CloseLink(link) for link in links]
 
-    def _close_arrivals(self, oldest: float) -> list[Close]:
+    def _close_arrivals(self, oldest: float) -> list[CloseLink]:
         """Close the waiting links for plans before this epoch."""
         old = [peer for peer, arrival in self._arrivals.items() if arrival.epoch < oldest]
-        return [Close(self._arrivals.pop(peer).link) for peer in old]
+        return [CloseLink(self._arrivals.pop(peer).link) for peer in old]
 
-    def _enter(self, state: State, now: float) -> None:
+    def _enter(self, state: FormingState, now: float) -> None:
         self.state, self._since = state, now

@@ -12,7 +12,7 @@ from meshllm.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class GenerationTask:
     """One generation."""
 
     session: SessionId
@@ -30,6 +30,8 @@ class Task:
     computed as such again, with the same bits."""
     keep_from: int | None = None
     """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
+    resumes: bool = True
+    """Whether the caches are kept if the ring is lost."""
 
     @property
     def limit(self) -> int:
@@ -60,6 +62,11 @@ class Embed:
     """How many of the last tokens are guesses, after one that is known, or will be when this comes
     back. In a ring of one, the rows of the guesses and the one before them stay for a Pick; in a
     larger ring all rows are returned."""
+    is_step: bool = True
+    """Rows of a decode step, each as if computed alone; else a chunk of the prompt."""
+    refills: bool = False
+    """Do not crop: compute the rows only in the local layers that lack them. The rows that were
+    sent to the next rank are returned, if it lacks them."""
 
 
 @dataclass(frozen=True, slots=True)

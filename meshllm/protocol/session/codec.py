@@ -2,8 +2,9 @@
 
 A message is one version byte, one kind byte and a fixed little-endian layout; only a tensor,
 tallies or a text follows it. A tensor takes all the rest; after anything else a later version may
-append fields, which are ignored. A message of an unknown kind is `Unknown`. Nothing larger than the
-input is ever allocated. A number without a limit of its own is bounded by the width of its field.
+append fields, which are ignored. A message of an unknown kind is `UnknownRingMessage`. Nothing
+larger than the input is ever allocated. A number without a limit of its own is bounded by the width
+of its field.
 """
 
 from enum import IntEnum
@@ -11,7 +12,7 @@ from struct import Struct
 from typing import Any, Literal, assert_never
 
 from meshllm.errors import PeerFault
-from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId
+from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId, Span
 from meshllm.protocol.binary import Reader, sized
 from meshllm.protocol.session.blob import HEADER, check_shape, pack_header, unpack_header
 from meshllm.protocol.session.messages import (
@@ -33,16 +34,17 @@ from meshllm.protocol.session.messages import (
     Resume,
     Spent,
     Tally,
-    Unknown,
+    UnknownRingMessage,
 )
 
 MAX_ROWS = 4096  # rows of one Data message; 64 MiB of 8192 bf16 values
 MAX_POSITION = 1 << 24  # tokens of one session; the longest context published is 10 million
+MAX_LAYERS = 1 << 16  # of a model
 MAX_TALLY = 512  # bytes of a tally, with fields of later versions
 MAX_TEXT = 512  # bytes of UTF-8 in a Fault; longer text is truncated when it is sent
 
 
-class _Kind(IntEnum):
+class _RingKind(IntEnum):
     """The second byte of a message."""
 
     HELLO = 1
@@ -57,19 +59,21 @@ class _Kind(IntEnum):
 
 
 _LAYOUTS = {  # version and kind, then the fields of the message
-    _Kind.HELLO: Struct("<BB 32s I 32s"),
-    _Kind.BEAT: Struct("<BB Q Q Q"),
-    _Kind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
-    _Kind.GAP: Struct("<BB 16s I I I"),
-    _Kind.CANCEL: Struct("<BB 16s I I"),
-    _Kind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies
-    _Kind.FAULT: Struct("<BB 16s I B B"),  # then a text
-    _Kind.RESUME: Struct("<BB 16s I 16s I B"),
-    _Kind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
+    _RingKind.HELLO: Struct("<BB 32s I 32s"),
+    _RingKind.BEAT: Struct("<BB Q Q Q"),
+    _RingKind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
+    _RingKind.GAP: Struct("<BB 16s I I I"),
+    _RingKind.CANCEL: Struct("<BB 16s I I"),
+    _RingKind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies
+    _RingKind.FAULT: Struct("<BB 16s I B B"),  # then a text
+    _RingKind.RESUME: Struct("<BB 16s I 16s I B"),  # then the number of lost spans, and they
+    _RingKind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
 }
+_COUNT = Struct("<H")
+_SPAN = Struct("<I I")
 _TALLY = Struct("<Q Q Q I Q I")
 _FAULTS = {int(code): code for code in FaultCode}
-_DATA_BYTES = _LAYOUTS[_Kind.DATA].size
+_DATA_BYTES = _LAYOUTS[_RingKind.DATA].size
 _BLOB_BYTES = HEADER.size + DIGEST_BYTES
 
 
@@ -79,17 +83,21 @@ def encode(message: Message) -> list[Buffer]:
         case Data():
             return _pack_data(message)
         case Logits(session, epoch, gen, pos, blob):
-            return _pack_blob(_pack(_Kind.LOGITS, session, epoch, gen, pos), blob)
+            return _pack_blob(_pack(_RingKind.LOGITS, session, epoch, gen, pos), blob)
         case Close(session, epoch, keep, tallies):
-            head = _pack(_Kind.CLOSE, session, epoch, keep, len(tallies))
+            head = _pack(_RingKind.CLOSE, session, epoch, keep, len(tallies))
             return [head + b"".join(sized(_pack_tally(tally)) for tally in tallies)]
         case Fault(session, epoch, code, rank, text):
-            return [_pack(_Kind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
-        case Unknown(unknown, body):
+            return [_pack(_RingKind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
+        case UnknownRingMessage(unknown, body):
             return [bytes([PROTOCOL_VERSION, unknown]) + body]
-        case Hello() | Beat() | Gap() | Cancel() | Resume():
+        case Resume(session, epoch, base, length, whole, lost):
+            head = _pack(_RingKind.RESUME, session, epoch, base, length, whole)
+            spans = (_SPAN.pack(span.start, span.stop) for span in lost)
+            return [b"".join((head, _COUNT.pack(len(lost)), *spans))]
+        case Hello() | Beat() | Gap() | Cancel():
             fields = (getattr(message, name) for name in message.__match_args__)
-            return [_pack(_Kind[type(message).__name__.upper()], *fields)]
+            return [_pack(_RingKind[type(message).__name__.upper()], *fields)]
         case _:
             assert_never(message)
 
@@ -115,9 +123,9 @@ def decode(buffer: Buffer) -> Message:
             hint="run the same version of meshllm on every node",
         )
     try:
-        kind = _Kind(view[1])
+        kind = _RingKind(view[1])
     except ValueError:
-        return Unknown(view[1], bytes(view[2:]))
+        return UnknownRingMessage(view[1], bytes(view[2:]))
     layout, name = _LAYOUTS[kind], kind.name.capitalize()
     if len(view) < layout.size:
         raise PeerFault(f"{name} of {len(view)} bytes; it takes {layout.size}")
@@ -125,46 +133,47 @@ def decode(buffer: Buffer) -> Message:
     return _build(kind, fields, view[layout.size :])
 
 
-def _build(kind: _Kind, fields: list[Any], rest: memoryview) -> Message:
+def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
     match kind:
-        case _Kind.HELLO:
+        case _RingKind.HELLO:
             node, epoch, plan = fields
             return Hello(NodeId(node), epoch, Digest(plan))
-        case _Kind.BEAT:
+        case _RingKind.BEAT:
             return Beat(*fields)
-        case _Kind.DATA:
+        case _RingKind.DATA:
             return _data(fields, rest)
-        case _Kind.LOGITS:
+        case _RingKind.LOGITS:
             session, epoch, gen, pos = fields
             _bounded("pos", pos, 0, MAX_POSITION - 1)
             return Logits(SessionId(session), epoch, gen, pos, _blob(rest))
-        case _Kind.FAULT:
+        case _RingKind.FAULT:
             return _fault(fields, rest)
         case _:
             return _control(kind, SessionId(fields[0]), fields[1:], rest)
 
 
 def _control(
-    kind: Literal[_Kind.GAP, _Kind.CANCEL, _Kind.CLOSE, _Kind.RESUME],
+    kind: Literal[_RingKind.GAP, _RingKind.CANCEL, _RingKind.CLOSE, _RingKind.RESUME],
     session: SessionId,
     fields: list[Any],
     rest: memoryview,
 ) -> Gap | Cancel | Close | Resume:
     match kind:
-        case _Kind.GAP:
+        case _RingKind.GAP:
             epoch, gen, kv_len = fields
             return Gap(session, epoch, gen, _bounded("kv_len", kv_len, 0, MAX_POSITION))
-        case _Kind.CANCEL:
+        case _RingKind.CANCEL:
             return Cancel(session, *fields)
-        case _Kind.CLOSE:
+        case _RingKind.CLOSE:
             epoch, keep, count = fields
             _bounded("keep", keep, 0, MAX_POSITION)
             return Close(session, epoch, keep, _tallies(count, Reader(bytes(rest), "Close")))
-        case _Kind.RESUME:
+        case _RingKind.RESUME:
             epoch, base, length, whole = fields
             _bounded("length", length, 1, MAX_POSITION)
             is_whole = bool(_bounded("whole", whole, 0, 1))
-            return Resume(session, epoch, SessionId(base), length, is_whole)
+            lost = _lost(Reader(bytes(rest), "Resume")) if rest else ()
+            return Resume(session, epoch, SessionId(base), length, is_whole, lost)
         case _:
             assert_never(kind)
 
@@ -184,6 +193,15 @@ def _blob(rest: memoryview) -> Blob:
     dtype, shape = unpack_header(rest[: HEADER.size])
     check_shape(dtype, shape, len(payload))
     return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
+
+
+def _lost(reader: Reader) -> tuple[Span, ...]:
+    (count,) = reader.unpack(_COUNT)
+    _bounded("lost spans", count, 0, MAX_RANKS)
+    pairs = [reader.unpack(_SPAN) for _ in range(count)]
+    return tuple(
+        Span(start, _bounded("last layer", stop, start, MAX_LAYERS)) for start, stop in pairs
+    )
 
 
 def _tallies(count: int, reader: Reader) -> tuple[Tally, ...]:
@@ -208,12 +226,14 @@ def _bounded(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _pack(kind: _Kind, *fields: bytes | int) -> bytes:
+def _pack(kind: _RingKind, *fields: bytes | int) -> bytes:
     return _LAYOUTS[kind].pack(PROTOCOL_VERSION, kind, *fields)
 
 
 def _pack_data(data: Data) -> list[Buffer]:
-    head = _pack(_Kind.DATA, data.session, data.epoch, data.gen, data.pos, data.rows, data.flags)
+    head = _pack(
+        _RingKind.DATA, data.session, data.epoch, data.gen, data.pos, data.rows, data.flags
+    )
     return [head] if data.blob is None else _pack_blob(head, data.blob)
 
 

@@ -38,6 +38,9 @@ the first Embed starts after the prefix, and a Resume runs ahead. A rank that ha
 Gap like any other. What has been all round the ring by the end is kept likewise for later prompts.
 If the ring is lost, there is no Close: `interrupt` keeps what had been all round it, every stage
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
+If layers have moved to another node since, the Resume names them as lost, and the kept positions go
+round the ring once more as refills: in the chunks of the first time, so that the rows get the same
+bits, and computed in the lost layers only. What follows is sent right behind.
 
 Only results of the current gen count, and only those that end beyond ``done``: late and repeated
 ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
@@ -62,8 +65,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
+from meshllm.names import Span
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
-from meshllm.protocol.kv_cache.prefix_index import PrefixHit
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk, crop_chunks
 from meshllm.protocol.session.actions import (
     Action,
     Closed,
@@ -71,9 +75,9 @@ from meshllm.protocol.session.actions import (
     Embed,
     Emit,
     Failed,
+    GenerationTask,
     Pick,
     Progress,
-    Task,
 )
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import (
@@ -95,7 +99,7 @@ from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.request import FinishReason
 
 
-class State(Enum):
+class EntryState(Enum):
     """State of a generation."""
 
     IDLE = auto()
@@ -108,9 +112,9 @@ class State(Enum):
 class Entry:
     """One generation; times are seconds on the driver's clock."""
 
-    def __init__(self, task: Task, pace: Pace) -> None:
+    def __init__(self, task: GenerationTask, pace: Pace) -> None:
         """Prepare a task; raise `UserError` if its limit is invalid."""
-        self.state = State.IDLE
+        self.state = EntryState.IDLE
         self._task = task
         self._pace = pace
         self._limit = task.limit
@@ -127,11 +131,18 @@ class Entry:
         self._steps: deque[tuple[int, ...]] = deque()  # guesses after those, to be injected
         self._tries = 0
         self._base: PrefixHit | None = None
+        self._refill = 0  # positions to compute again in the lost layers of the base
+        self._chunks: list[Chunk] = []  # how the positions so far were computed
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""
         self.reach = 0
         """Positions for which the caches have room."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the ring has no other rank."""
+        return self._task.ring == 1
 
     @property
     def replayed(self) -> range:
@@ -144,15 +155,30 @@ class Entry:
         """Tokens of a closed session at the positions that are kept."""
         return self._tokens[: self._kept]
 
+    @property
+    def kept_chunks(self) -> list[Chunk]:
+        """How the positions that are kept were computed."""
+        return crop_chunks(self._chunks, self._kept)
+
+    @property
+    def lost(self) -> tuple[Span, ...]:
+        """Layers whose caches are lost and have not been computed again."""
+        return self._base.lost if self._base and self._done < self._refill else ()
+
     def open(self, now: float, base: PrefixHit | None = None) -> list[Action]:
         """Start, after the prefix ``base`` if given; the actions include the first Embed."""
-        self.state, self._waiting = State.PREFILL, now
+        self.state, self._waiting = EntryState.PREFILL, now
         task, self._base = self._task, base
         if base is None:
             return self._next_job()
-        self.reused = self._done = self._best = self._injected = base.length
+        self.reused, self._chunks = base.length, list(base.chunks)
+        if base.lost:
+            self._refill = base.length
+        else:
+            self._done = self._best = self._injected = base.length
         self.reach = base.reach if base.whole else base.length
-        resume = Resume(task.session, task.epoch, base.session, base.length, base.whole)
+        fields = base.session, base.length, base.whole, base.lost
+        resume = Resume(task.session, task.epoch, *fields)
         return [*([Forward(resume)] if task.ring > 1 else []), *self._next_job()]
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
@@ -160,13 +186,13 @@ class Entry:
         if message.epoch != self._task.epoch:
             return []
         match self.state, message:
-            case State.PREFILL | State.DECODE, Data(gen=self._gen) as data:
+            case EntryState.PREFILL | EntryState.DECODE, Data(gen=self._gen) as data:
                 return self._result(data, now)
-            case State.PREFILL | State.DECODE, Gap(gen=self._gen, kv_len=kv_len):
+            case EntryState.PREFILL | EntryState.DECODE, Gap(gen=self._gen, kv_len=kv_len):
                 return self._restart(kv_len, now)
-            case State.PREFILL | State.DECODE, Fault(code=code, rank=rank, text=text):
+            case EntryState.PREFILL | EntryState.DECODE, Fault(code=code, rank=rank, text=text):
                 return self._fail(Failed(code, text, rank), now)
-            case State.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
+            case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
                 return self._closed(tallies, message.keep)
             case _:
                 return []
@@ -201,7 +227,7 @@ class Entry:
         job, self._job = self._job, None
         if not self._is_live or not isinstance(job, Pick):
             return []
-        self.state = State.DECODE
+        self.state = EntryState.DECODE
         self._tokens += tokens
         emitted: list[Action] = [Emit(token) for token in tokens]
         is_full = len(self._tokens) >= self._limit
@@ -227,7 +253,9 @@ class Entry:
 
     def finish(self, reason: FinishReason, now: float) -> list[Action]:
         """End the answer where it is; also cancels it, at any time."""
-        return [Done(reason), *self._leave(now, self._keepable)] if self._is_live else []
+        if not self._is_live:
+            return []
+        return [Done(reason), *self._leave(now, self._keepable(self._task.keep_from))]
 
     def interrupt(self) -> bool:
         """End without Close, as the ring is lost; what has been all round it may be kept.
@@ -236,14 +264,14 @@ class Entry:
         """
         is_incomplete = self._is_live
         if is_incomplete:
-            self._kept = self._keepable
-        self.state = State.CLOSED
+            self._kept = self._keepable(1 if self._task.resumes else None)
+        self.state = EntryState.CLOSED
         return is_incomplete
 
     @property
     def deadline(self) -> float | None:
         """When ``expire`` has something to do; None while the next move is the driver's."""
-        if self.state is State.CLOSING:
+        if self.state is EntryState.CLOSING:
             return self._waiting + self._pace.close_s
         if self._is_live and self._flight and self._job is None:
             return self._waiting + self._pace.patience_s * (1 << self._tries)
@@ -253,11 +281,13 @@ class Entry:
         """Do what is due: a retry, or the end of the wait for Close."""
         if self.deadline is None or now < self.deadline:
             return []
-        return self._closed(()) if self.state is State.CLOSING else self._restart(self._done, now)
+        return (
+            self._closed(()) if self.state is EntryState.CLOSING else self._restart(self._done, now)
+        )
 
     @property
     def _is_live(self) -> bool:
-        return self.state not in {State.CLOSING, State.CLOSED}
+        return self.state not in {EntryState.CLOSING, EntryState.CLOSED}
 
     def _next_job(self) -> list[Action]:
         """Start the next job, if there is one."""
@@ -278,6 +308,8 @@ class Entry:
     def _start_embed(self) -> list[Action]:
         """Start the next Embed, if there are tokens to inject and the window has room."""
         pos, known = self._injected, len(self._tokens)
+        if pos < self._refill:
+            return self._start_refill(pos)
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
@@ -288,7 +320,21 @@ class Entry:
             self._ahead += self._steps.popleft()
         self._injected += len(tokens)
         self.reach = max(self.reach, self._injected)
-        self._job = Embed(self._gen, pos, tokens, len(tokens) - 1 if is_step else 0)
+        guessed = len(tokens) - 1 if is_step else 0
+        is_known = pos < len(self._task.prompt) or len(tokens) > 1 + guessed
+        is_step = not is_known or pos in self.replayed
+        self._chunks = add_chunk(self._chunks, pos, self._injected, is_step=is_step)
+        self._job = Embed(self._gen, pos, tokens, guessed, is_step)
+        return [self._job]
+
+    def _start_refill(self, pos: int) -> list[Action]:
+        """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
+        if self._job or len(self._flight) >= self._pace.window:
+            return []
+        chunk = next(each for each in self._chunks if each.stop > pos)
+        stop = min(chunk.stop, pos + MAX_STEP_ROWS if chunk.is_step else self._refill)
+        tokens, self._injected = tuple(self._tokens[pos:stop]), stop
+        self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, refills=True)
         return [self._job]
 
     def _rows_from(self, pos: int) -> int:
@@ -316,9 +362,10 @@ class Entry:
 
     def _data_of(self, job: Embed, blob: Blob | None) -> Data:
         rows, flags = len(job.tokens), Flags(0)
-        is_known = job.pos < len(self._task.prompt) or rows > 1 + job.guesses
-        if is_known and job.pos not in self.replayed:
+        if not job.is_step:
             flags |= Flags.PREFILL
+        if job.refills:
+            flags |= Flags.REFILL
         if job.pos + rows >= len(self._tokens):
             flags |= Flags.NEED_ROW
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
@@ -360,7 +407,8 @@ class Entry:
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
         first = min(start, self._done, len(self._tokens))
-        self._done = self._injected = first if self._can_crop(self._injected - first) else 0
+        held, self._refill = max(self._injected, self._refill), 0
+        self._done = self._injected = first if self._can_crop(held - first) else 0
         self.reused = min(self.reused, self._done)
         self._ahead = ()
         self._steps.clear()
@@ -369,11 +417,10 @@ class Entry:
     def _fail(self, failed: Failed, now: float) -> list[Action]:
         return [failed, *self._leave(now)]
 
-    @property
-    def _keepable(self) -> int:
+    def _keepable(self, least: int | None) -> int:
         """Positions that are worth keeping, and that every rank has and can crop its cache to."""
-        known = min(self._done, len(self._tokens))
-        least, slack, out = self._task.keep_from, self._task.slack, self._injected - known
+        known = max(min(self._done, len(self._tokens)), self._refill)
+        slack, out = self._task.slack, max(self._injected, self._refill) - known
         if self._base and not self._base.whole:
             least = least and max(least, self._base.length + 1)  # the base itself is still kept
         is_reached = slack is None or out <= min(slack, 1)
@@ -383,12 +430,12 @@ class Entry:
         return self._task.slack is None or positions <= self._task.slack
 
     def _leave(self, now: float, keep: int = 0) -> list[Action]:
-        self.state, self._waiting, self._kept = State.CLOSING, now, keep
+        self.state, self._waiting, self._kept = EntryState.CLOSING, now, keep
         if self._task.ring == 1:
             return self._closed((), keep)
         return [Forward(Close(self._task.session, self._task.epoch, keep))]
 
     def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
         """End; only what every rank has confirmed to keep is kept here too."""
-        self.state, self._kept = State.CLOSED, min(self._kept, keep)
+        self.state, self._kept = EntryState.CLOSED, min(self._kept, keep)
         return [Closed(tallies)]

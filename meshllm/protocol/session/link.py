@@ -28,7 +28,13 @@ from typing import get_args
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
-from meshllm.protocol.session.messages import Beat, Hello, Message, SessionMessage, Unknown
+from meshllm.protocol.session.messages import (
+    Beat,
+    Hello,
+    Message,
+    SessionMessage,
+    UnknownRingMessage,
+)
 
 BEAT = 0.5  # s; six beats within SILENCE
 MEASURE = 5.0  # s; ten beats: a path that moves from relay to direct shows within seconds
@@ -36,7 +42,7 @@ SILENCE = 3.0  # s; long enough for a retransmission on a bad radio
 _GAIN = 1 / 8  # of a new round trip in the smoothed one (RFC 6298, alpha)
 
 
-class State(Enum):
+class LinkState(Enum):
     """State of a link."""
 
     DIALING = auto()
@@ -44,9 +50,11 @@ class State(Enum):
     GONE = auto()
 
 
-_NEXT: dict[State, dict[type[Message], State]] = {
-    State.DIALING: {Hello: State.OPEN},
-    State.OPEN: dict.fromkeys((Beat, Unknown, *get_args(SessionMessage)), State.OPEN),
+_NEXT: dict[LinkState, dict[type[Message], LinkState]] = {
+    LinkState.DIALING: {Hello: LinkState.OPEN},
+    LinkState.OPEN: dict.fromkeys(
+        (Beat, UnknownRingMessage, *get_args(SessionMessage)), LinkState.OPEN
+    ),
 }
 
 
@@ -74,11 +82,11 @@ class Lost:
 Action = Send | Deliver | Lost
 
 
-class Link:
+class NeighbourLink:
     """The state of one connection to a neighbour; times are seconds on the driver's clock."""
 
     def __init__(self, hello: Hello, *, peer: NodeId | None = None) -> None:
-        self.state = State.DIALING
+        self.state = LinkState.DIALING
         self.peer = peer
         """The neighbour's id; given if only one node is acceptable, else learned from its Hello."""
         self.round_trip_us = 0
@@ -101,9 +109,9 @@ class Link:
 
     def receive(self, message: Message, now: float) -> list[Action]:
         """Handle a message from the neighbour; raise `PeerFault` if it does not fit the state."""
-        if self.state is State.GONE:
+        if self.state is LinkState.GONE:
             return []
-        state, self.state = self.state, State.GONE
+        state, self.state = self.state, LinkState.GONE
         if type(message) not in _NEXT[state]:
             raise PeerFault(f"{type(message).__name__} while {state.name.lower()}")
         if isinstance(message, Hello):
@@ -116,7 +124,7 @@ class Link:
                 self.is_met = True
                 self._measure(message, now)
                 return []
-            case Unknown():
+            case UnknownRingMessage():
                 return []
             case _:
                 return [Deliver(message)]
@@ -128,10 +136,10 @@ class Link:
     @property
     def deadline(self) -> float | None:
         """When ``expire`` has something to do; None once the link is gone."""
-        if self.state is State.GONE:
+        if self.state is LinkState.GONE:
             return None
         silent = self._heard + SILENCE
-        return silent if self.state is State.DIALING else min(silent, self._next_beat)
+        return silent if self.state is LinkState.DIALING else min(silent, self._next_beat)
 
     def expire(self, now: float) -> list[Action]:
         """Do what is due: a beat, or the end of a silent link."""
@@ -140,9 +148,9 @@ class Link:
         if now > self.deadline + BEAT:
             self._heard = max(self._heard, now + BEAT - SILENCE)
         if now >= self._heard + SILENCE:
-            self.state = State.GONE
+            self.state = LinkState.GONE
             return [Lost(f"No message from the neighbour for {now - self._heard:.1f} s")]
-        return [self._beat(now)] if self.state is State.OPEN else []
+        return [self._beat(now)] if self.state is LinkState.OPEN else []
 
     @property
     def _next_beat(self) -> float:

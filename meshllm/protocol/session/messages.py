@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag, auto
 from math import prod
 
-from meshllm.names import Digest, NodeId, SessionId
+from meshllm.names import Digest, NodeId, SessionId, Span
 
 PROTOCOL_VERSION = 2
 """The major version, and the first byte of every message; a node rejects any other. Within it,
@@ -70,6 +70,9 @@ class Flags(IntFlag):
     """Return rows to the entry: the last one of a chunk, all of a decode step; else none."""
     HELP = auto()
     """The last rank may also send its part of the logits, after the row of a step of one row."""
+    REFILL = auto()
+    """Compute the rows only in the layers that a `Resume` calls lost. Ranks whose last layer is
+    followed by a lost one send the rows that they recorded, the others send none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Data:
     flags: Flags
     blob: Blob | None
     """``[1, rows, D]`` from rank to rank; back to the entry, ``[1, 1, D]`` for a chunk with
-    NEED_ROW, None for one without."""
+    NEED_ROW, None for one without. None with REFILL if the next rank lacks none of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,9 @@ class Resume:
     length: int
     whole: bool
     """Take over the cache of the base instead of copying it: no other session will want it."""
+    lost: tuple[Span, ...] = ()
+    """Layers whose caches are lost, as they were on another node; Data with `Flags.REFILL` follow
+    that compute them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +257,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownRingMessage:
     """A message of a later version, which only proves that its sender is alive."""
 
     kind: int
@@ -261,7 +267,7 @@ class Unknown:
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """Messages that go from rank to rank, round the ring."""
 
-Message = Hello | Beat | SessionMessage | Unknown
+Message = Hello | Beat | SessionMessage | UnknownRingMessage
 
 
 @dataclass(frozen=True, slots=True)

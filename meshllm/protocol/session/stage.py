@@ -12,6 +12,13 @@ A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, 
     Data, beyond the context     Fault(BUSY): the session ends here, before anything is allocated
     Data, beyond the budget      Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
 
+A Resume may name lost layers: those that were on another node when their caches were computed. The
+refills that follow it are Data for which the driver runs only the layers that lack the rows, from
+rows that the rank before recorded when it sent them the first time. They neither crop nor grow:
+``kv_len`` is that of the Resume from the start, and rows behind it wait in the queue.
+
+    Refill, beyond kv_len        Fault(RULES)
+
 So no message ever rolls back: a rejected or repeated row is undone by the next write at its
 position. Gap, Fault, Cancel, Resume and Close are passed on round the ring to the entry, which
 alone decides. What a Close asks to keep stays in the prefix cache until a Resume, see
@@ -44,7 +51,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
@@ -70,6 +77,7 @@ MAX_PENDING = 16  # queued Data of one session; an entry never has more in fligh
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _HELP = Flags.NEED_ROW | Flags.HELP
+_NO_LAYERS = Span(0, 0)
 _EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
 
 
@@ -86,13 +94,15 @@ class Compute:
     rows: int
     keep: int
     """How many of the last output rows to return; if 0, ``computed`` gets no blob."""
-    blob: Blob
-    """``[1, rows, D]``."""
+    blob: Blob | None
+    """``[1, rows, D]``; None only if it refills, and no layer of this rank needs them."""
     is_step: bool
     """Rows of a decode step, which must be row-invariant: each as if it were computed alone."""
     helps: int | None = None
     """Gen of a step after whose row this rank's part of the logits may follow, if it has one: call
     ``helped`` with it, or not at all."""
+    refills: bool = False
+    """Do not crop: run the rows only in the layers that lack them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +137,7 @@ Action = Compute | Free | Keep | Adopt | Forward
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionState:
     used: float  # creation or last computation; a session that only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
@@ -135,6 +145,7 @@ class _Session:
     running: Data | None = None
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
     tally: Tally = _EMPTY_TALLY
+    feeds_lost: bool = False  # the layer after this rank's last is lost
 
     def raise_gen(self, gen: int) -> None:
         if gen > self.gen:
@@ -155,11 +166,14 @@ class Stage:
         idle_s: float = 120.0,
         context: int = MAX_POSITION,
         index: PrefixIndex | None = None,
+        span: Span = _NO_LAYERS,
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
-        Finished ones are kept in it; None keeps none, and has no budget.
+        Finished ones are kept in it; None keeps none, and has no budget. ``span`` are the layers of
+        this rank.
         """
+        self._span = span
         self.round_trip_us = 0
         """Round trip to the next rank, for the tallies; updated by the driver."""
         self._rank = rank
@@ -170,7 +184,7 @@ class Stage:
         self._context = context
         self._index = index or PrefixIndex(KvBudget(()), 0)
         self.budget = self._index.budget
-        self._sessions: dict[SessionId, _Session] = {}
+        self._sessions: dict[SessionId, _SessionState] = {}
         self._closed: dict[SessionId, Tally] = {}
 
     def receive(self, message: SessionMessage, now: float) -> list[Action]:
@@ -201,11 +215,13 @@ class Stage:
         if state is None or state.running is None:
             return []
         done, state.running = state.running, None
-        state.kv_len, state.used = done.pos + done.rows, now
+        state.used = now
+        if not done.flags & Flags.REFILL:
+            state.kv_len = done.pos + done.rows
         if done.gen < state.gen:
             return self._next(state)
         answer = replace(done, blob=blob)
-        if not done.flags & Flags.PREFILL:
+        if not done.flags & (Flags.PREFILL | Flags.REFILL):
             state.tally = _counted(state.tally, spent, size(answer))
         return [Forward(answer), *self._next(state)]
 
@@ -228,7 +244,7 @@ class Stage:
         """End all sessions, as the ring is lost, and keep their caches in the prefix cache."""
         ended: list[Action] = []
         for session, state in list(self._sessions.items()):
-            ended += self._end(session, state.kv_len, now)
+            ended += self._end(session, state.kv_len, now, is_lost=True)
         return ended
 
     def helped(self, logits: Logits) -> list[Action]:
@@ -265,31 +281,40 @@ class Stage:
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        blob = data.blob
-        if blob is None or (broken := _violation(data, blob)):
-            text = broken if blob else f"Data of {data.rows} rows without a blob"
-            return self._refuse(data, text, FaultCode.RULES)
-        if data.pos + data.rows > self._context:
-            stop = data.pos + data.rows
-            text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"
-            return self._refuse(data, text)
-        if session not in self._sessions:
-            if data.pos > 0:
+        state = self._sessions.get(session)
+        if refusal := self._refusal(data, state):
+            return self._refuse(data, *refusal)
+        refills = bool(data.flags & Flags.REFILL)
+        if state is None:
+            if data.pos > 0 or refills:
                 return [_gap(data, 0)]
             if len(self._sessions) >= self._max_sessions:
                 text = f"The limit of {self._max_sessions} sessions is reached"
                 return [self._fault(data, FaultCode.BUSY, text)]
-            self._sessions[session] = _Session(now)
+            state = self._sessions[session] = _SessionState(now)
         compute = Compute(
             session,
             data.pos,
             data.rows,
-            self._keep(data),
-            blob,
+            self._keep(data, state),
+            data.blob,
             is_step=not data.flags & Flags.PREFILL,
             helps=data.gen if self._is_last and data.rows == 1 and data.flags == _HELP else None,
+            refills=refills,
         )
-        return self._queue(self._sessions[session], data, compute)
+        return self._queue(state, data, compute)
+
+    def _refusal(self, data: Data, state: _SessionState | None) -> tuple[str, FaultCode] | None:
+        """Return why rows cannot be computed, whatever else runs here; None if they can."""
+        stop = data.pos + data.rows
+        if broken := _violation(data):
+            return broken, FaultCode.RULES
+        if state and data.flags & Flags.REFILL and stop > state.kv_len:
+            return f"Refill of positions up to {stop} of {state.kv_len}", FaultCode.RULES
+        if stop > self._context:
+            text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"
+            return text, FaultCode.BUSY
+        return None
 
     def _resume(self, resume: Resume, now: float) -> list[Action]:
         session, base, length = resume.session, resume.base, resume.length
@@ -297,8 +322,11 @@ class Stage:
             return []
         if len(self._sessions) >= self._max_sessions:
             return []
-        whole = resume.whole
+        whole, lost = resume.whole, resume.lost
+        feeds_lost = any(self._span.stop in span for span in lost)
         reach = self._index.take(base, length, now, whole=whole)
+        if not reach and any(_contains(span, self._span) for span in lost):
+            return self._resume_empty(resume, now, feeds_lost=feeds_lost)
         if not reach or not self.budget.reserve(session, reach if whole else length):
             return [Free(base)] if reach and whole else []
         gone = self._index.make_room(spare=base)
@@ -307,10 +335,23 @@ class Stage:
             if not self.budget.reserve(session, reach):
                 self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
-        self._sessions[session] = _Session(now, kv_len=length, reach=reach if whole else length)
+        reach = reach if whole else length
+        self._sessions[session] = _SessionState(
+            now, kv_len=length, reach=reach, feeds_lost=feeds_lost
+        )
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
-    def _queue(self, state: _Session, data: Data, compute: Compute) -> list[Action]:
+    def _resume_empty(self, resume: Resume, now: float, *, feeds_lost: bool) -> list[Action]:
+        """Start a session whose first positions are computed again, as all layers here are new."""
+        session, length = resume.session, resume.length
+        if not self.budget.reserve(session, length):
+            return []
+        self._sessions[session] = _SessionState(
+            now, kv_len=length, reach=length, feeds_lost=feeds_lost
+        )
+        return [Free(each) for each in self._index.make_room()]
+
+    def _queue(self, state: _SessionState, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
             return []
         state.raise_gen(data.gen)
@@ -320,10 +361,13 @@ class Stage:
         state.pending.append((data, compute))
         return self._next(state) if state.running is None else []
 
-    def _next(self, state: _Session) -> list[Action]:
+    def _next(self, state: _SessionState) -> list[Action]:
         refused: list[Action] = []
         while state.pending:
             data, compute = state.pending.popleft()
+            if compute.refills:
+                state.running = data
+                return [*refused, compute]
             if data.pos > state.kv_len:
                 refused.append(_gap(data, state.kv_len))
                 continue
@@ -347,7 +391,9 @@ class Stage:
         """End one session, for lack of room or because its messages break the rules."""
         return [*self._end(data.session), self._fault(data, code, text)]
 
-    def _keep(self, data: Data) -> int:
+    def _keep(self, data: Data, state: _SessionState) -> int:
+        if data.flags & Flags.REFILL:
+            return data.rows if state.feeds_lost else 0
         if not self._is_last:
             return data.rows
         if not data.flags & Flags.NEED_ROW:
@@ -362,7 +408,9 @@ class Stage:
         tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
         return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
 
-    def _end(self, session: SessionId, keep: int = 0, now: float = 0.0) -> list[Action]:
+    def _end(
+        self, session: SessionId, keep: int = 0, now: float = 0.0, *, is_lost: bool = False
+    ) -> list[Action]:
         """Forget a session; its first ``keep`` positions, if complete, may be kept."""
         state = self._sessions.pop(session, None)
         self._closed.setdefault(session, state.tally if state else _EMPTY_TALLY)
@@ -372,15 +420,22 @@ class Stage:
         if state is None:
             return []
         length = keep if keep <= state.kv_len else 0
-        gone = self._index.put(session, length, state.reach, now)
+        gone = self._index.put(session, length, state.reach, now, is_lost=is_lost)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:
         return Forward(Fault(data.session, data.epoch, code, self._rank, text))
 
 
-def _violation(data: Data, blob: Blob) -> str:
+def _contains(outer: Span, inner: Span) -> bool:
+    return bool(len(inner)) and outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _violation(data: Data) -> str:
     """Return which rule the rows of a message break; empty if none."""
+    blob = data.blob
+    if blob is None:
+        return "" if data.flags & Flags.REFILL else f"Data of {data.rows} rows without a blob"
     if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
         return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"
     if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:

@@ -179,7 +179,7 @@ def check(
     Raises:
         NotAuthorised: it is not a member.
     """
-    founder = credential.chain[0].issuer if credential.chain else node
+    founder = founder_of(credential, node)
     if credential.mesh != mesh or _mesh_of(founder, credential.salt) != mesh:
         raise NotAuthorised(f"Node `{short(node)}` is a member of another mesh")
     holder, role = founder, Role.NODE
@@ -198,6 +198,11 @@ def check(
     if node in removals:
         raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
     return role
+
+
+def founder_of(credential: Credential, node: NodeId) -> NodeId:
+    """Return the founder of the mesh in whose credential ``node`` is the subject."""
+    return credential.chain[0].issuer if credential.chain else node
 
 
 def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: float) -> None:

@@ -92,7 +92,7 @@ class Features(IntFlag):
 ALL_FEATURES = ~Features(0)
 
 
-class State(Enum):
+class HandshakeState(Enum):
     """The progress of a handshake."""
 
     START = auto()
@@ -105,12 +105,12 @@ class State(Enum):
 
 
 _NEXT = {  # transition on a message; in START only a listener receives one
-    State.START: State.ANSWERED,
-    State.ANSWERED: State.JUDGING,
-    State.HAILED: State.PROVEN,
-    State.PROVEN: State.OPEN,
+    HandshakeState.START: HandshakeState.ANSWERED,
+    HandshakeState.ANSWERED: HandshakeState.JUDGING,
+    HandshakeState.HAILED: HandshakeState.PROVEN,
+    HandshakeState.PROVEN: HandshakeState.OPEN,
 }
-_ENDS = {State.OPEN, State.GONE}
+_ENDS = {HandshakeState.OPEN, HandshakeState.GONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Own:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendHandshake:
     """Send a message to the peer."""
 
     message: bytes
@@ -140,7 +140,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Decide on the dialer, then call `Listener.admit` or `Listener.refuse`."""
+    """Decide on the dialer, then call `HandshakeListener.admit` or `HandshakeListener.refuse`."""
 
     peer: NodeId
     proof: Credential | TicketProof
@@ -166,7 +166,7 @@ class Established:
     keys: Keys
 
 
-class Dialer:
+class HandshakeDialer:
     """The side that opened the link; ``now_s`` is the time of day in seconds since 1970."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Dialer:
         now_s: float,
         removals: Removals,
     ) -> None:
-        self.state = State.START
+        self.state = HandshakeState.START
         self._own = own
         self._purpose = purpose
         self._expect = own.proof.inviter if isinstance(own.proof, Ticket) else expect
@@ -190,12 +190,12 @@ class Dialer:
         self._peer = NodeId(b"")
         self._features = Features(0)
 
-    def start(self) -> list[Send | Established]:
+    def start(self) -> list[SendHandshake | Established]:
         """Return the first message, once connected."""
-        self.state = State.HAILED
-        return [Send(self._transcript.first())]
+        self.state = HandshakeState.HAILED
+        return [SendHandshake(self._transcript.first())]
 
-    def receive(self, message: bytes) -> list[Send | Established]:
+    def receive(self, message: bytes) -> list[SendHandshake | Established]:
         """Handle a message of the listener.
 
         Raises:
@@ -204,15 +204,17 @@ class Dialer:
         """
         if self.state in _ENDS:
             return []
-        state, self.state = self.state, State.GONE
+        state, self.state = self.state, HandshakeState.GONE
         self._received = _count(self._received, message)
-        if state is State.START:
+        if state is HandshakeState.START:
             raise PeerFault(f"Message of {len(message)} bytes before the dialer started")
-        action = self._identify(message) if state is State.HAILED else self._complete(message)
+        action = (
+            self._identify(message) if state is HandshakeState.HAILED else self._complete(message)
+        )
         self.state = _NEXT[state]
         return [action]
 
-    def _identify(self, message: bytes) -> Send:
+    def _identify(self, message: bytes) -> SendHandshake:
         transcript = self._transcript
         transcript.agree(transcript.add(message[:HAIL_BYTES]))
         self._peer, payload = transcript.recognise("listener", message[HAIL_BYTES:])
@@ -226,7 +228,7 @@ class Dialer:
         kind, proof = self._proof()
         capable = PROTOCOL_MINOR, self._own.features
         payload = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
-        return Send(transcript.identify("dialer", self._own.key, payload))
+        return SendHandshake(transcript.identify("dialer", self._own.key, payload))
 
     def _proof(self) -> tuple[int, bytes]:
         if isinstance(self._own.proof, Credential):
@@ -271,7 +273,7 @@ class Dialer:
         return check(credential, node, mesh, self._now_s, self._removals)
 
 
-class Listener:
+class HandshakeListener:
     """The side that accepted the link.
 
     ``guests`` are the pre-shared keys of the open tickets; it is iterated once, and only if the
@@ -279,7 +281,7 @@ class Listener:
     """
 
     def __init__(self, own: Own, fresh: Fresh, guests: Iterable[bytes] = ()) -> None:
-        self.state = State.START
+        self.state = HandshakeState.START
         if not isinstance(own.proof, Credential):
             raise NotAuthorised("A node that is not yet a member cannot admit a peer")
         self._own = own
@@ -289,7 +291,7 @@ class Listener:
         self._received = 0
         self._judged: Judge | None = None
 
-    def receive(self, message: bytes) -> list[Send | Judge]:
+    def receive(self, message: bytes) -> list[SendHandshake | Judge]:
         """Handle a message of the dialer.
 
         Raises:
@@ -298,24 +300,24 @@ class Listener:
         """
         if self.state in _ENDS:
             return []
-        state, self.state = self.state, State.GONE
+        state, self.state = self.state, HandshakeState.GONE
         self._received = _count(self._received, message)
-        if state is State.JUDGING:
+        if state is HandshakeState.JUDGING:
             raise PeerFault(f"Message of {len(message)} bytes while the decision is pending")
-        action = self._answer(message) if state is State.START else self._claim(message)
+        action = self._answer(message) if state is HandshakeState.START else self._claim(message)
         self.state = _NEXT[state]
         return [action]
 
-    def admit(self, credential: Credential) -> tuple[Send, Established]:
+    def admit(self, credential: Credential) -> tuple[SendHandshake, Established]:
         """Admit the dialer, with its own credential or a new one for its ticket."""
         judged, self._judged = self._judged, None
         assert judged is not None, "no decision is pending"
-        self.state = State.OPEN
+        self.state = HandshakeState.OPEN
         own = self._credential.encode()
         granted = None if isinstance(judged.proof, Credential) else credential
         new = b"" if granted is None else granted.encode()
         payload = _ANSWER.pack(_WELCOME, self._own.instance, len(own), len(new)) + own + new
-        welcome = Send(self._transcript.seal("listener", payload))
+        welcome = SendHandshake(self._transcript.seal("listener", payload))
         established = Established(
             judged.peer,
             credential.role,
@@ -328,20 +330,20 @@ class Listener:
         )
         return welcome, established
 
-    def refuse(self, why: str) -> Send:
+    def refuse(self, why: str) -> SendHandshake:
         """Refuse the dialer, and send it the reason, one line."""
         assert self._judged is not None, "no decision is pending"
-        self._judged, self.state = None, State.GONE
+        self._judged, self.state = None, HandshakeState.GONE
         line = why.encode(errors="ignore")[:MAX_REFUSAL]
-        return Send(self._transcript.seal("listener", bytes([_REFUSED]) + line))
+        return SendHandshake(self._transcript.seal("listener", bytes([_REFUSED]) + line))
 
-    def _answer(self, message: bytes) -> Send:
+    def _answer(self, message: bytes) -> SendHandshake:
         transcript = self._transcript
         transcript.check_first(message, self._guests)
         hail = transcript.add(transcript.hail)
         transcript.agree(message[:HAIL_BYTES])
         payload = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
-        return Send(hail + transcript.identify("listener", self._own.key, payload))
+        return SendHandshake(hail + transcript.identify("listener", self._own.key, payload))
 
     def _claim(self, message: bytes) -> Judge:
         digest = self._transcript.digest

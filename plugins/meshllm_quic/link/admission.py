@@ -47,7 +47,7 @@ class Admitted:
     """The connection id of the Retry packet; None without one."""
 
 
-class Admission:
+class ConnectionAdmission:
     """Counts half-open connections, and decides on new ones."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ from aioquic.quic.packet import QuicErrorCode
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, Path
-from meshllm_quic.link.link import Link
-from meshllm_quic.link.machine import PEER, STREAMS, Machine
+from meshllm_quic.link.link import QuicLink
+from meshllm_quic.link.machine import PEER, STREAMS, ConnectionMachine
 from meshllm_quic.path.path_control import PathControl
 from meshllm_quic.wire.lanes import HELLO
 from meshllm_quic.wire.routes import Direct, Route
@@ -22,7 +22,7 @@ HANDED_BYTES = 256 * 1024
 KEEP_ALIVE_S = 10.0
 """Silence before a PING is sent; two may be lost before the idle timeout."""
 CLOSE_WAIT_S = 0.5
-"""How long `Link.close` waits until all data is acknowledged; after that, `LINGER_S` applies."""
+"""How long `QuicLink.close` waits until all data is acknowledged; then `LINGER_S` applies."""
 LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
 OPEN_S = 5.0
@@ -64,7 +64,7 @@ class Host(Protocol):
 
 
 class Connection:
-    """Drives one `Machine`, and is the `Wire` of one link.
+    """Drives one `ConnectionMachine`, and is the `Wire` of one link.
 
     During the handshake, the client rotates through ``routes`` until it receives something, and the
     server answers on the route of the last valid datagram. After that only the path driver changes
@@ -73,11 +73,13 @@ class Connection:
 
     path_driver: PathControl
 
-    def __init__(self, host: Host, machine: Machine, routes: Sequence[Route], address: str) -> None:
+    def __init__(
+        self, host: Host, machine: ConnectionMachine, routes: Sequence[Route], address: str
+    ) -> None:
         self.machine = machine
         self.route = routes[0]
         self._routes = deque(routes)
-        self.link = Link(self, address)
+        self.link = QuicLink(self, address)
         self.is_open = False
         self.expected: bytes | None = None
         """The key that the peer must have; None accepts any."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.endpoint import Endpoint
-from meshllm_quic.link.link import Link
+from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.address import QuicAddress
-from meshllm_quic.net.network import Address, Network
+from meshllm_quic.net.network import Address, DatagramNetwork
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.wire.packets import TAG_BYTES
 from meshllm_quic.wire.routes import Direct, Route, ViaRelay
@@ -19,7 +19,7 @@ MAX_ADDRESSES = 4
 """Addresses tried per name; each QUIC retransmission uses the next one."""
 
 
-async def dial(endpoint: Endpoint, network: Network, place: QuicAddress) -> Link:
+async def dial(endpoint: Endpoint, network: DatagramNetwork, place: QuicAddress) -> QuicLink:
     """Open a link; raise `LinkLost`, `PeerFault`, or `UserError` for this node's own address."""
     if place.key == endpoint.identity.key:
         raise UserError(f"`{place}` is this node itself")
@@ -39,7 +39,7 @@ async def dial(endpoint: Endpoint, network: Network, place: QuicAddress) -> Link
     return await dial(endpoint, network, place)  # another node now uses its remembered address
 
 
-async def _open(endpoint: Endpoint, place: QuicAddress, routes: Sequence[Route]) -> Link:
+async def _open(endpoint: Endpoint, place: QuicAddress, routes: Sequence[Route]) -> QuicLink:
     connection = endpoint.connect(routes, str(place), place.key)
     try:
         async with asyncio.timeout(OPEN_S):

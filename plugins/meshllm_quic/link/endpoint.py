@@ -10,16 +10,16 @@ from typing import Final
 from meshllm.errors import PeerFault
 from meshllm.transport import contract
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link.admission import Admission, Admitted
+from meshllm_quic.link.admission import Admitted, ConnectionAdmission
 from meshllm_quic.link.connection import Connection
-from meshllm_quic.link.listener import Listener
-from meshllm_quic.link.machine import Machine
+from meshllm_quic.link.listener import QuicListener
+from meshllm_quic.link.machine import ConnectionMachine
 from meshllm_quic.link.path_driver import PathDriver
-from meshllm_quic.link.table import Table, destination
-from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.link.table import ConnectionTable, destination
+from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 from meshllm_quic.path.rate_limit import HostBuckets, TokenBucket, host_of
 from meshllm_quic.relay.relay import Relay
-from meshllm_quic.relay.relays import Relays, Usage
+from meshllm_quic.relay.relays import Relays, RelayUsage
 from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
     AddressRequest,
@@ -54,20 +54,20 @@ class Endpoint:
     """Sends and receives for all connections, as client, server and relay."""
 
     def __init__(
-        self, network: Network, identity: Identity, random: Callable[[int], bytes]
+        self, network: DatagramNetwork, identity: Identity, random: Callable[[int], bytes]
     ) -> None:
         self.random = random
         self.identity = identity
-        self.listener: Listener | None = None
+        self.listener: QuicListener | None = None
         self.relays = Relays(self, identity)
-        self.table = Table()
+        self.table = ConnectionTable()
         self.known: dict[bytes, Address] = {}
         """Last direct address of each node, by key."""
         self._network = network
         self._loop = asyncio.get_running_loop()
         self._socket: Socket
         self._hosts: tuple[str, ...] = ()
-        self._admission = Admission()
+        self._admission = ConnectionAdmission()
         self._paths: dict[bytes, list[PathDriver]] = {}
         self._probes = TokenBucket(PROBES, PROBES, PROBES, 0.0)
         self._probes_of = HostBuckets(HOST_PROBES, 4 * HOST_PROBES, random)
@@ -122,7 +122,7 @@ class Endpoint:
 
     def connect(self, routes: Sequence[Route], address: str, expected: bytes | None) -> Connection:
         """Start a connection; ``expected`` is the key that the peer must have, None accepts any."""
-        machine = Machine(self.identity.configure(is_client=True))
+        machine = ConnectionMachine(self.identity.configure(is_client=True))
         connection = self._add(machine, routes, address)
         connection.expected = expected
         connection.connect()
@@ -240,7 +240,7 @@ class Endpoint:
             relays=tuple((show(relay), state) for relay, state in self.relays.states()),
         )
 
-    def usage(self, relay: Address) -> Usage:
+    def usage(self, relay: Address) -> RelayUsage:
         """Return how strongly links depend on a relay."""
         routes = {connection.route for connection in self.table}
         backups = {
@@ -248,17 +248,17 @@ class Endpoint:
             for each in self.table
             if isinstance(each.path_driver, PathDriver)
         }
-        for usage, ways in ((Usage.ROUTE, routes), (Usage.RESERVE, backups)):
+        for usage, ways in ((RelayUsage.ROUTE, routes), (RelayUsage.RESERVE, backups)):
             if any(isinstance(way, ViaRelay) and way.relay == relay for way in ways):
                 return usage
-        return Usage.NONE
+        return RelayUsage.NONE
 
     def relays_changed(self) -> None:
         """Notify the listener: its relay addresses have changed."""
         if self.listener is not None:
             self.listener.notify()
 
-    def _add(self, machine: Machine, routes: Sequence[Route], address: str) -> Connection:
+    def _add(self, machine: ConnectionMachine, routes: Sequence[Route], address: str) -> Connection:
         connection = Connection(self, machine, routes, address)
         connection.path_driver = driver = PathDriver(self, connection)
         driver.backup = next((each for each in routes if isinstance(each, ViaRelay)), None)
@@ -304,7 +304,7 @@ class Endpoint:
             self.send(route, [verdict])
         if not isinstance(verdict, Admitted):
             return None
-        machine = Machine(
+        machine = ConnectionMachine(
             self.identity.configure(is_client=False),
             original_destination_connection_id=verdict.original_id,
             retry_source_connection_id=verdict.retried_id,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
-from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, Incoming, Outgoing
+from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, IncomingRecords, OutgoingRecords
 
 _Waiters = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
@@ -14,7 +14,7 @@ BATCH = 4
 """A grant is announced once it adds at least 1/BATCH of the window."""
 
 
-class Wire(Protocol):
+class QuicWire(Protocol):
     """What a link needs from its connection."""
 
     def room(self, channel: Channel) -> int:
@@ -54,10 +54,10 @@ class Wire(Protocol):
         ...
 
 
-class Link:
+class QuicLink:
     """One end of a link: `meshllm.transport.contract.Link`, and callbacks for the connection."""
 
-    def __init__(self, wire: Wire, address: str) -> None:
+    def __init__(self, wire: QuicWire, address: str) -> None:
         self.address = address
         self.peer_key = b""
         """Ed25519 key of the peer, authenticated by TLS before the link is handed out."""
@@ -65,8 +65,8 @@ class Link:
         self.is_closed = False
         self._wire = wire
         self._loop = asyncio.get_running_loop()
-        self._outgoing = {channel: Outgoing() for channel in Channel}  # CONTROL is first
-        self._incoming = {channel: Incoming() for channel in Channel}
+        self._outgoing = {channel: OutgoingRecords() for channel in Channel}  # CONTROL is first
+        self._incoming = {channel: IncomingRecords() for channel in Channel}
         self._granted = dict.fromkeys(Channel, 0)
         self._waiters: dict[Channel, _Waiters] = {channel: {} for channel in Channel}
         """Senders without room, in FIFO order; the result is whether the message was sent."""

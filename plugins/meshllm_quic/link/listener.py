@@ -8,7 +8,7 @@ from meshllm.transport.contract import Link
 from meshllm_quic.link.connection import Connection
 
 
-class Listener:
+class QuicListener:
     """Queue of incoming links; also the iterator over them."""
 
     def __init__(self, places: Callable[[], tuple[str, ...]]) -> None:

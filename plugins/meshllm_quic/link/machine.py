@@ -49,7 +49,7 @@ _UNREADABLE: Final = (
 """Exceptions that the library raises for malformed input that it does not handle."""
 
 
-class Machine(QuicConnection):
+class ConnectionMachine(QuicConnection):
     """One QUIC connection as a sans-IO machine; time is an argument."""
 
     def __init__(self, configuration: QuicConfiguration, **roles: Any) -> None:

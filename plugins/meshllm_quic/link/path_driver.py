@@ -11,7 +11,14 @@ from typing import Protocol, assert_never
 
 from meshllm_quic.link.connection import Connection
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.paths import Action, Offer, Paths, RouteChanged, SendProbe, SendReply
+from meshllm_quic.path.paths import (
+    Action,
+    OfferCandidates,
+    Paths,
+    RouteChanged,
+    SendProbe,
+    SendReply,
+)
 from meshllm_quic.wire.lanes import ANSWER, OFFER
 from meshllm_quic.wire.offer import KEY_BYTES, CandidateOffer
 from meshllm_quic.wire.packets import MAX_INNER_BYTES, TAG_BYTES, Probe, ProbeReply
@@ -200,7 +207,7 @@ class PathDriver:
                     self._host.send_packet(answer.encode(), to)
                 case RouteChanged():
                     self._move()
-                case Offer():
+                case OfferCandidates():
                     self.offer()
                 case _:
                     assert_never(action)

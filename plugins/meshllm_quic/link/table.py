@@ -11,7 +11,7 @@ MAX_CLOSE_REPEATS = 8
 """How often it is sent again."""
 
 
-class Table:
+class ConnectionTable:
     """Connections by the connection ids that peers send to."""
 
     def __init__(self) -> None:

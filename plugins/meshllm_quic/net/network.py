@@ -37,7 +37,7 @@ class Socket(Protocol):
         ...
 
 
-class Network(Protocol):
+class DatagramNetwork(Protocol):
     """Opens sockets and resolves names."""
 
     async def open(self, host: str | None, port: int, receive: Receive) -> Socket:

@@ -142,7 +142,7 @@ class UdpSocket:
 
 
 class UdpNetwork:
-    """Opens UDP sockets on the running loop; see `meshllm_quic.net.network.Network`."""
+    """Opens UDP sockets on the running loop; see `meshllm_quic.net.network.DatagramNetwork`."""
 
     async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
         """Open a socket; host None binds all IPv4 and IPv6 addresses, port 0 any free port.

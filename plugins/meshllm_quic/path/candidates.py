@@ -88,7 +88,7 @@ class Candidate:
         self.answers = 0
 
 
-class Candidates:
+class PathCandidates:
     """The candidates of one peer: up to `MAX_OFFERED` + `MAX_REFLEXIVE`, plus a route or two."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ CALM = 1.0  # s after a reply in which `suspect` is ignored
 GRACE = 0.25  # s
 
 
-class Verdict(Enum):
+class RouteVerdict(Enum):
     """What to do with the route."""
 
     FINE = auto()
@@ -83,19 +83,19 @@ class Liveness:
         if self.since is not None:
             self._end = min(self._end, self.since + self._haste)
 
-    def expire(self, now: float) -> Verdict:
+    def expire(self, now: float) -> RouteVerdict:
         """Start or end a check; after DEAD the state is that of a new route."""
         deadline = self.deadline
         if deadline is None or now < deadline:
-            return Verdict.FINE
+            return RouteVerdict.FINE
         if self.since is None and self._is_direct:
             self._begin(now)
-            return Verdict.CHECK
+            return RouteVerdict.CHECK
         if self._is_direct and now > deadline + GRACE and not self._is_extended:
             self._end, self._is_extended = now + GRACE, True
-            return Verdict.CHECK
+            return RouteVerdict.CHECK
         self._answered, self.since, self._waiting = now, None, None
-        return Verdict.DEAD
+        return RouteVerdict.DEAD
 
     def _begin(self, now: float) -> None:
         begun = now if self._waiting is None else self._waiting

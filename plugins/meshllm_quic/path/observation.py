@@ -39,7 +39,7 @@ _MEANING = {
 
 
 @dataclass(slots=True)
-class _Observer:
+class _AddressObserver:
     due: float
     """When the next request is due."""
     misses: int = 0
@@ -53,7 +53,7 @@ class Observations:
     """The observers and their reports; times are seconds on the driver's clock."""
 
     def __init__(self) -> None:
-        self._observers: dict[Address, _Observer] = {}
+        self._observers: dict[Address, _AddressObserver] = {}
 
     def add(self, observer: Address, now: float) -> None:
         """Add an observer, to be asked from now on."""
@@ -134,11 +134,11 @@ class Observations:
         seen = [address for address in seen if ip_address(address[0]).is_global] or seen
         return [address for address in seen if ip_address(address[0]).version == 4] or seen
 
-    def _insert(self, observer: Address, now: float) -> _Observer:
+    def _insert(self, observer: Address, now: float) -> _AddressObserver:
         if len(self._observers) >= MAX_OBSERVERS:
             oldest = min(self._observers, key=lambda address: self._observers[address].reported_at)
             del self._observers[oldest]
-        return self._observers.setdefault(observer, _Observer(now))
+        return self._observers.setdefault(observer, _AddressObserver(now))
 
     def _outdate(self, seen: Address, now: float) -> None:
         """Drop the reports of the address family in which a report has changed."""

@@ -39,8 +39,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshllm_quic.net.network import Address
-from meshllm_quic.path.candidates import Candidate, Candidates, probeable
-from meshllm_quic.path.liveness import Liveness, Verdict
+from meshllm_quic.path.candidates import Candidate, PathCandidates, probeable
+from meshllm_quic.path.liveness import Liveness, RouteVerdict
 from meshllm_quic.path.path_mtu import PathMtu
 from meshllm_quic.path.probing import Probing
 from meshllm_quic.path.rate_limit import TokenBucket
@@ -80,11 +80,11 @@ class RouteChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferCandidates:
     """Send our candidates to the peer, and request its own."""
 
 
-Action = SendProbe | SendReply | RouteChanged | Offer
+Action = SendProbe | SendReply | RouteChanged | OfferCandidates
 
 
 class Paths:
@@ -104,7 +104,7 @@ class Paths:
         """The relay to use while no direct path is validated; may be set later."""
         self._probing = Probing(key, random, is_dialer=is_dialer)
         self._is_local = is_local
-        self._candidates = Candidates()
+        self._candidates = PathCandidates()
         self._liveness: Liveness | None = None
         self._mtu: PathMtu | None = None
         self._taken: float | None = None  # when the last offer of the peer was accepted
@@ -251,7 +251,7 @@ class Paths:
 
     def _offer(self, now: float) -> list[Action]:
         self._note_offer(now)
-        return [Offer(), *self._probe_all(now)]
+        return [OfferCandidates(), *self._probe_all(now)]
 
     def _note_offer(self, now: float) -> None:
         self._offered = now
@@ -290,9 +290,9 @@ class Paths:
             return []
         since = self._liveness.since
         verdict = self._liveness.expire(now)
-        if verdict is Verdict.DEAD:
+        if verdict is RouteVerdict.DEAD:
             return self._give_up(now if since is None else since, now)
-        if verdict is Verdict.CHECK and (here := self._here):
+        if verdict is RouteVerdict.CHECK and (here := self._here):
             here.start(now, wanted=1)
         return []
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm_quic.net.address import QuicAddress
-from meshllm_quic.net.network import Address, Network
+from meshllm_quic.net.network import Address, DatagramNetwork
 from meshllm_quic.relay.relays import Relays
 
 READY_S = 4.0
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def registered(
-    relays: Relays, network: Network, places: Sequence[QuicAddress]
+    relays: Relays, network: DatagramNetwork, places: Sequence[QuicAddress]
 ) -> AsyncIterator[None]:
     """Register at the relays within the context, now or as soon as they are reachable."""
     if not places:
@@ -47,7 +47,7 @@ async def registered(
 
 async def _keep(
     relays: Relays,
-    network: Network,
+    network: DatagramNetwork,
     places: Sequence[QuicAddress],
     found: dict[QuicAddress, Address],
 ) -> None:
@@ -59,7 +59,7 @@ async def _keep(
 
 async def _seek(
     relays: Relays,
-    network: Network,
+    network: DatagramNetwork,
     places: Sequence[QuicAddress],
     found: dict[QuicAddress, Address],
 ) -> None:

@@ -44,18 +44,18 @@ _NO_SIGNATURE = bytes(64)
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToRelay:
     """Send this packet to the relay."""
 
     packet: Register
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class RegistrationChanged:
     """One of `is_registered`, `observed`, `observer` and `is_silent` has changed."""
 
 
-Action = Send | Changed
+Action = SendToRelay | RegistrationChanged
 
 
 class Registration:
@@ -151,7 +151,7 @@ class Registration:
         if self._asked is None:
             self._asked = now
         self._due = now + min(RETRY_S * 2.0 ** min(self._missed, 8), MAX_RETRY_S)
-        return [Send(self._pending)]
+        return [SendToRelay(self._pending)]
 
     def _is_answer(self, nonce: bytes) -> bool:
         return self._pending is not None and nonce == self._pending.nonce
@@ -189,4 +189,4 @@ class Registration:
         return self.is_registered, self.observed, self.observer, self.is_silent
 
     def _changed(self, before: tuple[object, ...], actions: list[Action]) -> list[Action]:
-        return actions if before == self._view else [*actions, Changed()]
+        return actions if before == self._view else [*actions, RegistrationChanged()]

@@ -86,7 +86,7 @@ class Refusal(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RelayLimits:
     """Limits of a relay."""
 
     rate: float = 4e6
@@ -129,7 +129,7 @@ class Relay:
         self,
         allow: Callable[[bytes], bool],
         *,
-        limits: Limits | None = None,
+        limits: RelayLimits | None = None,
         observer_port: int = 0,
         random: Callable[[int], bytes] = token_bytes,
     ) -> None:
@@ -138,7 +138,7 @@ class Relay:
         self.observer_port = observer_port
         """Sent to clients: another port that answers `AddressRequest`; 0 if there is none."""
         self.statistics = Statistics()
-        self._limits = limits = limits or Limits()
+        self._limits = limits = limits or RelayLimits()
         self._cookies = Cookies(random)
         # The next registration to expire comes first.
         self._registrations: OrderedDict[Tag, _Registration] = OrderedDict()

@@ -18,9 +18,9 @@ from websockets.http11 import Request, Response
 
 from meshllm.errors import PeerFault
 from meshllm_quic.net.address import RELAY_PORT
-from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 from meshllm_quic.relay import relay_stream
-from meshllm_quic.relay.relay import Limits, Outgoing, Relay, Statistics
+from meshllm_quic.relay.relay import Outgoing, Relay, RelayLimits, Statistics
 from meshllm_quic.relay.relay_limiter import ConnectionLimiter, CountedConnection, stream_source
 from meshllm_quic.relay.relay_metrics import CONTENT_TYPE, exposition
 from meshllm_quic.relay.relay_stream import CLOSE_S, MAX_PACKET_BYTES, SendQueue, carry
@@ -126,12 +126,12 @@ def runs(outgoing: Outgoing) -> list[tuple[list[bytes], Address]]:
 
 @asynccontextmanager
 async def open_relay(
-    network: Network,
+    network: DatagramNetwork,
     host: str | None = None,
     port: int = RELAY_PORT,
     *,
     allow: Callable[[bytes], bool] = lambda _: True,
-    limits: Limits | None = None,
+    limits: RelayLimits | None = None,
     limiter: ConnectionLimiter | None = None,
 ) -> AsyncIterator[RelayServer]:
     """Run a relay inside the context; host None binds all IPv4 and IPv6 addresses.
@@ -150,7 +150,7 @@ async def open_relay(
         yield server
 
 
-async def _open_observer(network: Network, host: str | None, server: RelayServer) -> Socket:
+async def _open_observer(network: DatagramNetwork, host: str | None, server: RelayServer) -> Socket:
     """Open the next port, which a firewall rule can name, or else any free one."""
     following = (server.udp.port + 1) % 65536
     try:

@@ -16,7 +16,7 @@ from typing import Protocol
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.observation import Observations
-from meshllm_quic.relay.registration import Action, Registration, Send
+from meshllm_quic.relay.registration import Action, Registration, SendToRelay
 from meshllm_quic.relay.relay_stream import RelayStream, stream_uri
 from meshllm_quic.wire.packets import AddressReply, AddressRequest, Packet
 
@@ -25,7 +25,7 @@ MAX_QUESTIONS = 64
 """Pending requests to observers."""
 
 
-class Usage(IntEnum):
+class RelayUsage(IntEnum):
     """How strongly links depend on a relay."""
 
     NONE = 0
@@ -52,7 +52,7 @@ class Port(Protocol):
         """Note that the set of registered relays has changed."""
         ...
 
-    def usage(self, relay: Address) -> Usage:
+    def usage(self, relay: Address) -> RelayUsage:
         """Return how strongly links depend on a relay."""
         ...
 
@@ -102,7 +102,7 @@ class Relays:
         if relay in self._clients:
             self._clients[relay].is_wanted |= is_wanted
             return
-        most = Usage.ROUTE if is_wanted else Usage.RESERVE if is_needed else None
+        most = RelayUsage.ROUTE if is_wanted else RelayUsage.RESERVE if is_needed else None
         if len(self._clients) >= MAX_RELAYS and not self._make_room(most):
             return
         sign, random = self._identity.sign, self._port.random
@@ -120,7 +120,7 @@ class Relays:
     def give_up(self, relay: Address) -> None:
         """Stop using a relay that did not answer a dial, unless something else uses it."""
         client = self._clients.get(relay)
-        if client is not None and not client.is_wanted and self._usage(relay) is Usage.NONE:
+        if client is not None and not client.is_wanted and self._usage(relay) is RelayUsage.NONE:
             self.drop(relay)
 
     def __contains__(self, relay: Address) -> bool:
@@ -169,7 +169,7 @@ class Relays:
             _end_stream(client)
         self._clients.clear()
 
-    def _make_room(self, most: Usage | None) -> bool:
+    def _make_room(self, most: RelayUsage | None) -> bool:
         """Evict the relay with the lowest usage, if that is at most ``most``."""
         unwanted = [relay for relay, client in self._clients.items() if not client.is_wanted]
         least = min(unwanted, key=self._usage, default=None)
@@ -178,12 +178,12 @@ class Relays:
         self.drop(least)
         return True
 
-    def _usage(self, relay: Address) -> Usage:
-        return Usage.ROUTE if self._clients[relay].waiters else self._port.usage(relay)
+    def _usage(self, relay: Address) -> RelayUsage:
+        return RelayUsage.ROUTE if self._clients[relay].waiters else self._port.usage(relay)
 
     def _do(self, relay: Address, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, SendToRelay):
                 packet = action.packet.encode()
                 if not self.send(relay, [packet]):
                     self._port.send_packet(packet, relay)

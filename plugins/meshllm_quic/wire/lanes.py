@@ -30,7 +30,7 @@ HOLD_BYTES = 1024 * 1024
 """Send buffer of a channel before senders wait; one longer message passes alone."""
 
 
-class Outgoing:
+class OutgoingRecords:
     """Records of one channel that QUIC has not yet accepted."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingRecords:
     """Record decoder and receive buffer of one channel."""
 
     ready: deque[Buffer] = field(default_factory=deque)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.api.access.accounts import FILE, Accounts, Limits, Usage
+from meshllm.api.access.accounts import FILE, Accounts, KeyLimits, KeyUsage
 from meshllm.errors import UserError
 
 NOW = 1_000_000.0
@@ -18,7 +18,7 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 
 def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:
-    limits = Limits(2_000_000, ("a/b", "c"), 3, 400)
+    limits = KeyLimits(2_000_000, ("a/b", "c"), 3, 400)
 
     key = accounts.create("laptop", limits, NOW)
 
@@ -29,7 +29,7 @@ def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:
 
 
 def test_another_secret_of_the_same_id_is_not_found(accounts: Accounts) -> None:
-    key = accounts.create("laptop", Limits(), NOW)
+    key = accounts.create("laptop", KeyLimits(), NOW)
 
     assert [accounts.find(each) for each in (key[:-1], f"{key}x", key[:20])] == [None] * 3
 
@@ -42,7 +42,7 @@ def test_an_unknown_key_is_not_found(accounts: Accounts, key: str) -> None:
 
 
 def test_no_file_contains_the_secret(accounts: Accounts, tmp_path: Path) -> None:
-    key = accounts.create("laptop", Limits(), NOW)
+    key = accounts.create("laptop", KeyLimits(), NOW)
 
     secret = key.split("-", 3)[3].encode()
     files = [each for each in (tmp_path / "state").iterdir() if each.is_file()]
@@ -51,14 +51,14 @@ def test_no_file_contains_the_secret(accounts: Accounts, tmp_path: Path) -> None
 
 
 def test_only_the_owner_can_read_the_files(accounts: Accounts, tmp_path: Path) -> None:
-    accounts.create("laptop", Limits(), NOW)
+    accounts.create("laptop", KeyLimits(), NOW)
 
     files = list((tmp_path / "state").glob(f"{FILE}*"))
     assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o600}
 
 
 def test_a_key_is_valid_with_the_same_node_only(accounts: Accounts, tmp_path: Path) -> None:
-    key = accounts.create("laptop", Limits(), NOW)
+    key = accounts.create("laptop", KeyLimits(), NOW)
     with Accounts.open(tmp_path / "state") as again:
         assert again.find(key)
 
@@ -68,7 +68,7 @@ def test_a_key_is_valid_with_the_same_node_only(accounts: Accounts, tmp_path: Pa
 
 
 def test_a_revoked_key_stays_known(accounts: Accounts) -> None:
-    key = accounts.create("laptop", Limits(), NOW)
+    key = accounts.create("laptop", KeyLimits(), NOW)
 
     accounts.revoke("laptop", NOW + 5)
     accounts.revoke("laptop", NOW + 9)
@@ -79,33 +79,39 @@ def test_a_revoked_key_stays_known(accounts: Accounts) -> None:
 
 
 def test_a_key_expires_at_its_time(accounts: Accounts) -> None:
-    accounts.create("laptop", Limits(expires_s=int(NOW) + 1), NOW)
+    accounts.create("laptop", KeyLimits(expires_s=int(NOW) + 1), NOW)
 
     (key,) = accounts.list_keys()
     assert [key.state(NOW), key.state(NOW + 1)] == ["active", "expired"]
 
 
 def test_names_are_unique_and_must_exist(accounts: Accounts) -> None:
-    accounts.create("laptop", Limits(), NOW)
+    accounts.create("laptop", KeyLimits(), NOW)
 
     with pytest.raises(UserError, match="already a key `laptop`"):
-        accounts.create("laptop", Limits(), NOW)
+        accounts.create("laptop", KeyLimits(), NOW)
     with pytest.raises(UserError, match="no key `phone`"):
         accounts.revoke("phone", NOW)
 
 
 def test_usage_adds_up_in_every_grouping(accounts: Accounts) -> None:
-    accounts.record("2026-11-24", "laptop", "a", Usage(1, 0, 10, 5, 3))
-    accounts.record("2026-11-25", "laptop", "a", Usage(1, 1, 20, 0, 0))
-    accounts.record("2026-11-25", "laptop", "a", Usage(1, 0, 30, 0, 7))
-    accounts.record("2026-11-25", "", "b", Usage(1, 0, 1, 0, 1))
+    accounts.record("2026-11-24", "laptop", "a", KeyUsage(1, 0, 10, 5, 3))
+    accounts.record("2026-11-25", "laptop", "a", KeyUsage(1, 1, 20, 0, 0))
+    accounts.record("2026-11-25", "laptop", "a", KeyUsage(1, 0, 30, 0, 7))
+    accounts.record("2026-11-25", "", "b", KeyUsage(1, 0, 1, 0, 1))
 
     assert accounts.usage("day") == [
-        ("2026-11-24", Usage(1, 0, 10, 5, 3)),
-        ("2026-11-25", Usage(3, 1, 51, 0, 8)),
+        ("2026-11-24", KeyUsage(1, 0, 10, 5, 3)),
+        ("2026-11-25", KeyUsage(3, 1, 51, 0, 8)),
     ]
-    assert accounts.usage("key") == [("", Usage(1, 0, 1, 0, 1)), ("laptop", Usage(3, 1, 60, 5, 10))]
-    assert accounts.usage("model") == [("a", Usage(3, 1, 60, 5, 10)), ("b", Usage(1, 0, 1, 0, 1))]
+    assert accounts.usage("key") == [
+        ("", KeyUsage(1, 0, 1, 0, 1)),
+        ("laptop", KeyUsage(3, 1, 60, 5, 10)),
+    ]
+    assert accounts.usage("model") == [
+        ("a", KeyUsage(3, 1, 60, 5, 10)),
+        ("b", KeyUsage(1, 0, 1, 0, 1)),
+    ]
     assert accounts.tokens("2026-11-25", "laptop") == 57
     assert accounts.tokens("2026-11-25", "nobody") == 0
 
@@ -120,7 +126,7 @@ def test_a_file_that_is_not_a_database_is_reported(tmp_path: Path) -> None:
 
 def test_processes_share_the_file(accounts: Accounts, tmp_path: Path) -> None:
     with Accounts.open(tmp_path / "state") as other:
-        key = other.create("laptop", Limits(), NOW)
+        key = other.create("laptop", KeyLimits(), NOW)
         assert accounts.find(key)
         other.revoke("laptop", NOW)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api.access.accounts import Accounts, Limits
+from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.access.gate import Policy
 from meshllm.api.app import public_application
 from meshllm.api.v1.service import Service
@@ -147,7 +147,7 @@ async def test_a_refusal_repeats_no_key(accounts: Accounts) -> None:
 
 
 async def test_both_headers_carry_a_key(accounts: Accounts) -> None:
-    key = accounts.create("laptop", Limits(), 0)
+    key = accounts.create("laptop", KeyLimits(), 0)
     async with entering(Policy(needs_key=True), accounts) as client:
         statuses = [
             (await client.get(MODELS, headers=each)).status_code
@@ -159,8 +159,8 @@ async def test_both_headers_carry_a_key(accounts: Accounts) -> None:
 
 @pytest.mark.parametrize("policy", [OPEN, SHUT], ids=["open", "shut"])
 async def test_expired_and_revoked_keys_are_refused(accounts: Accounts, policy: Policy) -> None:
-    expired = accounts.create("old", Limits(expires_s=1), 0)
-    revoked = accounts.create("gone", Limits(), 0)
+    expired = accounts.create("old", KeyLimits(expires_s=1), 0)
+    revoked = accounts.create("gone", KeyLimits(), 0)
     async with entering(policy, accounts) as client:
         before = await client.get(MODELS, headers=bearer(revoked))
         accounts.revoke("gone", 1)

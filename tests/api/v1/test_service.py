@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api.access.accounts import Accounts, ApiKey, Limits, Usage
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.access.gate import Policy
 from meshllm.api.app import public_application
 from meshllm.api.failure import Refused
@@ -46,24 +46,24 @@ def bearer(key: str) -> dict[str, str]:
 async def test_a_request_is_accounted_for_by_key(
     client: httpx2.AsyncClient, accounts: Accounts
 ) -> None:
-    key = accounts.create("laptop", Limits(), 0)
+    key = accounts.create("laptop", KeyLimits(), 0)
 
     for stream in (False, True):
         await client.post(PATH, json=BODY | {"stream": stream}, headers=bearer(key))
 
-    assert accounts.usage("key") == [("laptop", Usage(2, 0, 4, 0, 10))]
-    assert accounts.usage("model") == [("builtin", Usage(2, 0, 4, 0, 10))]
+    assert accounts.usage("key") == [("laptop", KeyUsage(2, 0, 4, 0, 10))]
+    assert accounts.usage("model") == [("builtin", KeyUsage(2, 0, 4, 0, 10))]
 
 
 async def test_a_failed_request_is_an_error(
     client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
 ) -> None:
-    key = accounts.create("laptop", Limits(), 0)
+    key = accounts.create("laptop", KeyLimits(), 0)
     door.fails_at = 1
 
     await client.post(PATH, json=BODY, headers=bearer(key))
 
-    assert accounts.usage("key") == [("laptop", Usage(1, 1, 2, 0, 0))]
+    assert accounts.usage("key") == [("laptop", KeyUsage(1, 1, 2, 0, 0))]
 
 
 async def test_a_cancelled_request_counts_what_was_read(
@@ -73,13 +73,13 @@ async def test_a_cancelled_request_counts_what_was_read(
     async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
         await anext(events)
 
-    assert accounts.usage("key") == [("", Usage(1, 0, 2, 0, 0))]
+    assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 0))]
     assert door.closed.is_set()
 
 
 async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: Accounts) -> None:
-    other = accounts.create("other", Limits(models=("gpt-5",)), 0)
-    right = accounts.create("right", Limits(models=("gpt-5", "builtin")), 0)
+    other = accounts.create("other", KeyLimits(models=("gpt-5",)), 0)
+    right = accounts.create("right", KeyLimits(models=("gpt-5", "builtin")), 0)
 
     listed = [
         (await client.get("/v1/models", headers=bearer(key))).json()["data"]
@@ -94,7 +94,7 @@ async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: 
 async def test_a_key_has_so_many_requests_at_a_time(
     client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
 ) -> None:
-    key = accounts.create("laptop", Limits(concurrency=1), 0)
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
     door.waits_at = 1
     first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
     await door.begun.wait()
@@ -113,7 +113,7 @@ async def test_a_key_has_so_many_tokens_a_day(
 ) -> None:
     now = [NOON]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    key = accounts.create("laptop", Limits(tokens_per_day=7), 0)
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=7), 0)
 
     statuses = [
         (await client.post(PATH, json=BODY, headers=bearer(key))).status_code for _ in range(2)
@@ -146,8 +146,8 @@ async def test_an_answer_is_worth_more_than_its_account(
 async def test_a_limit_is_checked_before_the_mesh_is_asked(
     service: Service, door: FakeNode, accounts: Accounts
 ) -> None:
-    key = ApiKey("laptop", "", 0, Limits(tokens_per_day=1))
-    accounts.record(day_of(time.time()), "laptop", "builtin", Usage(1, 0, 1))
+    key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=1))
+    accounts.record(day_of(time.time()), "laptop", "builtin", KeyUsage(1, 0, 1))
     (model,) = await service.models(key)
 
     with pytest.raises(Refused, match="has used 1 of 1 tokens"):

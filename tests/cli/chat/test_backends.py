@@ -16,12 +16,19 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.identity import NodeKey, short
+from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import FakeRing
+from tests.builders.status import node_id
 
 pytestmark = pytest.mark.socket
 
 Ask = Callable[..., Result]
+
+INVITER = NodeKey(bytes(32)).node
+TICKET = Ticket(INVITER, (), Role.CLIENT, 0, bytes(SECRET_BYTES)).encode()
 
 
 @pytest.fixture
@@ -72,6 +79,23 @@ def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> 
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "hello w\u2028rld\n", "")
     assert (node.requests[0].max_tokens, local.requests) == (9, [])
+
+
+def test_the_mesh_that_reads_the_prompt_is_named(ask: Ask, node: FakeNode) -> None:
+    node.entry = node_id(1)
+
+    said, quiet = ask("chat"), ask("chat", "-q")
+
+    assert said.stderr == (
+        'the prompt leaves this machine: it goes to the entry `a "b"\\\\nc` of mesh 4fa1c09b2d7e\n'
+    )
+    assert (said.stdout, quiet.stdout, quiet.stderr) == (*["hello w\u2028rld\n"] * 2, "")
+
+
+def test_a_mesh_without_an_entry_is_named(ask: Ask, node: FakeNode) -> None:
+    node.entry = ""
+
+    assert ask("chat").stderr.endswith("it goes to mesh 4fa1c09b2d7e\n")
 
 
 def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> None:
@@ -160,20 +184,41 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
 def test_a_ticket_makes_it_a_client(
     ask: Ask, node: FakeNode, thin: list[tuple[str, Path]], home: Path
 ) -> None:
-    result = ask("chat", "--join", "meshllm1abc")
+    result = ask("chat", "--join", TICKET)
 
     assert (result.stdout, node.requests) == ("You said: hi\n", [])
-    assert thin == [("meshllm1abc", home / "s")]
+    assert thin == [(TICKET, home / "s")]
+
+
+def test_the_mesh_of_a_ticket_is_named(ask: Ask, thin: list[tuple[str, Path]]) -> None:
+    said, quiet = ask("chat", "--join", TICKET), ask("chat", "--join", TICKET, "--quiet")
+
+    assert said.stderr == (
+        "the prompt leaves this machine: it goes to the mesh of node"
+        f" `{short(INVITER)}`, which made the ticket\n"
+    )
+    assert (said.stdout, quiet.stdout, quiet.stderr) == (*["You said: hi\n"] * 2, "")
+
+
+def test_a_project_file_cannot_send_the_prompt_away(
+    ask: Ask, thin: list[tuple[str, Path]], local: FakeRing, home: Path
+) -> None:
+    (home / "meshllm.toml").write_text(f'join = "{TICKET}"')
+
+    result = ask("chat")
+
+    assert (result.exit_code, result.stdout, thin, local.requests) == (2, "", [], [])
+    assert "`join` cannot be set by a project file" in result.stderr
 
 
 def test_a_ticket_in_the_environment_is_used_without_a_node(
     ask: Ask, thin: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MESHLLM_JOIN", "meshllm1abc")
+    monkeypatch.setenv("MESHLLM_JOIN", TICKET)
 
     ask("chat")
 
-    assert [ticket for ticket, _ in thin] == ["meshllm1abc"]
+    assert [ticket for ticket, _ in thin] == [TICKET]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +232,7 @@ def test_a_ticket_in_the_environment_is_used_without_a_node(
 def test_a_flag_without_effect_for_a_client_is_refused(
     ask: Ask, thin: list[tuple[str, Path]], words: tuple[str, ...], message: str
 ) -> None:
-    result = ask("chat", "--join", "meshllm1abc", *words)
+    result = ask("chat", "--join", TICKET, *words)
 
     assert (result.exit_code, thin) == (2, [])
     assert result.stderr.startswith(f"error: {message}")

@@ -12,22 +12,22 @@ from meshllm.names import Quant
 from tests.cli.conftest import Invoke
 
 RINGS = [
-    ring_table.Row("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
-    ring_table.Row("ring of 1", 1, Quant.NONE, 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
+    ring_table.RingRow("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
+    ring_table.RingRow("ring of 1", 1, Quant.NONE, 50.0, 10.0, 100.0, 2.0, 1.0, 0.5, 2.5),
 ]
 STEPS = (
-    engine_table.Row("prefill 32", "none", 1191.7, 100.0, 90.0, 320.0, 1.25, None, True),
-    engine_table.Row("decode 1", "int8", 600.0, 40.0, 30.0, 25.0, 2.0, 0.45, None),
+    engine_table.EngineRow("prefill 32", "none", 1191.7, 100.0, 90.0, 320.0, 1.25, None, True),
+    engine_table.EngineRow("decode 1", "int8", 600.0, 40.0, 30.0, 25.0, 2.0, 0.45, None),
 )
 EVERY = tuple(Quant)
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.Case]:
+def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.RingBenchmark]:
     """The measured cases of rings; the figures are fixed."""
-    cases: list[ring_table.Case] = []
+    cases: list[ring_table.RingBenchmark] = []
 
-    def measure(case: ring_table.Case, _: object) -> list[ring_table.Row]:
+    def measure(case: ring_table.RingBenchmark, _: object) -> list[ring_table.RingRow]:
         cases.append(case)
         return RINGS
 
@@ -36,39 +36,41 @@ def cases(monkeypatch: pytest.MonkeyPatch) -> list[ring_table.Case]:
 
 
 @pytest.fixture
-def steps() -> list[engine_table.Row]:
+def steps() -> list[engine_table.EngineRow]:
     """The rows that an engine benchmark returns; tests may change them."""
     return list(STEPS)
 
 
 @pytest.fixture
 def engines(
-    monkeypatch: pytest.MonkeyPatch, steps: list[engine_table.Row]
-) -> list[engine_table.Case]:
+    monkeypatch: pytest.MonkeyPatch, steps: list[engine_table.EngineRow]
+) -> list[engine_table.EngineBenchmark]:
     """The measured cases of engines."""
-    cases: list[engine_table.Case] = []
+    cases: list[engine_table.EngineBenchmark] = []
 
-    def measure(case: engine_table.Case, _: object) -> engine_table.Table:
+    def measure(case: engine_table.EngineBenchmark, _: object) -> engine_table.EngineTable:
         cases.append(case)
-        return engine_table.Table(32.5, tuple(steps))
+        return engine_table.EngineTable(32.5, tuple(steps))
 
     monkeypatch.setattr(engine_table, "measure", measure)
     return cases
 
 
-def test_rings_are_measured_as_asked(meshllm: Invoke, cases: list[ring_table.Case]) -> None:
+def test_rings_are_measured_as_asked(
+    meshllm: Invoke, cases: list[ring_table.RingBenchmark]
+) -> None:
     words = "--model tiny --nodes 3,1,1 --prompt-tokens 8 --new-tokens 4 --rounds 2 --threads 1"
 
     text = meshllm("bench", *words.split()).stdout
 
-    assert cases == [ring_table.Case("tiny", (1, 3), 8, 4, 2, 1)]
+    assert cases == [ring_table.RingBenchmark("tiny", (1, 3), 8, 4, 2, 1)]
     assert text.splitlines()[2].split() == [
         "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50", "2.50",
     ]  # fmt: skip
 
 
 def test_rings_are_measured_with_several_quantisations(
-    meshllm: Invoke, cases: list[ring_table.Case]
+    meshllm: Invoke, cases: list[ring_table.RingBenchmark]
 ) -> None:
     meshllm("bench", "--processes", "--quant", "int8,none,int8")
 
@@ -77,7 +79,9 @@ def test_rings_are_measured_with_several_quantisations(
 
 
 def test_an_engine_is_measured_as_asked(
-    meshllm: Invoke, engines: list[engine_table.Case], cases: list[ring_table.Case]
+    meshllm: Invoke,
+    engines: list[engine_table.EngineBenchmark],
+    cases: list[ring_table.RingBenchmark],
 ) -> None:
     words = "--engine --model tiny --quant int4 --rounds 2 --threads 1"
 
@@ -85,8 +89,8 @@ def test_an_engine_is_measured_as_asked(
     meshllm("bench", "--engine")
 
     assert engines == [
-        engine_table.Case("tiny", (Quant.INT4,), 2, 1),
-        engine_table.Case("qwen3-0.6b", EVERY, 3, None),
+        engine_table.EngineBenchmark("tiny", (Quant.INT4,), 2, 1),
+        engine_table.EngineBenchmark("qwen3-0.6b", EVERY, 3, None),
     ]
     assert cases == []
     assert [line.split() for line in text.splitlines()[1:]] == [
@@ -98,7 +102,7 @@ def test_an_engine_is_measured_as_asked(
 
 @pytest.mark.usefixtures("engines")
 def test_logits_that_differ_from_transformers_fail(
-    meshllm: Invoke, steps: list[engine_table.Row]
+    meshllm: Invoke, steps: list[engine_table.EngineRow]
 ) -> None:
     steps[0] = replace(steps[0], same=False)
 
@@ -113,7 +117,7 @@ def test_logits_that_differ_from_transformers_fail(
     "words", ["--nodes 2", "--prompt-tokens 8", "--new-tokens 8", "--processes"]
 )
 def test_ring_options_are_refused_with_engine(
-    meshllm: Invoke, engines: list[engine_table.Case], words: str
+    meshllm: Invoke, engines: list[engine_table.EngineBenchmark], words: str
 ) -> None:
     result = meshllm("bench", "--engine", *words.split())
 
@@ -150,7 +154,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
 
 @pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
 def test_invalid_ring_sizes_are_refused(
-    meshllm: Invoke, cases: list[ring_table.Case], nodes: str
+    meshllm: Invoke, cases: list[ring_table.RingBenchmark], nodes: str
 ) -> None:
     result = meshllm("bench", "--nodes", nodes)
 
@@ -159,7 +163,7 @@ def test_invalid_ring_sizes_are_refused(
 
 @pytest.mark.parametrize("quant", ["int9", "none,", "none;int8"])
 def test_unknown_quantisations_are_refused(
-    meshllm: Invoke, cases: list[ring_table.Case], quant: str
+    meshllm: Invoke, cases: list[ring_table.RingBenchmark], quant: str
 ) -> None:
     result = meshllm("bench", "--quant", quant)
 
@@ -180,8 +184,8 @@ def test_unknown_quantisations_are_refused(
 def test_the_device_supports_every_quantisation(
     meshllm: Invoke,
     monkeypatch: pytest.MonkeyPatch,
-    cases: list[ring_table.Case],
-    engines: list[engine_table.Case],
+    cases: list[ring_table.RingBenchmark],
+    engines: list[engine_table.EngineBenchmark],
     options: list[str],
     device: str,
     quants: tuple[Quant, ...],
@@ -193,14 +197,14 @@ def test_the_device_supports_every_quantisation(
 
     told = json.loads(meshllm("bench", *options, "--json", "-").stdout)
 
-    measured: list[ring_table.Case | engine_table.Case] = [*cases, *engines]
+    measured: list[ring_table.RingBenchmark | engine_table.EngineBenchmark] = [*cases, *engines]
     (case,) = measured
     assert (case.device, case.quants) == (device, quants)
     assert told["machine"]["device"] == ("cpu" if device == "cpu" else "cuda:0 Fake 100")
 
 
 def test_a_missing_gpu_is_refused(
-    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[ring_table.Case]
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, cases: list[ring_table.RingBenchmark]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 

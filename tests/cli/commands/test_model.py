@@ -8,7 +8,7 @@ import pytest
 from meshllm.model import shape
 from meshllm.model.files import source
 from meshllm.model.parity import check, verdict
-from meshllm.model.parity.check import Report, Split
+from meshllm.model.parity.check import ParityReport, Split
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.split import onemkl
 from meshllm.model.split.skeleton import Part
@@ -16,7 +16,7 @@ from meshllm.names import Span
 from tests.cli.conftest import Invoke
 
 HALVES = (Part(Span(0, 4), True, False), Part(Span(4, 8), False, True))
-EQUAL = Report("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0, 0.0),))
+EQUAL = ParityReport("builtin", "float32", (1, 2), (3,), (Split(HALVES, True, True, 0.0, 0.0),))
 
 
 def test_show_prints_sizes_and_what_fits(meshllm: Invoke) -> None:

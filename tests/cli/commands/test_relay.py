@@ -18,7 +18,7 @@ from meshllm.cli.manual import generate
 from meshllm.protocol.trust.identity import NodeKey, show
 from meshllm_quic.net.address import RELAY_PORT
 from meshllm_quic.relay import relay_server
-from meshllm_quic.relay.relay import Limits, Refusal, Statistics
+from meshllm_quic.relay.relay import Refusal, RelayLimits, Statistics
 from tests.cli.conftest import Invoke
 
 NODE, OTHER = NodeKey(bytes(32)).node, NodeKey(b"\1" * 32).node
@@ -45,12 +45,12 @@ class FakeRelay:
     last: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGINT)
     place: tuple[str | None, int] | None = None
     allow: Callable[[bytes], bool] = lambda _: False
-    limits: Limits = field(default_factory=Limits)
+    limits: RelayLimits = field(default_factory=RelayLimits)
     is_open: bool = False
 
     @asynccontextmanager
     async def __call__(
-        self, _: object, host: str | None, port: int, *, allow: Any, limits: Limits
+        self, _: object, host: str | None, port: int, *, allow: Any, limits: RelayLimits
     ) -> AsyncIterator["FakeRelay"]:
         self.place, self.allow, self.limits = (host, port), allow, limits
         if self.error is not None:
@@ -164,13 +164,13 @@ def test_every_node_is_served_by_default(meshllm: Invoke, fake: FakeRelay) -> No
     meshllm("relay")
 
     assert fake.allow(NODE)
-    assert fake.limits == Limits()
+    assert fake.limits == RelayLimits()
 
 
 def test_the_rate_is_chosen(meshllm: Invoke, fake: FakeRelay) -> None:
     meshllm("relay", "--rate", "500KB")
 
-    assert fake.limits == Limits(rate=500_000)
+    assert fake.limits == RelayLimits(rate=500_000)
 
 
 def test_an_invalid_rate_is_refused(meshllm: Invoke, fake: FakeRelay) -> None:

@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.api.access.accounts import Accounts, Usage
+from meshllm.api.access.accounts import Accounts, KeyUsage
 from tests.cli.conftest import Invoke
 
 
 @pytest.fixture
 def used(home: Path) -> None:
     with Accounts.open(home / "state" / "meshllm") as accounts:
-        accounts.record("2026-11-24", "laptop", "builtin", Usage(2, 1, 30, 10, 5))
-        accounts.record("2026-11-25", "", "builtin", Usage(1, 0, 3, 0, 4))
+        accounts.record("2026-11-24", "laptop", "builtin", KeyUsage(2, 1, 30, 10, 5))
+        accounts.record("2026-11-25", "", "builtin", KeyUsage(1, 0, 3, 0, 4))
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,8 @@ def test_an_address_no_transport_can_dial_is_refused(meshllm: Invoke, node: Fake
         "hint: start `--advertise` with `ws:` or `wss:` or `quic:`\n"
     )
     assert meshllm("node", "--advertise", "ws://192.0.2.7:7700").exit_code == 0
+    path = meshllm("node", "--advertise", "wss://mesh.example/node")
+    assert (path.exit_code, "has more than a host and a port" in path.stderr) == (2, True)
 
 
 def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api.access.accounts import Accounts, Limits
+from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.config import Settings
@@ -90,7 +90,7 @@ async def test_the_door_outlives_its_node(tmp_path: Path) -> None:
 async def test_a_key_is_shown_where_it_is_needed(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with Accounts.open(state) as accounts:
-        accounts.create("laptop", Limits(), 0)
+        accounts.create("laptop", KeyLimits(), 0)
     async with (
         running(FakeNode(), state / "door.sock"),
         command("--state", str(state), "--require-key") as (_, lines),

@@ -26,15 +26,15 @@ def test_the_command_contains_settings_a_service_would_not_find(
 ) -> None:
     (home / "config" / "meshllm").mkdir(parents=True)
     (home / "config" / "meshllm" / "config.toml").write_text('name = "attic"\n')
-    (home / "meshllm.toml").write_text('memory = "4GiB"\n')
+    (home / "meshllm.toml").write_text("context = 512\n")
     monkeypatch.setenv("MESHLLM_THREADS", "2")
     monkeypatch.setattr(sys, "argv", ["/opt/bin/meshllm"])
     config = load({"join": "meshllm1secret", "discovery": False, "state": "here"})
 
-    words = command(config, ("name", "memory", "threads", "join", "discovery", "state", "model"))
+    words = command(config, ("name", "context", "threads", "join", "discovery", "state", "model"))
 
     assert words == [
-        "/opt/bin/meshllm", "node", "--memory", "4GiB", "--threads", "2", "--no-discovery",
+        "/opt/bin/meshllm", "node", "--context", "512", "--threads", "2", "--no-discovery",
         "--state", str(home / "here"),
     ]  # fmt: skip
 

@@ -11,11 +11,11 @@ from meshllm.cli.ring.spec import (
     read_spec,
 )
 from meshllm.errors import UserError
-from meshllm.protocol.planning.plan import Shape
+from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import make_plan
 
 GIB = 1 << 30
-SHAPE = Shape("tiny", (2 * GIB,) * 4, (0,) * 4, GIB, 0, True, 1024, 2, 100)
+SHAPE = ModelSizes("tiny", (2 * GIB,) * 4, (0,) * 4, GIB, 0, True, 1024, 2, 100)
 
 
 def test_a_spec_lists_memories() -> None:

@@ -23,7 +23,7 @@ from meshllm.node.ring import model_runtime
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.planning.plan import Ends, Plan, Stage
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor
 from tests.builders.fake_gpu import GPU, ONCE, OTHER_CPU, graphs_pretended, needs_gpu, pretended
@@ -33,7 +33,7 @@ FREE = 64 << 20
 SAMPLING = Sampling(temperature=0.8, seed=3)
 PROMPT = tuple((7 * i + 3) % 61 for i in range(20))
 ME, OTHER = (NodeId(bytes([number]) * 32) for number in (1, 2))
-PLAN = Plan(1, "tiny", Ends.ENTRY, (Stage(OTHER, Span(0, 2)), Stage(ME, Span(2, 6))))
+PLAN = Plan(1, "tiny", Ends.ENTRY, (PlanStage(OTHER, Span(0, 2)), PlanStage(ME, Span(2, 6))))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ async def test_a_node_holds_its_layers_on_its_device(
     assert entry.ends
     assert entry.ends.head
     assert [each for each in traffic.taken() if "with a wait" not in each] == ONCE  # the draft
-    for runner in (held.runner, entry.ends.front, entry.ends.head):
+    for runner in (*held.runners, *entry.runners):
         assert runner.shard.device == GPU
     layer = engine.shape.kv_bytes_per_token[0]
     (first, _), prefixes = engine.budget(PLAN, [7, 8]).rooms, engine.prefix_bytes

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
+from meshllm.model.files import loader
 from meshllm.model.files.loader import INDEX, SINGLE, first_dtype, list_weights
 from meshllm.model.files.source import Source, needed_files, open_folder
 from meshllm.model.split.shard import Shard
@@ -204,6 +205,24 @@ def test_a_damaged_index_is_refused(split: Source, text: str) -> None:
 
     with pytest.raises(ModelError, match="Invalid safetensors index"):
         list_weights(split.folder)
+
+
+def test_more_tensors_than_a_model_has_are_refused(
+    split: Source, llama: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "MAX_TENSORS", 3)
+
+    for source in (split, llama):
+        with pytest.raises(ModelError, match=r"tensors, more than 3"):
+            list_weights(source.folder)
+
+
+def test_a_header_over_the_limit_is_refused_unread(tmp_path: Path) -> None:
+    length = loader.MAX_HEADER_BYTES + 1
+    (tmp_path / SINGLE).write_bytes(length.to_bytes(8, "little"))
+
+    with pytest.raises(ModelError, match=f"its header has {length} bytes"):
+        list_weights(tmp_path)
 
 
 def test_an_index_cannot_refer_outside_its_folder(split: Source) -> None:

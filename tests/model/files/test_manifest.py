@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
 from meshllm.model.files import manifest as module
-from meshllm.model.files.manifest import MAX_HEADER_BYTES, PART_BYTES, config_digest, manifest
+from meshllm.model.files.loader import MAX_HEADER_BYTES
+from meshllm.model.files.manifest import PART_BYTES, config_digest, file_digests, manifest
 from meshllm.model.files.source import Source, open_folder
 from meshllm.testing.models import tiny_model
 
@@ -138,6 +139,13 @@ def test_a_damaged_file_is_named(source: Source, tmp_path: Path, data: bytes) ->
 
     with pytest.raises(ModelError, match=r"model\.safetensors` is damaged"):
         manifest(source, tmp_path)
+
+
+def test_a_pipe_is_not_hashed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(ModelError, match="not a regular file"):
+        file_digests(tmp_path / "pipe", tmp_path / "cache")
 
 
 def test_an_index_that_names_the_wrong_file_is_refused(source: Source, tmp_path: Path) -> None:

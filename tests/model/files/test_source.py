@@ -1,6 +1,7 @@
 """How a model is found, and what is refused before anything runs."""
 
 import json
+import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,6 +14,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from meshllm.errors import ModelError
 from meshllm.model.files import source
 from meshllm.model.files.source import Source, needed_files, open_folder, resolve
+from meshllm.model.locate import MAX_CONFIG_BYTES
 from meshllm.names import Span
 from meshllm.testing.models import tiny_model
 
@@ -105,6 +107,32 @@ def test_a_missing_model_is_reported_with_the_places_searched(cache: Path) -> No
 def test_an_invalid_name_is_refused(name: str, cache: Path) -> None:
     with pytest.raises(ModelError, match="There is no"):
         resolve(name)
+
+
+@pytest.mark.parametrize("place", ["llama", "org/llama", "/abs"])
+def test_a_name_from_a_peer_opens_no_folder(
+    llama: Source, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / place.strip("/")
+    shutil.copytree(llama.folder, folder)
+    name = str(folder) if place == "/abs" else place
+
+    with pytest.raises(ModelError) as caught:
+        resolve(name, is_own=False)
+
+    assert caught.value.hint in {
+        "say where this machine has it: `--model FOLDER`",
+        f"fetch it with `meshllm model pull {name}`",
+    }
+    assert resolve(name).folder.samefile(folder)
+
+
+def test_a_name_from_a_peer_finds_the_models_of_the_hub(llama: Source, cache: Path) -> None:
+    shutil.copytree(llama.folder, snapshot(cache, "org/llama"), dirs_exist_ok=True)
+
+    assert resolve("org/llama", is_own=False).folder.name == COMMIT
+    assert resolve("builtin", is_own=False) == resolve("builtin")
 
 
 def test_a_download_brings_all_weights(llama: Source, hub: list[str]) -> None:
@@ -210,6 +238,43 @@ def test_a_config_that_does_not_fit_its_type_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"config\.json` is not a valid `llama` config"):
         open_folder("x", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_a_folder_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(ModelError, match=rf"{name}` cannot be read: not a regular file"):
+        resolve(str(tmp_path))
+
+
+def test_a_device_in_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+
+    with pytest.raises(ModelError, match="not a regular file"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("config.json", MAX_CONFIG_BYTES), ("tokenizer.json", source.MAX_SMALL_BYTES)],
+)
+def test_a_small_file_that_is_large_is_refused(tmp_path: Path, name: str, limit: int) -> None:
+    write_config(tmp_path)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(limit + 1)
+
+    with pytest.raises(ModelError, match=f"more than {limit}"):
+        resolve(str(tmp_path))
+
+
+def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 200_000)
+
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve(str(tmp_path))
 
 
 def test_a_config_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> None:

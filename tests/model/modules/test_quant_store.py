@@ -124,6 +124,19 @@ def test_a_truncated_file_is_refused(file: Path, size: int) -> None:
     assert load(file.parent, KEY, FORM) is None
 
 
+def test_a_file_that_others_may_write_to_is_not_mapped(file: Path) -> None:
+    file.chmod(0o606)
+
+    assert load(file.parent, KEY, FORM) is None
+
+
+def test_a_link_is_not_mapped(file: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+    assert load(file.parent, KEY, FORM) is None
+
+
 def test_a_renamed_file_is_refused(file: Path) -> None:
     file.replace(quant_store._path(file.parent, "another"))
 

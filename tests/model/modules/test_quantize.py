@@ -14,7 +14,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.modules.quant_kernels import KERNELS
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.modules.quant_store import digest_weights
-from meshllm.model.modules.quantize import Report, quantise
+from meshllm.model.modules.quantize import QuantReport, quantise
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
 from meshllm.model.steps.load import load_shard
@@ -37,7 +37,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("gemma"), "gemma", dtype=BF16)
 
 
-def quantised(source: Source, kind: Quant, **options: Any) -> tuple[Any, Report]:
+def quantised(source: Source, kind: Quant, **options: Any) -> tuple[Any, QuantReport]:
     model = stock_model(source)
     return model, quantise(model, kind, **options)
 
@@ -75,7 +75,7 @@ def test_the_logits_are_nearly_those_of_plain_weights(
 def test_none_changes_nothing(source: Source) -> None:
     model, report = quantised(source, Quant.NONE)
 
-    assert report == Report(Quant.NONE)
+    assert report == QuantReport(Quant.NONE)
     assert not any(isinstance(module, QuantLinear) for module in model.modules())
     assert torch.equal(log_probabilities(model), log_probabilities(stock_model(source)))
 

@@ -16,7 +16,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.parity import check as module
 from meshllm.model.parity.cases import TOLERANCE, RingSession
-from meshllm.model.parity.check import Outcome, Report, Split, check, verify
+from meshllm.model.parity.check import Outcome, ParityReport, Split, check, verify
 from meshllm.model.parity.compare import Depth, random_model
 from meshllm.model.parity.families import read_table, tiny_config
 from meshllm.model.parity.verdict import Verdict
@@ -233,7 +233,7 @@ def test_nan_is_an_error() -> None:
     part = Split((), equal=False, same_tokens=True, gap=math.nan, relative=math.nan)
     other = replace(part, gap=1e-7, relative=1e-7)
 
-    report = Report("llama", "float32", (), (), (other, part))
+    report = ParityReport("llama", "float32", (), (), (other, part))
 
     assert report.outcome is Outcome.DIFFERENT
     assert math.isnan(report.relative)

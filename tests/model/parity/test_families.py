@@ -10,7 +10,7 @@ from meshllm.model.parity import families
 from meshllm.model.parity.compare import measure
 from meshllm.model.parity.families import (
     TINY_LAYERS,
-    Table,
+    FamilyTable,
     read_table,
     shrink,
     text_types,
@@ -23,11 +23,11 @@ EQUAL = Verdict("llama", equal=True, reason="", whole=True)
 
 
 @pytest.fixture(scope="module")
-def table() -> Table:
+def table() -> FamilyTable:
     return read_table()
 
 
-def test_every_registered_type_is_a_text_type_or_excluded_with_a_reason(table: Table) -> None:
+def test_every_registered_type_is_a_text_type_or_excluded_with_a_reason(table: FamilyTable) -> None:
     registered = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
     types = {name for name in text_types(table) if ":" not in name}
@@ -38,13 +38,13 @@ def test_every_registered_type_is_a_text_type_or_excluded_with_a_reason(table: T
     assert all(table.excluded.values())
 
 
-def test_the_data_has_no_unknown_type(table: Table) -> None:
+def test_the_data_has_no_unknown_type(table: FamilyTable) -> None:
     named = {name.partition(":")[0] for name in table.types}
 
     assert named <= set(text_types(table))
 
 
-def test_the_written_verdicts_cover_every_text_type(table: Table) -> None:
+def test_the_written_verdicts_cover_every_text_type(table: FamilyTable) -> None:
     assert sorted(known_verdicts()) == text_types(table)
 
 
@@ -58,29 +58,29 @@ def test_every_refused_type_says_why() -> None:
     assert all(known.reason for known in known_verdicts().values() if not known.equal)
 
 
-def test_the_written_table_is_that_of_the_verdicts(table: Table) -> None:
+def test_the_written_table_is_that_of_the_verdicts(table: FamilyTable) -> None:
     written = Path(families.__file__).with_name("FAMILIES.md").read_text("utf-8")
 
     assert written == render(known_verdicts(), table)
 
 
-def test_a_tiny_config_has_few_small_layers(table: Table) -> None:
+def test_a_tiny_config_has_few_small_layers(table: FamilyTable) -> None:
     config = tiny_config("llama", table)
 
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (6, 64, 128)
 
 
-def test_a_variant_has_its_own_switches(table: Table) -> None:
+def test_a_variant_has_its_own_switches(table: FamilyTable) -> None:
     assert tiny_config("falcon:alibi", table).alibi
     assert not tiny_config("falcon", table).alibi
 
 
-def test_an_unknown_type_is_refused_by_name(table: Table) -> None:
+def test_an_unknown_type_is_refused_by_name(table: FamilyTable) -> None:
     with pytest.raises(ModelError, match="`llamma`"):
         tiny_config("llamma", table)
 
 
-def test_shrinking_keeps_switches_and_drops_sizes(table: Table) -> None:
+def test_shrinking_keeps_switches_and_drops_sizes(table: FamilyTable) -> None:
     real = Qwen3Config(attention_bias=True, tie_word_embeddings=True, rope_theta=5e5)
 
     tiny = shrink(real, table)
@@ -91,13 +91,13 @@ def test_shrinking_keeps_switches_and_drops_sizes(table: Table) -> None:
     assert tiny.rope_parameters == real.rope_parameters
 
 
-def test_shrinking_keeps_disabled_features_disabled(table: Table) -> None:
+def test_shrinking_keeps_disabled_features_disabled(table: FamilyTable) -> None:
     real = Qwen3Config(sliding_window=None, num_key_value_heads=None)
 
     assert shrink(real, table).sliding_window is None
 
 
-def test_shrinking_keeps_a_layer_of_each_kind(table: Table) -> None:
+def test_shrinking_keeps_a_layer_of_each_kind(table: FamilyTable) -> None:
     kinds = ["sliding_attention"] * 25 + ["full_attention"]
 
     tiny = shrink(Gemma3TextConfig(num_hidden_layers=26, layer_types=kinds), table)
@@ -105,7 +105,7 @@ def test_shrinking_keeps_a_layer_of_each_kind(table: Table) -> None:
     assert tiny.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
 
 
-def test_shrinking_a_short_model_repeats_its_layers(table: Table) -> None:
+def test_shrinking_a_short_model_repeats_its_layers(table: FamilyTable) -> None:
     kinds = ["sliding_attention", "full_attention"]
 
     tiny = shrink(Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds), table)
@@ -114,7 +114,7 @@ def test_shrinking_a_short_model_repeats_its_layers(table: Table) -> None:
 
 
 @pytest.mark.parametrize("part", [1.0, 0.75])
-def test_shrinking_keeps_one_rotary_factor_per_pair(table: Table, part: float) -> None:
+def test_shrinking_keeps_one_rotary_factor_per_pair(table: FamilyTable, part: float) -> None:
     factors = [1 + at / 10 for at in range(int(128 * part) // 2)]
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors[::-1]}
     real = Phi3Config(
@@ -133,7 +133,7 @@ def test_shrinking_keeps_one_rotary_factor_per_pair(table: Table, part: float) -
     assert measure(tiny).equal
 
 
-def test_shrinking_a_wrapper_gives_its_text_model(table: Table) -> None:
+def test_shrinking_a_wrapper_gives_its_text_model(table: FamilyTable) -> None:
     real = PreTrainedConfig()
     real.text_config = JambaConfig()
 

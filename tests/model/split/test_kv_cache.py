@@ -78,6 +78,21 @@ def test_a_window_can_be_cropped_by_its_slack_and_no_further() -> None:
     assert write(cache, 1).tolist() == list(range(floor - WINDOW + 1, floor + 1))
 
 
+def test_a_window_that_grows_keeps_exactly_its_slack() -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+    write(cache, 2 * BLOCK)
+    layer = cache.layers[1].rows[0]
+    write(cache, layer.buffer.shape[-2] - layer.used)
+    full = cache.length
+    assert cache.floor == 0
+
+    write(cache, 1)  # reallocates
+
+    assert cache.floor == full - SLACK
+    cache.crop(cache.floor)
+    assert write(cache, 1).tolist() == list(range(cache.length - WINDOW, cache.length))
+
+
 def test_rows_are_appended_without_copying_the_others() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 5)

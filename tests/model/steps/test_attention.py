@@ -50,10 +50,13 @@ WAYS = [decode_attention, by_torch]
 
 
 def mixed(first: Sequence[Any], second: Sequence[Any], *rest: Sequence[Any]) -> list[Any]:
-    """Pair each of the first with each of the second; cycle through the others."""
+    """Pair each of the first with each of the second; each of the second meets many others."""
+    others = list(product(*rest))
+    step = -(-len(others) // len(first))
     return [
-        (*pair, *(axis[(number + number // len(second)) % len(axis)] for axis in rest))
-        for number, pair in enumerate(product(first, second))
+        (one, other, *others[(row * step + column) % len(others)])
+        for row, one in enumerate(first)
+        for column, other in enumerate(second)
     ]
 
 

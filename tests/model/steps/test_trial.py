@@ -23,20 +23,34 @@ from meshllm.testing.models import tiny_model
 
 
 class Stepped:
-    """Stock steps of one row, scaled by a factor; ``coupling`` makes rows depend on others."""
+    """Stock steps of one row, scaled by a factor.
 
-    def __init__(self, shard: Shard, factor: float = 1.0, coupling: float = 0.0) -> None:
-        self.shard, self.factor, self.coupling = shard, factor, coupling
+    ``coupling`` makes rows of a session depend on each other, ``batch_coupling`` those of a batch.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        factor: float = 1.0,
+        coupling: float = 0.0,
+        batch_coupling: float = 0.0,
+    ) -> None:
+        self.shard, self.factor = shard, factor
+        self.coupling, self.batch_coupling = coupling, batch_coupling
 
     def prefill(self, x: Tensor, cache: Any, rows: int | None = None) -> Tensor:
         return self.shard.forward(x, cache, rows=rows)
 
     def step(self, x: Tensor, cache: Any) -> Tensor:
-        alone = [self.shard.forward(row, cache) for row in torch.split(x, 1, 1)]
-        return torch.cat(alone, 1) * self.factor + self.coupling * (x.shape[1] > 1)
+        return self._run(x, cache, self.coupling)
 
     def step_many(self, parts: Any, caches: Any) -> list[Tensor]:
-        return [self.step(*each) for each in zip(parts, caches, strict=True)]
+        pairs = zip(parts, caches, strict=True)
+        return [self._run(*pair, self.batch_coupling) for pair in pairs]
+
+    def _run(self, x: Tensor, cache: Any, coupling: float) -> Tensor:
+        alone = [self.shard.forward(row, cache) for row in torch.split(x, 1, 1)]
+        return torch.cat(alone, 1) * self.factor + coupling * (x.shape[1] > 1)
 
 
 def shard_of(folder: Path, family: str = "qwen3") -> Shard:
@@ -45,21 +59,23 @@ def shard_of(folder: Path, family: str = "qwen3") -> Shard:
 
 
 @pytest.mark.parametrize(
-    ("factor", "coupling", "reason"),
+    ("change", "reason"),
     [
-        (1.0, 0.0, ""),
-        (1.1, 0.0, "steps differ from the stock forward by 0.1"),
-        (1 - 1.2 * TOLERANCE, 0.0, "steps differ from the stock forward by 0.0"),
-        (1.0, 1e-2, "a row depends on the other rows of its step"),
-        (float("nan"), 0.0, "a row depends"),
+        ({}, ""),
+        ({"factor": 1.1}, "steps differ from the stock forward by 0.1"),
+        ({"factor": 1 - 1.2 * TOLERANCE}, "steps differ from the stock forward by 0.0"),
+        ({"coupling": 1e-2}, "a row depends on the other rows of its step"),
+        ({"batch_coupling": 1e-2}, "a row depends on the other rows of its step"),
+        ({"factor": float("nan")}, "a row depends"),
     ],
+    ids=["equal", "larger", "smaller", "rows of a session", "rows of a batch", "NaN"],
 )
 def test_steps_far_from_the_stock_forward_are_refused(
-    tmp_path: Path, factor: float, coupling: float, reason: str
+    tmp_path: Path, change: dict[str, float], reason: str
 ) -> None:
     shard = shard_of(tmp_path)
 
-    found = try_steps(shard, Stepped(shard, factor, coupling))
+    found = try_steps(shard, Stepped(shard, **change))
 
     assert found.startswith(reason)
     assert bool(found) == bool(reason)
@@ -109,17 +125,22 @@ def test_an_inner_span_is_tested_up_to_its_end(tmp_path: Path) -> None:
     assert output.shape == (1, 29, 64)
 
 
-def test_a_passed_trial_is_cached_per_part_and_machine(
+def test_a_passed_trial_is_cached_per_kind_of_layer_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
     whole = load_shard(source, Span(0, 6), embed=True, head=True)
-    part = load_shard(source, Span(0, 4), embed=True, head=False)
+    part = load_shard(source, Span(2, 4), embed=False, head=False)
+    front = load_shard(source, Span(0, 4), embed=True, head=False)
     trial, bad = CachedTrial(tmp_path / "cache"), "steps differ"
 
     assert trial(whole, Stepped(whole, 1.1)).startswith(bad)  # not cached
     assert trial(whole, Stepped(whole)) == ""
     assert trial(whole, Stepped(whole, 1.1)) == ""  # cached: not tested again
+    assert trial(part, Stepped(part, 1.1)) == ""  # no layer of another kind
+    assert trial(front, Stepped(front, 1.1)).startswith(bad)  # other ends
+    norm = part.layer(3).get_submodule("input_layernorm")
+    setattr(norm, "is_strange", True)  # noqa: B010 -- a kind of its own
     assert trial(part, Stepped(part, 1.1)).startswith(bad)
     assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
     for name, other in (("_code", "other code"), ("machine", ("another",))):

@@ -1,4 +1,4 @@
-from meshllm.node.compute.gauge import Gauge, Hop, Measured
+from meshllm.node.compute.gauge import Gauge, GenerationTimes, Hop
 from meshllm.protocol.session.messages import Spent, Tally
 
 
@@ -16,7 +16,9 @@ def decoded(gauge: Gauge, steps: int, *, trip_s: float, compute_s: float, now: f
 
 
 def test_nothing_happened() -> None:
-    assert Gauge(5.0).measured((), 0) == Measured(0.0, 0.0, 0.0, 0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),))
+    assert Gauge(5.0).measured((), 0) == GenerationTimes(
+        0.0, 0.0, 0.0, 0, (Hop(0.0, 0.0, 0.0, 0.0, 0.0),)
+    )
 
 
 def test_the_first_token_is_measured_from_the_request() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any, cast
@@ -148,7 +149,7 @@ async def test_a_warm_ring_records_nothing_for_its_first_request(
     async def answer(*, is_warm: bool) -> tuple[list[int], int]:
         monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S if is_warm else 99.0)
         async with open_local_ring(tiny, options) as ring:
-            runners = [*ring.entry._ends.runners, *(stage._runner for stage in ring.stages)]
+            runners = [*ring.entry.runners, *chain(*(stage.runners for stage in ring.stages))]
             if not all(runner.is_row_invariant for runner in runners):
                 pytest.skip("this processor adds in another order")
             if is_warm:
@@ -172,7 +173,7 @@ async def test_a_ring_without_drafts_needs_no_warm_up(
     async with open_local_ring(
         tiny, RingOptions(nodes=2, inference=InferenceConfig(threads=1, **options))
     ) as ring:
-        before = ring.entry._ends.front.prepared
+        before = ring.entry._prepared()
         await ring.warmed_up()
 
-        assert ring.entry._ends.front.prepared == before
+        assert ring.entry._prepared() == before

@@ -180,6 +180,41 @@ def test_a_folder_of_another_user_is_refused(
     assert stat.S_IMODE(store.folder.stat().st_mode) == 0o755
 
 
+@pytest.mark.parametrize("name", ["lock", "mesh.lock", "mesh.json", "node.key"])
+def test_a_planted_link_is_not_followed(store: StateStore, tmp_path: Path, name: str) -> None:
+    store.found()
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    (store.folder / name).unlink(missing_ok=True)
+    (store.folder / name).symlink_to(precious)
+
+    def use() -> None:
+        opened = again(store)
+        with opened.locked():
+            opened.next_incarnation()
+
+    with pytest.raises(UserError, match=r"cannot be used: .*symbolic"):
+        use()
+
+    assert precious.read_text() == "text"
+
+
+def test_a_key_that_others_could_have_written_is_refused(store: StateStore) -> None:
+    (store.folder / "node.key").chmod(0o622)
+
+    with pytest.raises(UserError, match="may write to it"):
+        again(store)
+
+
+def test_a_lock_file_is_not_truncated(store: StateStore) -> None:
+    (store.folder / "lock").write_text("kept")
+
+    with store.locked():
+        pass
+
+    assert (store.folder / "lock").read_text() == "kept"
+
+
 def test_one_folder_is_for_one_node_at_a_time(store: StateStore) -> None:
     with (
         store.locked(),

@@ -30,7 +30,7 @@ MESH = MeshId(b"m" * 16)
 GUEST = b"g" * 32
 ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
 CODE = BeaconCodec(MESH)
-AT = ("ws://10.0.0.7:7700", "ws://[fe80::1]:7700")
+AT = ("ws://10.0.0.7:7700", "ws://[fd00::1]:7700")
 Heard = list[tuple[NodeId, tuple[str, ...]]]
 
 
@@ -174,7 +174,9 @@ def test_invented_nodes_get_a_limited_number_of_replies(monkeypatch: pytest.Monk
     async def story() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
         for number in range(20):
-            beacon.datagram_received(CODE.write(NodeId(number.to_bytes(32)), AT), ())
+            beacon.datagram_received(
+                CODE.write(NodeId(number.to_bytes(32)), AT), ("10.0.0.7", 7701)
+            )
         return transport
 
     assert len(run_virtual(story()).sent) == 5
@@ -209,12 +211,28 @@ def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
             CODE.write(PEER, ()),
             BeaconCodec(GUEST).write(PEER, ()),
         ):
-            beacon.datagram_received(data, ())
+            beacon.datagram_received(data, ("10.0.0.7", 7701))
         return transport
 
     ((_, question, _),) = run_virtual(story()).sent
     assert CODE.read(question) == (ME, ())
     assert heard == [(PEER, AT)]
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"), [("10.9.9.9", AT[:1]), ("127.0.0.1", (*AT[:1], "ws://127.0.0.1:80"))]
+)
+def test_only_this_machine_names_its_own_addresses(source: str, kept: tuple[str, ...]) -> None:
+    heard: Heard = []
+    addresses = (*AT[:1], "ws://127.0.0.1:80", "ws://desk:80", "ws://10.0.0.9:80/admin")
+
+    async def story() -> None:
+        beacon, _ = beacon_of(heard)
+        beacon.datagram_received(CODE.write(PEER, addresses), (source, 7701))
+
+    run_virtual(story())
+
+    assert heard == [(PEER, kept)]
 
 
 def test_queries_are_answered_with_a_rate_limit() -> None:
@@ -224,7 +242,7 @@ def test_queries_are_answered_with_a_rate_limit() -> None:
         beacon, transport = beacon_of(heard, "ws://me")
         for _ in range(3):
             for _ in range(100):
-                beacon.datagram_received(CODE.write(PEER, ()), ())
+                beacon.datagram_received(CODE.write(PEER, ()), ("10.0.0.7", 7701))
             await asyncio.sleep(ANSWER_S)
         return [data for _, data, _ in transport.sent]
 
@@ -240,7 +258,7 @@ def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
 
     async def story() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
-        beacon.datagram_received(BeaconCodec(GUEST).write(PEER, ()), ())
+        beacon.datagram_received(BeaconCodec(GUEST).write(PEER, ()), ("10.0.0.7", 7701))
         return [data for _, data, _ in transport.sent]
 
     (answer,) = run_virtual(story())
@@ -260,7 +278,7 @@ def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
         beacon, transport = beacon_of([], "ws://me", guests=guests)
         for _ in range(5):
             for noise in (b"noise", BeaconCodec(GUEST).write(PEER, ()), MAGIC + bytes(99)):
-                beacon.datagram_received(noise, ())
+                beacon.datagram_received(noise, ("10.0.0.7", 7701))
             await asyncio.sleep(ANSWER_S)
         return transport
 
@@ -286,7 +304,7 @@ async def test_two_nodes_on_one_network_discover_each_other(
     async with open_beacon(MESH, ME, note) as one, open_beacon(MESH, PEER, note) as other:
         if not (one._transports and other._transports):
             pytest.skip("no interface of this machine takes multicast")
-        one.addresses, other.addresses = ("ws://one",), ("ws://other",)
+        one.addresses, other.addresses = ("ws://10.9.9.1",), ("ws://10.9.9.2",)
         one.send()
         try:
             async with asyncio.timeout(2):
@@ -296,7 +314,7 @@ async def test_two_nodes_on_one_network_discover_each_other(
                 pytest.skip("this machine carries no multicast to itself")
             raise
 
-    assert heard == {ME: ("ws://one",), PEER: ("ws://other",)}
+    assert heard == {ME: ("ws://10.9.9.1",), PEER: ("ws://10.9.9.2",)}
 
 
 @pytest.mark.socket

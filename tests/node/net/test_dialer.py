@@ -11,7 +11,9 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.net.dialer import DIAL_S, MAX_TRIED, STAGGER_S, NodeDialer
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink, secure_accept
+from meshllm.protocol.membership.dial_limit import BURST
 from meshllm.protocol.trust.credential import Credential
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.ticket import TicketProof
@@ -104,6 +106,34 @@ def run(story: Callable[[Net], Coroutine[Any, Any, None]]) -> Net:
         return net
 
     return run_virtual(main())
+
+
+def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"ws": net}, AS_MEMBER)
+        for local in (Local.NO, Local.YES):
+            with pytest.raises(LinkLost):
+                await dialer.dial(
+                    ["ws://127.0.0.1:1", "ws://10.0.0.1:1/path"],
+                    Purpose.MESH,
+                    expect=HOST.node,
+                    removals=NOBODY,
+                    local=local,
+                )
+
+    assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"]
+
+
+def test_a_silent_target_is_not_dialled_without_end() -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"loopback": net}, AS_MEMBER)
+        for _ in range(2 * BURST):
+            with pytest.raises(LinkLost):
+                await dialer.dial(
+                    ["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY
+                )
+
+    assert len(run(story).dialled) == BURST
 
 
 def test_the_first_to_answer_wins() -> None:

@@ -12,7 +12,7 @@ from meshllm.errors import LinkLost, NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.secure import SecureLink, secure_dial
-from meshllm.protocol.membership.codec import Ask, Said, Why
+from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 from meshllm.protocol.trust.credential import Credential, Role, remove
@@ -100,11 +100,11 @@ def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
             await asyncio.sleep(apart_s)
         await asyncio.sleep(10)
         assert (a.peers, b.peers) == ({b.me}, {a.me})
-        a.links.post(b.me, Said(ASK, b"one"))
-        b.links.post(a.me, Said(ASK, b"two"))
+        a.links.post(b.me, AnswerEvent(ASK, b"one"))
+        b.links.post(a.me, AnswerEvent(ASK, b"two"))
         await asyncio.sleep(1)
-        assert b.talked == [(a.me, Said(ASK, b"one"), False)]
-        assert a.talked == [(b.me, Said(ASK, b"two"), False)]
+        assert b.talked == [(a.me, AnswerEvent(ASK, b"one"), False)]
+        assert a.talked == [(b.me, AnswerEvent(ASK, b"two"), False)]
 
     run(story)
 
@@ -160,7 +160,7 @@ def test_a_peer_that_does_not_read_is_dropped(run: Run, monkeypatch: pytest.Monk
         await asyncio.sleep(0.1)
         assert a.peers == {b.me}
         for _ in range(1000):  # the link itself buffers 256
-            a.links.post(b.me, Said(ASK, bytes(100)))
+            a.links.post(b.me, AnswerEvent(ASK, bytes(100)))
             await asyncio.sleep(0)
         await asyncio.sleep(0.1)
         assert a.peers == set()
@@ -180,7 +180,7 @@ def test_heartbeats_are_not_blocked_by_answers(run: Run) -> None:
 
         b.talk = stuck  # type: ignore[method-assign]  # it reads slowly
         for _ in range(2000):
-            a.links.post(b.me, Said(ASK, bytes(1000)))
+            a.links.post(b.me, AnswerEvent(ASK, bytes(1000)))
         await asyncio.sleep(20)
         assert (a.peers, reads, stop.is_set()) == ({b.me}, 2000, False)
 
@@ -194,7 +194,7 @@ def test_the_reason_of_leaving_arrives(run: Run) -> None:
         await b.links.leave()
         assert asyncio.get_running_loop().time() - began < module.FAREWELL_S
         await asyncio.sleep(1)
-        assert a.byes == [(b.me, Why.LEAVING)]
+        assert a.byes == [(b.me, CloseReason.LEAVING)]
         assert (a.peers, b.peers) == (set(), set())
         assert a.machine.states[b.me].lifecycle is Lifecycle.LEFT
         await asyncio.sleep(30)
@@ -248,7 +248,7 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
         assert (a.peers, a.lost_ones) == ({c.me}, [b.me])
         await asyncio.sleep(0.5)
         assert c.peers == {a.me}
-        assert (a.me, Why.REMOVED) in b.byes
+        assert (a.me, CloseReason.REMOVED) in b.byes
         b.meet(a)
         await asyncio.sleep(20)
         assert a.peers == {c.me}
@@ -264,7 +264,7 @@ def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
         await twin.open()
         twin.meet(a)
         await asyncio.sleep(1)
-        assert twin.byes == [(a.me, Why.TWIN)]
+        assert twin.byes == [(a.me, CloseReason.TWIN)]
         assert a.peers == {b.me}
         assert set(a.machine.links) == {b.me}
 
@@ -277,11 +277,11 @@ def test_a_client_gets_answers_and_no_gossip(run: Run) -> None:
         client = await town.add("client", Role.CLIENT)
         client.meet(a)
         await asyncio.sleep(2)
-        client.links.post(a.me, Ask(ASK, b"{}"))
+        client.links.post(a.me, Generate(ASK, b"{}"))
         await asyncio.sleep(10)
         assert client.peers == {a.me}
         assert dict(client.machine.profiles) == {}
-        assert a.talked == [(client.me, Ask(ASK, b"{}"), True)]
+        assert a.talked == [(client.me, Generate(ASK, b"{}"), True)]
         assert client.me not in {*a.machine.alive, *b.machine.alive, *a.machine.profiles}
 
     run(story)
@@ -374,7 +374,7 @@ def test_a_bug_closes_its_link_and_not_the_node(
 
         with monkeypatch.context() as patch:
             patch.setattr(a, "talk", broken)
-            b.links.post(a.me, Said(ASK, b""))
+            b.links.post(a.me, AnswerEvent(ASK, b""))
             await asyncio.sleep(0.1)
         assert "bug in a link" in caplog.text
         await asyncio.sleep(20)

@@ -20,7 +20,7 @@ from meshllm.node.requests.router import (
     RING_S,
     RequestRouter,
 )
-from meshllm.protocol.membership.codec import Ask, Hush, Said
+from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.ring.failover import ATTEMPTS
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
@@ -94,14 +94,14 @@ class World:
     def __init__(self) -> None:
         self.routers: dict[NodeId, RequestRouter] = {}
         self.rings: dict[NodeId, FakeRing] = {}
-        self.sent: list[tuple[NodeId, NodeId, Ask | Said | Hush]] = []
+        self.sent: list[tuple[NodeId, NodeId, RequestMessage]] = []
         self.clients: set[NodeId] = set()
-        self.drop: Callable[[NodeId, Ask | Said | Hush], bool] = lambda _, __: False
+        self.drop: Callable[[NodeId, RequestMessage], bool] = lambda _, __: False
 
     def add(
         self, node: NodeId, ring: FakeRing | None = None, *, is_client: bool = False
     ) -> RequestRouter:
-        def send(peer: NodeId, message: Ask | Said | Hush) -> None:
+        def send(peer: NodeId, message: RequestMessage) -> None:
             self.sent.append((node, peer, message))
             if peer in self.routers and not self.drop(peer, message):
                 router, is_client = self.routers[peer], node in self.clients
@@ -118,7 +118,7 @@ class World:
         told: list[Event | MeshError] = []
         reader = AnswerReader()
         for _, to, message in self.sent:
-            if to == peer and isinstance(message, Said):
+            if to == peer and isinstance(message, AnswerEvent):
                 try:
                     if event := reader.take(message.body):
                         told.append(event)
@@ -215,7 +215,7 @@ def test_a_request_costs_one_message_and_one_for_each_event(
 
     world.run(story)
     kinds = Counter(type(message) for _, _, message in world.sent)
-    assert kinds == {Ask: 1, Said: len(events)}
+    assert kinds == {Generate: 1, AnswerEvent: len(events)}
 
 
 def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> None:
@@ -225,12 +225,12 @@ def test_a_malformed_line_is_a_peer_fault_and_cancels_the_rest(world: World) -> 
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(0.1)
         for line in (b'{"audio": "a later version"}', b"{"):
-            router.receive(ENTRY, Said(asked(world), line), is_client=False)
+            router.receive(ENTRY, AnswerEvent(asked(world), line), is_client=False)
         with pytest.raises(PeerFault):
             await asking
 
     world.run(story)
-    assert [type(message) for _, _, message in world.sent] == [Ask, Hush]
+    assert [type(message) for _, _, message in world.sent] == [Generate, CancelRequest]
 
 
 def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
@@ -251,7 +251,7 @@ def test_only_the_entry_answers_a_node(world: World) -> None:
     world.add(ENTRY)
 
     async def story() -> None:
-        world.routers[ME].receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        world.routers[ME].receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -269,8 +269,8 @@ def test_closing_cancels_on_the_entry(world: World) -> None:
 
     world.run(story)
     ask, hush = [message for _, to, message in world.sent if to == ENTRY]
-    assert isinstance(ask, Ask)
-    assert hush == Hush(ask.ask)
+    assert isinstance(ask, Generate)
+    assert hush == CancelRequest(ask.ask)
     assert world.rings[ENTRY].closed == 1
     assert (router.counts.served, router.counts.failed) == (0, 0)
 
@@ -294,8 +294,8 @@ def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
-        router.receive(OTHER, Hush(ASK), is_client=False)
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
+        router.receive(OTHER, CancelRequest(ASK), is_client=False)
 
     world.run(story)
     assert world.sent == []
@@ -305,8 +305,8 @@ def test_only_the_sender_of_a_request_can_cancel_it(world: World) -> None:
     router = world.add(ME, FakeRing(attempts=[[*answer()]]))
 
     async def story() -> None:
-        router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
-        router.receive(ENTRY, Hush(ASK), is_client=False)
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
+        router.receive(ENTRY, CancelRequest(ASK), is_client=False)
 
     world.run(story)
     assert world.said(OTHER) == answer()
@@ -442,7 +442,7 @@ def test_a_bug_ends_its_request_and_no_other(
 
     async def story() -> None:
         for ask in (ASK, b"j" * 16):
-            router.receive(OTHER, Ask(ask, request_to_json(REQUEST)), is_client=False)
+            router.receive(OTHER, Generate(ask, request_to_json(REQUEST)), is_client=False)
 
     world.run(story)
     told = world.said(OTHER)
@@ -456,7 +456,7 @@ def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes)
     router = world.add(ME)
 
     async def story() -> None:
-        router.receive(OTHER, Ask(ASK, data), is_client=True)
+        router.receive(OTHER, Generate(ASK, data), is_client=True)
 
     world.run(story)
     (told,) = world.said(OTHER)
@@ -468,9 +468,9 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
 
     async def story() -> None:
         for number in range(MAX_PER_PEER + 1):
-            ask = Ask(bytes([number]) * 16, request_to_json(REQUEST))
+            ask = Generate(bytes([number]) * 16, request_to_json(REQUEST))
             router.receive(OTHER, ask, is_client=False)
-        router.receive(ENTRY, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+        router.receive(ENTRY, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
         assert len(router._served) == MAX_PER_PEER + 1  # the other peer has its own
         router.lost(OTHER)
@@ -488,7 +488,7 @@ def test_a_duplicate_request_id_is_refused(world: World) -> None:
 
     async def story() -> None:
         for _ in range(2):
-            router.receive(OTHER, Ask(ASK, request_to_json(REQUEST)), is_client=False)
+            router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(0.1)
         router.lost(OTHER)
 
@@ -499,7 +499,7 @@ def test_a_duplicate_request_id_is_refused(world: World) -> None:
 
 
 def asked(world: World) -> bytes:
-    (message,) = [message for _, _, message in world.sent if isinstance(message, Ask)]
+    (message,) = [message for _, _, message in world.sent if isinstance(message, Generate)]
     return message.ask
 
 
@@ -510,11 +510,11 @@ def test_lines_of_other_peers_are_ignored(world: World) -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
         ask = asked(world)
-        router.receive(OTHER, Said(ask, event_to_json(Piece("lie"))), is_client=False)
-        router.receive(ENTRY, Said(ASK, event_to_json(Piece("lost"))), is_client=False)
-        router.receive(ENTRY, Hush(ask), is_client=False)
+        router.receive(OTHER, AnswerEvent(ask, event_to_json(Piece("lie"))), is_client=False)
+        router.receive(ENTRY, AnswerEvent(ASK, event_to_json(Piece("lost"))), is_client=False)
+        router.receive(ENTRY, CancelRequest(ask), is_client=False)
         router.lost(OTHER)
-        router.receive(ENTRY, Said(ask, event_to_json(answer_of("", 0))), is_client=False)
+        router.receive(ENTRY, AnswerEvent(ask, event_to_json(answer_of("", 0))), is_client=False)
         assert await asking == [answer_of("", 0)]
 
     world.run(story)
@@ -527,12 +527,12 @@ def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
     async def story() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
-        router.receive(ENTRY, Said(asked(world), data), is_client=False)
+        router.receive(ENTRY, AnswerEvent(asked(world), data), is_client=False)
         with pytest.raises(PeerFault):
             await asking
 
     world.run(story)
-    assert isinstance(world.sent[-1][-1], Hush)
+    assert isinstance(world.sent[-1][-1], CancelRequest)
     assert router.counts.failed == 1
 
 
@@ -549,7 +549,7 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
             ask, (call,) = asked(world), router._remote._calls.values()
             letters: list[Event] = [Piece("a", (token,)) for token in range(9)]
             for letter in letters * 9:
-                router.receive(ENTRY, Said(ask, event_to_json(letter)), is_client=False)
+                router.receive(ENTRY, AnswerEvent(ask, event_to_json(letter)), is_client=False)
             assert call.lines.qsize() == 8 + 1
             assert await first == letters[0]
             for _ in range(7):
@@ -569,7 +569,7 @@ def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
             await all_of(router, Request(raw="\udcff"))
 
     world.run(story)
-    assert not any(isinstance(message, Ask) for _, _, message in world.sent)
+    assert not any(isinstance(message, Generate) for _, _, message in world.sent)
 
 
 def test_requests_beyond_the_limit_wait_their_turn(world: World) -> None:

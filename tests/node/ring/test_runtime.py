@@ -12,11 +12,13 @@ from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
+from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, _IdleLink
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
-from meshllm.protocol.planning.plan import Ends, Plan, Stage, Wire
+from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.forming import Begin
 from meshllm.protocol.session.codec import encode
 from meshllm.protocol.session.link import SILENCE
@@ -31,7 +33,7 @@ NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
-    stages = tuple(Stage(node, Span.parse(span)) for node, span in places)
+    stages = tuple(PlanStage(node, Span.parse(span)) for node, span in places)
     return Plan(epoch, "tiny", Ends.ENTRY, stages)
 
 
@@ -94,8 +96,9 @@ class Place:
 class World:
     """Hosts on one slow network."""
 
-    def __init__(self, llama: Path) -> None:
+    def __init__(self, llama: Path, prefix_bytes: int | None = None) -> None:
         self.llama = llama
+        self.config = InferenceConfig(prefix_bytes=prefix_bytes)
         self.transport = LoopbackTransport(Shape(delay_s=0.01))
         self.places: dict[NodeId, Place] = {}
         self.links: list[Link] = []
@@ -112,7 +115,8 @@ class World:
     @asynccontextmanager
     async def serving(self, *nodes: NodeId) -> AsyncIterator[list[Place]]:
         for node in nodes:
-            model = await ModelRuntime.open(resolve(str(self.llama)), Worker(InlineExecutor()))
+            source, worker = resolve(str(self.llama)), Worker(InlineExecutor())
+            model = await ModelRuntime.open(source, worker, self.config)
             Place(self, node, model)
         places = list(self.places.values())
         jobs = [job for place in places for job in (place.runtime.run(), place.listen())]
@@ -179,7 +183,7 @@ def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
             entry = a.runtime.entry
             assert entry is not None
             before = entry.pace(2000, 0)
-            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, Wire(0.0)),), 0.0, 8)
+            a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, LinkSpeed(0.0)),), 0.0, 8)
             assert before == usual_pace(2000, 1)
             assert entry.pace(2000, 1) == a.known.best_pace(2000, 1) != before
 
@@ -275,14 +279,14 @@ def test_a_load_error_is_reported(world: World) -> None:
             await until(lambda: at_work(a))
 
     with pytest.MonkeyPatch.context() as patch:
-        load = ModelRuntime._load
+        load = SpanLoader._load
 
-        def refuse(self: ModelRuntime, span: Span, *rest: bool) -> object:
-            if span.stop > 6:
+        def refuse(self: SpanLoader, part: RankPart) -> LoadedSpan:
+            if part.span.stop > 6:
                 raise ModelError("there are 6 layers")
-            return load(self, span, *rest)
+            return load(self, part)
 
-        patch.setattr(ModelRuntime, "_load", refuse)
+        patch.setattr(SpanLoader, "_load", refuse)
         run_virtual(main())
 
 

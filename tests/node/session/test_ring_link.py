@@ -7,7 +7,7 @@ from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, SessionId
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.protocol.session.codec import decode, encode
-from meshllm.protocol.session.link import SILENCE, Link
+from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import (
     Beat,
     Cancel,
@@ -37,7 +37,7 @@ async def pair() -> tuple[contract.Link, contract.Link]:
 
 
 def ring_link_on(link: contract.Link) -> RingLink:
-    return RingLink(link, Link(Hello(OURS, 1, PLAN), peer=THEIRS))
+    return RingLink(link, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS))
 
 
 async def say(link: contract.Link, *messages: Message) -> None:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from meshllm_quic.base.identity import PROTOCOL, Identity
-from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 
 
 def nobody() -> QuicConfiguration:
@@ -90,7 +90,7 @@ class Stranger:
         """How the connection ended."""
         return next((e for e in self.events if isinstance(e, ConnectionTerminated)), None)
 
-    async def open(self, network: Network) -> None:
+    async def open(self, network: DatagramNetwork) -> None:
         """Start the handshake."""
         self.socket = await network.open(None, 0, self._receive)
         self.quic.connect(self.to, now=self._loop.time())

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from aioquic.quic.configuration import QuicConfiguration
 
-from meshllm_quic.link.link import Link
-from meshllm_quic.link.listener import Listener
+from meshllm_quic.link.link import QuicLink
+from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.transport import QuicTransport
 from tests.plugins.quic.stranger import Stranger
 from tests.simulation.internet import Internet
@@ -23,16 +23,16 @@ class Street:
         self.near, self.far = self.internet.host("near"), self.internet.host("far")
         self.transport = QuicTransport(self.far)
         self.transport.identify(b"f" * 32)
-        self.listener: Listener
+        self.listener: QuicListener
 
-    async def meet(self) -> tuple[Link, Link]:
+    async def meet(self) -> tuple[QuicLink, QuicLink]:
         """Dial from the neighbouring machine."""
         one, other = await asyncio.gather(
             QuicTransport(self.near).dial(self.listener.address),
             anext(aiter(self.listener.links())),
         )
-        assert isinstance(one, Link)
-        assert isinstance(other, Link)
+        assert isinstance(one, QuicLink)
+        assert isinstance(other, QuicLink)
         return one, other
 
     async def knock(self, configuration: QuicConfiguration) -> Stranger:
@@ -45,6 +45,6 @@ class Street:
 async def street() -> AsyncIterator[Street]:
     made = Street()
     async with made.transport.listen() as listener:
-        assert isinstance(listener, Listener)
+        assert isinstance(listener, QuicListener)
         made.listener = listener
         yield made

@@ -14,10 +14,10 @@ from meshllm_quic.base.identity import Identity
 from meshllm_quic.link.admission import MAX_HALF_OPEN
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.endpoint import Endpoint
-from meshllm_quic.link.link import Link
-from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.link.link import QuicLink
+from meshllm_quic.link.machine import PEER, ConnectionMachine
 from meshllm_quic.link.table import MAX_CLOSED
-from meshllm_quic.net.network import Address, Network, Receive, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Receive, Socket
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.packets import (
     AddressReply,
@@ -47,7 +47,7 @@ Junk = Callable[[Random, list[bytes]], bytes]
 class Tapped:
     """A network that records received datagrams and counts sent ones."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: DatagramNetwork) -> None:
         self._network = network
         self.heard: list[bytes] = []
         self.sent_bytes = 0
@@ -75,7 +75,9 @@ class Tapped:
 class Siege:
     """A node under attack, with one link to a peer."""
 
-    def __init__(self, network: Tapped, endpoint: Endpoint, friend: Link, link: Link) -> None:
+    def __init__(
+        self, network: Tapped, endpoint: Endpoint, friend: QuicLink, link: QuicLink
+    ) -> None:
         self.network = network
         self.endpoint = endpoint
         self.friend, self.link = friend, link
@@ -100,8 +102,8 @@ async def siege() -> AsyncIterator[Siege]:
         friend = await QuicTransport(friend_host).dial(listener.address)
         link = await anext(aiter(listener.links()))
         assert transport._endpoint is not None
-        assert isinstance(friend, Link)
-        assert isinstance(link, Link)
+        assert isinstance(friend, QuicLink)
+        assert isinstance(link, QuicLink)
         await asyncio.sleep(1.0)
         await echo(friend, link, 50_000)
         yield Siege(network, transport._endpoint, friend, link)
@@ -109,7 +111,7 @@ async def siege() -> AsyncIterator[Siege]:
 
 
 def initial(random: Random) -> bytes:
-    machine = Machine(Identity(random.randbytes(32)).configure(is_client=True))
+    machine = ConnectionMachine(Identity(random.randbytes(32)).configure(is_client=True))
     machine.connect(PEER, now=0.0)
     return machine.datagrams_to_send(now=0.0)[0][0]
 

@@ -11,8 +11,8 @@ from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Path
 from meshllm_quic.link import dialler
 from meshllm_quic.link.connection import OPEN_S
-from meshllm_quic.link.link import Link
-from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.link.link import QuicLink
+from meshllm_quic.link.machine import PEER, ConnectionMachine
 from meshllm_quic.net.address import show_key
 from meshllm_quic.net.network import Address
 from meshllm_quic.transport import QuicTransport
@@ -72,7 +72,7 @@ async def test_repeated_close_datagrams_amplify_at_most_three_times() -> None:
         victim = await ear(here.internet.host("victim"))
         endpoint = here.transport._endpoint
         assert endpoint is not None
-        machine = Machine(somebody())
+        machine = ConnectionMachine(somebody())
         machine.connect(PEER, now=0.0)
         ((first, _),) = machine.datagrams_to_send(now=0.0)
         endpoint._receive([(first, ("20.0.200.200", 53))])
@@ -143,7 +143,7 @@ async def test_a_failed_dial_does_not_close_the_socket_of_another() -> None:
         )
 
         assert isinstance(failed, LinkLost)
-        assert isinstance(link, Link)
+        assert isinstance(link, QuicLink)
         await link.close()
 
 
@@ -158,7 +158,7 @@ async def test_an_outdated_direct_address_falls_back_to_the_relay() -> None:
 
             link = await nodes.transports[0].dial(nodes.address)
 
-            assert isinstance(link, Link)
+            assert isinstance(link, QuicLink)
             assert link.peer_key == nodes.one.peer_key
             await link.close()
 

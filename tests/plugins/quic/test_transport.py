@@ -23,7 +23,7 @@ from meshllm.transport.contract import (
 )
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.link import dialler
-from meshllm_quic.link.link import Link
+from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.network import Receive
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
 from meshllm_quic.relay import registration
@@ -46,14 +46,16 @@ class Local(QuicTransport):
 
 
 @asynccontextmanager
-async def linked(transport: QuicTransport | None = None) -> AsyncIterator[tuple[Link, Link]]:
+async def linked(
+    transport: QuicTransport | None = None,
+) -> AsyncIterator[tuple[QuicLink, QuicLink]]:
     transport = transport or QuicTransport()
     async with transport.listen(ANY) as listener:
         one, other = await asyncio.gather(
             transport.dial(listener.address), anext(aiter(listener.links()))
         )
-        assert isinstance(one, Link)
-        assert isinstance(other, Link)
+        assert isinstance(one, QuicLink)
+        assert isinstance(other, QuicLink)
         yield one, other
         await asyncio.gather(one.close(), other.close())
 
@@ -93,8 +95,8 @@ async def test_two_processes_reach_each_other() -> None:
             near.dial(listener.address), anext(aiter(listener.links()))
         )
 
-        assert isinstance(one, Link)
-        assert isinstance(other, Link)
+        assert isinstance(one, QuicLink)
+        assert isinstance(other, QuicLink)
         await echo(one, other)
         assert one.peer_key == Identity(b"f" * 32).key
         assert one.statistics.path is Path.DIRECT
@@ -229,8 +231,8 @@ async def test_with_udp_blocked_the_relay_is_reached_over_tcp(
             (address,) = (each for each in listener.addresses if "@" in each)
 
             one, other = await asyncio.gather(near.dial(address), anext(aiter(listener.links())))
-            assert isinstance(one, Link)
-            assert isinstance(other, Link)
+            assert isinstance(one, QuicLink)
+            assert isinstance(other, QuicLink)
             await echo(one, other, 200_000)
 
             assert one.statistics.path is other.statistics.path is Path.RELAY

@@ -13,7 +13,14 @@ from itertools import count
 from meshllm.errors import PeerFault
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.candidates import MAX_OFFERED, MAX_REFLEXIVE
-from meshllm_quic.path.paths import Action, Offer, Paths, RouteChanged, SendProbe, SendReply
+from meshllm_quic.path.paths import (
+    Action,
+    OfferCandidates,
+    Paths,
+    RouteChanged,
+    SendProbe,
+    SendReply,
+)
 from meshllm_quic.path.probing import MAX_NONCES
 from meshllm_quic.wire.packets import Probe, ProbeReply, decode
 from meshllm_quic.wire.routes import Direct, ViaRelay
@@ -167,7 +174,7 @@ class World:
                 case SendProbe(to, packet) | SendReply(to, packet):
                     host.sent[to] += 1
                     self.send(host, packet.encode(), to)
-                case Offer():
+                case OfferCandidates():
                     self.offer(host)
                 case RouteChanged():
                     assert host.paths.size >= 1200

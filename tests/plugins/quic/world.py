@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from meshllm.transport.contract import Path
-from meshllm_quic.link.link import Link
+from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.network import Address, Socket
 from meshllm_quic.relay.relay import Relay
 from meshllm_quic.transport import QuicTransport
@@ -57,8 +57,8 @@ class Nodes:
     relay: PublicRelay
     hosts: tuple[Host, Host]
     transports: tuple[QuicTransport, QuicTransport]
-    one: Link
-    other: Link
+    one: QuicLink
+    other: QuicLink
     address: str
     """The dialled address."""
 
@@ -94,13 +94,13 @@ async def relayed(a: str, b: str, internet: Internet | None = None) -> AsyncIter
         one, other = await asyncio.gather(
             transports[0].dial(address), anext(aiter(listener.links()))
         )
-        assert isinstance(one, Link)
-        assert isinstance(other, Link)
+        assert isinstance(one, QuicLink)
+        assert isinstance(other, QuicLink)
         yield Nodes(internet, relay, hosts, transports, one, other, address)
         await asyncio.gather(one.close(), other.close())
 
 
-async def echo(one: Link, other: Link, size: int = 5000) -> None:
+async def echo(one: QuicLink, other: QuicLink, size: int = 5000) -> None:
     """Send a message there and back."""
     await one.send([bytes(size)])
     _, message = await other.receive()

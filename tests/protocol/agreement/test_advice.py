@@ -2,12 +2,12 @@ from dataclasses import replace
 
 from meshllm.names import Span
 from meshllm.protocol.agreement.advice import advise
-from meshllm.protocol.planning.plan import Ends, Plan, Stage
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile, weights
 
-SLOW = Plan(5, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))
+SLOW = Plan(5, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 4)),))
 
 
 def test_without_a_ring_it_says_why() -> None:

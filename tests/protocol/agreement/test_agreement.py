@@ -6,8 +6,8 @@ import pytest
 from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.membership.records import Lifecycle, State
-from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, Stage, Standby
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C, D, model, node, spans
@@ -18,7 +18,7 @@ THREE = World({A: profile(2), B: profile(2), C: profile(2)})
 
 
 def ring(*stages: tuple[NodeId, int, int], epoch: int = 5) -> Plan:
-    return Plan(epoch, "tiny", Ends.ENTRY, tuple(Stage(at, Span(a, b)) for at, a, b in stages))
+    return Plan(epoch, "tiny", Ends.ENTRY, tuple(PlanStage(at, Span(a, b)) for at, a, b in stages))
 
 
 def planned(agreement: Agreement) -> Plan:
@@ -90,6 +90,16 @@ def test_a_small_gain_does_not_change_the_plan() -> None:
 
     assert agreement.plan == ring((A, 0, 4))
     assert "would gain 10%" in agreement.reason
+
+
+@pytest.mark.parametrize(("ms", "changes"), [(0.85, False), (0.84, True)])
+def test_a_gain_at_the_limit_does_not_change_the_plan(ms: float, *, changes: bool) -> None:
+    world = World({A: profile(4), B: profile(4, ms=ms)}, followed={A: ring((A, 0, 4))})
+
+    agreement = world.agree()
+
+    assert (agreement.plan != ring((A, 0, 4))) == changes
+    assert ("would gain 15%" in agreement.reason) != changes
 
 
 def test_a_much_better_ring_is_adopted_in_the_next_epoch() -> None:
@@ -446,7 +456,7 @@ def test_plans_of_removed_nodes_are_ignored() -> None:
     "followed", [b"garbage", ring((A, 0, 4), epoch=MAX_EPOCH).encode()], ids=["garbage", "epoch"]
 )
 def test_an_unusable_plan_is_ignored(followed: bytes) -> None:
-    view = replace(ALONE.view(A), states={A: State(followed=followed)})
+    view = replace(ALONE.view(A), states={A: StateRecord(followed=followed)})
 
     assert planned(agree(view)).epoch == 1
 

@@ -10,7 +10,7 @@ from meshllm.protocol.agreement.candidates import (
     find_candidates,
     first_mismatch,
 )
-from meshllm.protocol.membership.records import Lifecycle, Profile, State
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C, D
 from tests.builders.snapshots import World, charter, profile, weights
@@ -119,9 +119,11 @@ def test_another_version_of_the_program_is_refused() -> None:
 
 
 def test_nodes_that_are_not_ready_wait() -> None:
-    states = {at: State(links=tuple((to, 1) for to in (A, B, C, D) if to != at)) for at in (A, B)}
+    states = {
+        at: StateRecord(links=tuple((to, 1) for to in (A, B, C, D) if to != at)) for at in (A, B)
+    }
     view = World({A: replace(profile(1), weights=()), B: replace(profile(1), layer_s=())}).view(A)
-    view = replace(view, states={**states, C: State(links=((A, 1), (B, 1)))})
+    view = replace(view, states={**states, C: StateRecord(links=((A, 1), (B, 1)))})
 
     found = find_candidates(view, view.alive(), ())
 
@@ -168,7 +170,7 @@ def test_wire_time_is_half_the_shorter_round_trip_rounded(
     one_us: int, other_us: int, latency_us: float
 ) -> None:
     view = World({A: profile(1), B: profile(1)}).view(A)
-    states = {A: State(links=((B, one_us),)), B: State(links=((A, other_us),))}
+    states = {A: StateRecord(links=((B, one_us),)), B: StateRecord(links=((A, other_us),))}
 
     links = find_candidates(replace(view, states=states), {A, B}, ()).links
 
@@ -191,9 +193,9 @@ def test_noise_does_not_change_the_wire_time() -> None:
 def test_unmeasured_links_are_not_used() -> None:
     view = World({A: profile(1), B: profile(1), C: profile(1)}).view(A)
     states = {
-        A: State(links=((B, 0), (C, 500))),
-        B: State(links=((A, 0),)),
-        C: State(links=()),
+        A: StateRecord(links=((B, 0), (C, 500))),
+        B: StateRecord(links=((A, 0),)),
+        C: StateRecord(links=()),
     }
 
     links = find_candidates(replace(view, states=states), {A, B, C}, ()).links

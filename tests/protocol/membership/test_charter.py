@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId, Quant
+from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
     MAX_STEP,
     MAX_TERMS,
@@ -20,12 +21,13 @@ from meshllm.protocol.membership.charter import (
     Charter,
     Term,
     amend,
+    differing,
     effective_terms,
     in_force,
     merge,
     overruled,
 )
-from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS
+from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
@@ -208,6 +210,32 @@ def test_of_concurrent_changes_the_higher_author_wins_and_a_later_change_overrid
     assert effective_terms(B, both) == both[B]
     assert later == Amendments((Term("members", 2, "4"),), version=2)
     assert merge(CHARTER, both | {A: later}).members == 4
+
+
+def test_of_concurrent_changes_the_founder_wins() -> None:
+    both = {A: terms(("members", 1, "2")), B: terms(("members", 1, "3"))}
+
+    assert merge(CHARTER, both, founder=A).members == 2
+    assert merge(CHARTER, both | {B: terms(("members", 2, "3"))}, founder=A).members == 3
+    assert (effective_terms(A, both, A), overruled(both, A)) == (both[A], {B})
+
+
+def test_a_term_that_others_would_refuse_is_left_out() -> None:
+    crowd = tuple(NodeId(bytes([number]) * 32) for number in range(MAX_MEMBERS + 1))
+    wanted = replace(CHARTER, exclude=crowd, members=3)
+
+    said = amend(wanted, CHARTER, A, {})
+
+    assert said == terms(("members", 1, "3"))
+    assert differing(wanted, merge(CHARTER, {A: said})) == ["exclude"]
+    assert amend(replace(CHARTER, exclude=crowd), CHARTER, A, {}) is None
+
+
+def test_a_version_that_cannot_be_exceeded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charter_module, "MAX_TERM_VERSION", 7)
+    before = {B: terms(("members", 6, "2"))}
+
+    assert amend(replace(CHARTER, members=3), merge(CHARTER, before), A, before) is None
 
 
 def test_a_node_keeps_its_other_terms_when_it_changes_one() -> None:

@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
 from meshllm.protocol.membership.codec import (
-    MAX_ASK_BYTES,
+    MAX_EVENT_BYTES,
     MAX_ITEMS,
     MAX_ITEMS_BYTES,
-    MAX_SAID_BYTES,
+    MAX_REQUEST_BYTES,
     MAX_SLOTS,
     MAX_WALL_MS,
-    Ask,
-    Beat,
+    AnswerEvent,
     Bye,
-    Hush,
+    CancelRequest,
+    CloseReason,
+    Generate,
     Items,
+    MeshBeat,
     Message,
-    Said,
     Summary,
-    Unknown,
+    UnknownMeshMessage,
     Want,
-    Why,
     batches,
     decode,
     encode,
@@ -36,14 +36,14 @@ from tests.property.mesh_strategies import mesh_messages
 ITEM = sign(FOUNDER, STATE)
 ID = bytes(range(16))
 MESSAGES: list[Message] = [
-    Beat(5, 4, 12, 1_795_000_000_000, bytes(8)),
+    MeshBeat(5, 4, 12, 1_795_000_000_000, bytes(8)),
     Summary(summarise([ITEM])),
     Items((ITEM, ITEM)),
     Want((ITEM.slot,)),
-    Ask(ID, b"{}"),
-    Said(ID, b"{}"),
-    Hush(ID),
-    Bye(Why.TWIN),
+    Generate(ID, b"{}"),
+    AnswerEvent(ID, b"{}"),
+    CancelRequest(ID),
+    Bye(CloseReason.TWIN),
 ]
 
 
@@ -71,7 +71,7 @@ def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
 def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
     message: Message,
 ) -> None:
-    if isinstance(message, Ask | Said):  # JSON has no length of its own
+    if isinstance(message, Generate | AnswerEvent):  # JSON has no length of its own
         with pytest.raises(PeerFault):
             decode(encode(message)[:17])
         return
@@ -81,14 +81,14 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
-    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
-    assert encode(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+    assert decode(b"\x02\x63abc") == UnknownMeshMessage(0x63, b"abc")
+    assert encode(UnknownMeshMessage(0x63, b"abc")) == b"\x02\x63abc"
 
 
 def test_unknown_reasons_and_item_kinds_are_accepted() -> None:
     later = Slot(99, ITEM.author)
 
-    assert decode(b"\x02\x08\x63") == Bye(Why.OTHER)
+    assert decode(b"\x02\x08\x63") == Bye(CloseReason.OTHER)
     assert decode(encode(Want((later,)))) == Want((later,))
     assert decode(encode(Items((replace(ITEM, kind=99),)))) == Items((replace(ITEM, kind=99),))
 
@@ -112,8 +112,8 @@ def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
         Want((ITEM.slot,) * (MAX_SLOTS + 1)),
         Items((ITEM,) * (MAX_ITEMS + 1)),
         Items((replace(ITEM, payload=bytes(30_000)),) * 9),
-        Ask(ID, bytes(MAX_ASK_BYTES + 1)),
-        Said(ID, bytes(MAX_SAID_BYTES + 1)),
+        Generate(ID, bytes(MAX_REQUEST_BYTES + 1)),
+        AnswerEvent(ID, bytes(MAX_EVENT_BYTES + 1)),
     ],
     ids=["summary", "want", "items", "bytes of items", "ask", "said"],
 )
@@ -140,7 +140,7 @@ def test_long_items_go_into_messages_within_the_limits() -> None:
 
 
 def test_a_time_of_day_beyond_the_year_9999_is_refused() -> None:
-    last = Beat(5, 4, 12, MAX_WALL_MS, bytes(8))
+    last = MeshBeat(5, 4, 12, MAX_WALL_MS, bytes(8))
     data = bytearray(encode(replace(last, wall_ms=0)))
     data[22:30] = (MAX_WALL_MS + 1).to_bytes(8, "little")
 

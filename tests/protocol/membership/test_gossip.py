@@ -91,6 +91,14 @@ def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
     assert store.is_news(sign(FOUNDER, replace(CHARTER, version=2)))
 
 
+def test_an_item_is_no_news_to_a_store_that_keeps_it() -> None:
+    store = ItemStore()
+    store.keep(ITEM)
+
+    assert not store.is_news(Item.decode(ITEM.encode()))
+    assert store.is_news(sign(FOUNDER, STATE, seq=ITEM.seq + 1))
+
+
 def test_forgetting_a_node_deletes_its_profile_and_state() -> None:
     store = ItemStore()
     for item in (sign(FOUNDER, PROFILE), sign(FOUNDER, STATE), sign(FOUNDER, CHARTER)):

@@ -6,7 +6,13 @@ from math import inf
 import pytest
 
 from meshllm.names import NodeId
-from meshllm.protocol.membership.codec import MAX_HELD_US, MAX_SLOTS, MAX_WALL_MS, Beat, Why
+from meshllm.protocol.membership.codec import (
+    MAX_HELD_US,
+    MAX_SLOTS,
+    MAX_WALL_MS,
+    CloseReason,
+    MeshBeat,
+)
 from meshllm.protocol.membership.link_table import (
     BEAT,
     FRESH,
@@ -53,8 +59,8 @@ def test_a_round_trip_is_without_the_time_that_the_peer_held_the_stamp() -> None
 
 def test_round_trips_are_smoothed() -> None:
     at = contact()
-    at.receive_beat(Beat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
-    at.receive_beat(Beat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
+    at.receive_beat(MeshBeat(5, 1_000_000, 0, 0, b""), 1.008, 0.0)
+    at.receive_beat(MeshBeat(6, 2_000_000, 0, 0, b""), 2.016, 0.0)
 
     assert at.round_trip_us == 9_000
 
@@ -62,7 +68,7 @@ def test_round_trips_are_smoothed() -> None:
 def test_a_round_trip_that_was_measured_is_not_zero() -> None:
     at = contact()
 
-    at.receive_beat(Beat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(MeshBeat(5, 1_000_000, 0, 0, b""), 1.0, 0.0)
 
     assert at.round_trip_us == 1
 
@@ -71,7 +77,7 @@ def test_a_round_trip_that_was_measured_is_not_zero() -> None:
 def test_an_implausible_stamp_is_ignored(echo: int, held: int) -> None:
     at = contact()
 
-    at.receive_beat(Beat(5, echo, held, 0, b""), 9.0, 0.0)
+    at.receive_beat(MeshBeat(5, echo, held, 0, b""), 9.0, 0.0)
 
     assert at.round_trip_us == 0
 
@@ -98,7 +104,7 @@ def test_an_extreme_time_of_day_is_clamped(wall_s: float, published: int) -> Non
 
 def test_the_time_that_a_stamp_was_held_is_clamped() -> None:
     at = contact()
-    at.receive_beat(Beat(5, 0, 0, 0, b""), 1.0, 0.0)
+    at.receive_beat(MeshBeat(5, 0, 0, 0, b""), 1.0, 0.0)
 
     assert at.beat(1e6, 0.0, b"").held == MAX_HELD_US
 
@@ -150,7 +156,7 @@ def test_after_a_suspension_peers_get_one_more_beat() -> None:
 
 
 def test_a_link_to_itself_is_refused() -> None:
-    assert links().refusal(A, contact(), 0.0) is Why.TWIN
+    assert links().refusal(A, contact(), 0.0) is CloseReason.TWIN
 
 
 def test_the_first_link_to_a_peer_is_accepted() -> None:
@@ -161,7 +167,7 @@ def test_another_process_with_the_same_key_is_refused_while_the_first_is_active(
     one = links(b=contact(0.0, instance=1, is_favoured=False))
     other = contact(1.0, instance=2)
 
-    assert one.refusal(B, other, FRESH - 0.01) is Why.TWIN
+    assert one.refusal(B, other, FRESH - 0.01) is CloseReason.TWIN
     assert one.refusal(B, other, FRESH) is None
 
 
@@ -169,13 +175,13 @@ def test_another_process_with_the_same_key_is_refused_while_the_first_is_active(
     ("standing", "newcomer", "why"),
     [
         (False, True, None),
-        (True, False, Why.CROSSED),
-        (True, True, Why.CROSSED),
-        (False, False, Why.CROSSED),
+        (True, False, CloseReason.CROSSED),
+        (True, True, CloseReason.CROSSED),
+        (False, False, CloseReason.CROSSED),
     ],
 )
 def test_of_two_crossing_links_the_favoured_one_is_kept(
-    standing: bool, newcomer: bool, why: Why | None
+    standing: bool, newcomer: bool, why: CloseReason | None
 ) -> None:
     one = links(b=contact(is_favoured=standing))
 
@@ -191,7 +197,7 @@ def test_links_to_nodes_and_clients_have_separate_limits(role: Role, most: int) 
     for number in range(most):
         many.add(NodeId(bytes([9, number]) * 16), contact(role=role))
 
-    assert many.refusal(B, contact(role=role), 0.0) is Why.FULL
+    assert many.refusal(B, contact(role=role), 0.0) is CloseReason.FULL
     assert many.refusal(B, contact(role=other), 0.0) is None
 
 

@@ -7,18 +7,26 @@ from typing import TypeVar
 import pytest
 
 from meshllm.errors import PeerFault
-from meshllm.protocol.membership.actions import Action, Changed, Deliver, Dial, Drop, Parted, Send
+from meshllm.protocol.membership.actions import (
+    Action,
+    Changed,
+    DeliverRequest,
+    Dial,
+    Drop,
+    Parted,
+    SendToPeer,
+)
 from meshllm.protocol.membership.charter import Amendments, Term
 from meshllm.protocol.membership.codec import (
-    Ask,
-    Beat,
     Bye,
+    CloseReason,
+    Generate,
     Items,
+    MeshBeat,
     Message,
     Summary,
-    Unknown,
+    UnknownMeshMessage,
     Want,
-    Why,
 )
 from meshllm.protocol.membership.gossip import Item, Kind
 from meshllm.protocol.membership.link_table import (
@@ -77,7 +85,7 @@ def only(actions: Sequence[Action], kind: type[A]) -> list[A]:
 
 
 def said(actions: Sequence[Action], peer: NodeKey) -> list[Message]:
-    return [action.message for action in only(actions, Send) if action.peer == peer.node]
+    return [action.message for action in only(actions, SendToPeer) if action.peer == peer.node]
 
 
 def items(actions: Sequence[Action], peer: NodeKey) -> list[Item]:
@@ -95,8 +103,8 @@ def test_a_new_link_starts_with_a_beat_our_items_and_a_summary_from_the_lower_id
 
     higher, lower = link(node, LAST), link(node, FOUNDER)
 
-    assert [type(message) for message in said(higher, LAST)[:3]] == [Beat, Items, Summary]
-    assert [type(message) for message in said(lower, FOUNDER)[:2]] == [Beat, Items]
+    assert [type(message) for message in said(higher, LAST)[:3]] == [MeshBeat, Items, Summary]
+    assert [type(message) for message in said(lower, FOUNDER)[:2]] == [MeshBeat, Items]
     assert not any(isinstance(message, Summary) for message in said(lower, FOUNDER))
     assert {item.kind for item in items(higher, LAST)} == {Kind.PROFILE, Kind.STATE}
     assert higher[-1] == Changed()
@@ -130,11 +138,11 @@ def test_many_link_changes_are_published_together() -> None:
 def test_the_first_beat_is_answered_at_once() -> None:
     node = linked(LAST)
 
-    first = node.receive(LAST.node, Beat(77, 0, 0, 0, bytes(8)), 1.01)
-    second = node.receive(LAST.node, Beat(78, 0, 0, 0, bytes(8)), 1.5)
+    first = node.receive(LAST.node, MeshBeat(77, 0, 0, 0, bytes(8)), 1.01)
+    second = node.receive(LAST.node, MeshBeat(78, 0, 0, 0, bytes(8)), 1.5)
 
     (answer,) = said(first, LAST)
-    assert isinstance(answer, Beat)
+    assert isinstance(answer, MeshBeat)
     assert answer.echo == 77
     assert said(second, LAST) == []
 
@@ -143,9 +151,9 @@ def test_beats_carry_the_time_of_day_and_measure_the_offset() -> None:
     node = linked(LAST)
     tick(node, 2.0, WALL + 1)
 
-    (answer,) = said(node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), 2.25), LAST)
-    assert isinstance(answer, Beat)
-    node.receive(LAST.node, Beat(6, 0, 0, answer.wall_ms + 7_000, bytes(8)), 2.25)
+    (answer,) = said(node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), 2.25), LAST)
+    assert isinstance(answer, MeshBeat)
+    node.receive(LAST.node, MeshBeat(6, 0, 0, answer.wall_ms + 7_000, bytes(8)), 2.25)
 
     assert answer.wall_ms == round((WALL + 1.25) * 1e3)
     assert node.links[LAST.node].ahead_s == pytest.approx(7)
@@ -154,13 +162,13 @@ def test_beats_carry_the_time_of_day_and_measure_the_offset() -> None:
 def test_a_round_trip_is_published_when_measured_and_when_changed() -> None:
     node = linked(LAST)
 
-    node.receive(LAST.node, Beat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
+    node.receive(LAST.node, MeshBeat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
     measured = node.states[MIDDLE.node].links
     for now in (2.0, 2.5, 3.0):
-        node.receive(LAST.node, Beat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshBeat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
     waits = node.states[MIDDLE.node].links
     for now in (4.0, 6.0, 1.2 + ROUND_TRIPS_INTERVAL):
-        node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
 
     assert measured == waits == ((LAST.node, 200_000),)
     ((_, moved),) = node.states[MIDDLE.node].links
@@ -174,8 +182,8 @@ def test_all_links_beat_and_silent_ones_are_dropped() -> None:
         beats = tick(node, now)
         now = node.deadline
 
-    assert {action.peer for action in only(beats, Send)} == {FOUNDER.node, LAST.node}
-    assert [action.why for action in only(tick(node, now), Drop)] == [Why.SILENT] * 2
+    assert {action.peer for action in only(beats, SendToPeer)} == {FOUNDER.node, LAST.node}
+    assert [action.why for action in only(tick(node, now), Drop)] == [CloseReason.SILENT] * 2
     assert node.links == {}
 
 
@@ -187,7 +195,7 @@ def test_before_the_deadline_nothing_is_due() -> None:
 
 def test_two_differing_beats_make_the_lower_id_send_a_summary() -> None:
     node = linked(FOUNDER, LAST)
-    other = Beat(5, 0, 0, 0, b"mismatch")
+    other = MeshBeat(5, 0, 0, 0, b"mismatch")
     for peer in (FOUNDER, LAST):
         node.receive(peer.node, other, 1.1)
 
@@ -286,10 +294,10 @@ def test_a_client_takes_no_part_in_the_gossip(message: Message) -> None:
     greeting = link(node, CLIENT)
     actions = node.receive(CLIENT.node, message, 2.0)
 
-    assert [type(message) for message in said(greeting, CLIENT)] == [Beat]
+    assert [type(message) for message in said(greeting, CLIENT)] == [MeshBeat]
     assert node.states[MIDDLE.node].links == ()
     (drop,) = only(actions, Drop)
-    assert (drop.peer, drop.why) == (CLIENT.node, Why.RULES)
+    assert (drop.peer, drop.why) == (CLIENT.node, CloseReason.RULES)
     assert drop.text == "Gossip on a client link"
 
 
@@ -297,19 +305,19 @@ def test_a_client_sends_beats_and_requests_only() -> None:
     node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
 
     greeting = link(node, LAST)
-    beat = node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), 1.1)
+    beat = node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), 1.1)
     gossip = node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 2.0)
 
-    assert [type(message) for message in said(greeting, LAST)] == [Beat]
-    assert [type(message) for message in said(beat, LAST)] == [Beat]
-    assert only(gossip, Drop)[0].why is Why.RULES
+    assert [type(message) for message in said(greeting, LAST)] == [MeshBeat]
+    assert [type(message) for message in said(beat, LAST)] == [MeshBeat]
+    assert only(gossip, Drop)[0].why is CloseReason.RULES
     assert not node.profiles
 
 
 def test_request_messages_are_delivered_to_the_node() -> None:
-    node, ask = linked(CLIENT), Ask(bytes(16), b"{}")
+    node, ask = linked(CLIENT), Generate(bytes(16), b"{}")
 
-    assert node.receive(CLIENT.node, ask, 2.0) == [Deliver(CLIENT.node, ask)]
+    assert node.receive(CLIENT.node, ask, 2.0) == [DeliverRequest(CLIENT.node, ask)]
 
 
 def test_messages_of_unlinked_peers_are_ignored() -> None:
@@ -323,7 +331,7 @@ def test_a_forged_item_drops_the_peer_that_sent_it() -> None:
     actions = node.receive(LAST.node, Items((forged,)), 2.0)
 
     (drop,) = only(actions, Drop)
-    assert (drop.peer, drop.why) == (LAST.node, Why.RULES)
+    assert (drop.peer, drop.why) == (LAST.node, CloseReason.RULES)
     assert FOUNDER.node not in node.profiles
     assert node.links == {}
 
@@ -331,9 +339,9 @@ def test_a_forged_item_drops_the_peer_that_sent_it() -> None:
 def test_a_bye_ends_the_link() -> None:
     node = linked(LAST)
 
-    actions = node.receive(LAST.node, Bye(Why.TWIN), 2.0)
+    actions = node.receive(LAST.node, Bye(CloseReason.TWIN), 2.0)
 
-    assert actions == [Parted(LAST.node, Why.TWIN), Changed()]
+    assert actions == [Parted(LAST.node, CloseReason.TWIN), Changed()]
     assert node.links == {}
 
 
@@ -341,7 +349,7 @@ def test_a_bye_ends_the_link() -> None:
 def test_a_link_to_a_non_member_or_itself_is_dropped(key: NodeKey) -> None:
     (drop,) = link(mesh(), key)
 
-    why = Why.REMOVED if key is STRANGER else Why.TWIN
+    why = CloseReason.REMOVED if key is STRANGER else CloseReason.TWIN
     assert drop == Drop(key.node, why, is_newcomer=True)
 
 
@@ -354,9 +362,9 @@ def test_of_crossing_dials_that_of_the_lower_id_is_kept() -> None:
     at_higher = link(higher, MIDDLE, 1.1, dialled=False)
     again = link(higher, MIDDLE, 1.2, dialled=True)
 
-    assert only(at_lower, Drop) == [Drop(LAST.node, Why.CROSSED)]
-    assert only(at_higher, Drop) == [Drop(MIDDLE.node, Why.CROSSED)]
-    assert again == [Drop(MIDDLE.node, Why.CROSSED, is_newcomer=True)]
+    assert only(at_lower, Drop) == [Drop(LAST.node, CloseReason.CROSSED)]
+    assert only(at_higher, Drop) == [Drop(MIDDLE.node, CloseReason.CROSSED)]
+    assert again == [Drop(MIDDLE.node, CloseReason.CROSSED, is_newcomer=True)]
 
 
 def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_active() -> None:
@@ -365,8 +373,8 @@ def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_active
     refused = link(node, LAST, 1.0 + FRESH / 2, instance=2)
     taken = link(node, LAST, 1.0 + FRESH, instance=2)
 
-    assert refused == [Drop(LAST.node, Why.TWIN, is_newcomer=True)]
-    assert taken[0] == Drop(LAST.node, Why.CROSSED)
+    assert refused == [Drop(LAST.node, CloseReason.TWIN, is_newcomer=True)]
+    assert taken[0] == Drop(LAST.node, CloseReason.CROSSED)
     assert node.links[LAST.node].instance == 2
 
 
@@ -401,7 +409,7 @@ def test_a_link_that_lasted_is_dialled_at_once_when_it_is_lost() -> None:
     tick(node, 2.0)
     link(node, LAST, 3.0)
     for now in (5.0, 7.0, 9.0, 11.0, 13.0):
-        node.receive(LAST.node, Beat(5, 0, 0, 0, bytes(8)), now)
+        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
     tick(node, 3.0 + STABLE)
 
     node.unlinked(LAST.node, 3.0 + STABLE)
@@ -426,9 +434,9 @@ def test_a_removal_is_published_and_closes_the_link() -> None:
     actions = node.remove(removal, 2.0)
 
     assert next(item.kind for item in items(actions, FOUNDER)) is Kind.REMOVAL
-    assert only(actions, Drop) == [Drop(LAST.node, Why.REMOVED)]
+    assert only(actions, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert node.removals == {LAST.node: removal}
-    assert link(node, LAST, 3.0) == [Drop(LAST.node, Why.REMOVED, is_newcomer=True)]
+    assert link(node, LAST, 3.0) == [Drop(LAST.node, CloseReason.REMOVED, is_newcomer=True)]
 
 
 def test_a_received_removal_closes_the_link_too() -> None:
@@ -438,7 +446,7 @@ def test_a_received_removal_closes_the_link_too() -> None:
     removal = sign(FOUNDER, remove(FOUNDER, MESH, LAST.node, int(WALL)))
     actions = node.receive(FOUNDER.node, Items((removal,)), 2.0)
 
-    assert only(actions, Drop) == [Drop(LAST.node, Why.REMOVED)]
+    assert only(actions, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert LAST.node not in node.profiles
 
 
@@ -450,7 +458,7 @@ def test_a_membership_that_expires_ends_the_link() -> None:
     late = tick(node, 1.6 + BEAT, WALL + DAY)
 
     assert only(early, Drop) == []
-    assert only(late, Drop) == [Drop(LAST.node, Why.REMOVED)]
+    assert only(late, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert LAST.node not in node.profiles
 
 
@@ -462,7 +470,7 @@ def test_leaving_is_published_and_closes_all_links() -> None:
     (state,) = items(actions, LAST)
     assert node.states[MIDDLE.node].lifecycle is Lifecycle.LEFT
     assert state.kind is Kind.STATE
-    assert [drop.why for drop in only(actions, Drop)] == [Why.LEAVING] * 2
+    assert [drop.why for drop in only(actions, Drop)] == [CloseReason.LEAVING] * 2
     assert node.links == {}
 
 
@@ -489,7 +497,7 @@ def test_a_node_that_never_published_can_leave() -> None:
     node = Mesh(MIDDLE, CREDENTIALS[MIDDLE.node], 1, now=0.0, wall_s=WALL)
     link(node, LAST)
 
-    assert only(node.leave(2.0), Drop) == [Drop(LAST.node, Why.LEAVING)]
+    assert only(node.leave(2.0), Drop) == [Drop(LAST.node, CloseReason.LEAVING)]
 
 
 def test_a_record_beyond_the_limits_is_not_published() -> None:
@@ -525,7 +533,7 @@ def test_nodes_with_the_same_items_have_the_same_digest() -> None:
 def test_an_unknown_message_only_resets_the_timeout() -> None:
     node = linked(LAST)
 
-    actions = node.receive(LAST.node, Unknown(99, b"whatever"), 1.0 + SILENCE)
+    actions = node.receive(LAST.node, UnknownMeshMessage(99, b"whatever"), 1.0 + SILENCE)
 
     assert actions == []
     assert node.links[LAST.node].heard == 1.0 + SILENCE

@@ -155,6 +155,34 @@ def test_an_absurd_version_does_not_freeze_a_term() -> None:
     assert records.charter == replace(CHARTER, members=2)
 
 
+def test_the_terms_of_a_removed_author_are_void_in_any_order() -> None:
+    hostile = Amendments((Term("members", 7, "64"), Term("tariff", 1, "night")))
+    items = sign(FOUNDER, CHARTER), sign(MIDDLE, hostile), sign(FOUNDER, REMOVAL)
+
+    charters = [stored(*order).charter for order in permutations(items)]
+
+    assert charters == [CHARTER] * 6
+
+
+def test_amendments_of_removed_authors_make_room() -> None:
+    records = stored(sign(FOUNDER, CHARTER), sign(MIDDLE, AMENDED), sign(FOUNDER, REMOVAL))
+
+    with patch.object(module, "MAX_AMENDERS", 1):
+        assert records.take(sign(LAST, Amendments((Term("policy", 3, "auto"),))), WALL)
+
+    assert records.amendments.keys() == {LAST.node}
+
+
+def test_the_founder_wins_of_equal_versions() -> None:
+    by_founder = Amendments((Term("members", 1, "5"),))
+    items = [sign(FOUNDER, CHARTER), sign(FOUNDER, by_founder)]
+    items += [sign(key, AMENDED) for key in (MIDDLE, LAST)]
+
+    charters = [stored(*order).charter for order in permutations(items)]
+
+    assert charters == [replace(CHARTER, members=5)] * 24
+
+
 def test_records_of_unknown_kinds_are_carried_for_known_nodes_up_to_a_limit() -> None:
     records = stored(sign(LAST, PROFILE))
 

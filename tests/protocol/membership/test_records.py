@@ -22,7 +22,7 @@ from meshllm.protocol.membership.records import (
     MAX_ROUND_TRIP_US,
     Lifecycle,
     Profile,
-    State,
+    StateRecord,
     alive,
 )
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, MAX_SECONDS
@@ -39,20 +39,20 @@ def test_a_profile_round_trips(profile: Profile) -> None:
 
 
 @given(states)
-def test_a_state_round_trips(state: State) -> None:
-    assert State.decode(state.encode()) == state
+def test_a_state_round_trips(state: StateRecord) -> None:
+    assert StateRecord.decode(state.encode()) == state
 
 
 @given(st.binary())
 def test_garbage_is_refused(data: bytes) -> None:
-    for record in (Profile, State):
+    for record in (Profile, StateRecord):
         with pytest.raises(PeerFault):
             record.decode(b"\x01" + data + b"\xff" * 99_999)
 
 
-@pytest.mark.parametrize("record", [PROFILE, State(links=((A, 9),), followed=b"plan")])
+@pytest.mark.parametrize("record", [PROFILE, StateRecord(links=((A, 9),), followed=b"plan")])
 def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
-    record: Profile | State,
+    record: Profile | StateRecord,
 ) -> None:
     assert record.decode(b"\x02" + record.encode()[1:] + b"later") == record
 
@@ -62,10 +62,10 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
 
 @pytest.mark.parametrize("code", [0, 4, 255])
 def test_an_unknown_lifecycle_is_other(code: int) -> None:
-    data = bytearray(State().encode())
+    data = bytearray(StateRecord().encode())
     data[1] = code
 
-    assert State.decode(bytes(data)).lifecycle is Lifecycle.OTHER
+    assert StateRecord.decode(bytes(data)).lifecycle is Lifecycle.OTHER
 
 
 @pytest.mark.parametrize(
@@ -110,31 +110,31 @@ def test_a_reversed_span_is_refused() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        State(links=((A, 1),) * (MAX_MEMBERS + 1)),
-        State(links=((A, MAX_ROUND_TRIP_US + 1),)),
-        State(followed=bytes(MAX_PLAN_BYTES + 1)),
-        State(obstacle="o" * (MAX_OBSTACLE_BYTES + 1)),
+        StateRecord(links=((A, 1),) * (MAX_MEMBERS + 1)),
+        StateRecord(links=((A, MAX_ROUND_TRIP_US + 1),)),
+        StateRecord(followed=bytes(MAX_PLAN_BYTES + 1)),
+        StateRecord(obstacle="o" * (MAX_OBSTACLE_BYTES + 1)),
     ],
     ids=["links", "round trip", "plan", "obstacle"],
 )
-def test_a_state_beyond_a_limit_is_refused(state: State) -> None:
+def test_a_state_beyond_a_limit_is_refused(state: StateRecord) -> None:
     with pytest.raises(PeerFault):
-        State.decode(state.encode())
+        StateRecord.decode(state.encode())
 
 
 @pytest.mark.parametrize(("place", "value"), [(2, 2), (3, 2)])
 def test_an_invalid_flag_is_refused(place: int, value: int) -> None:
-    data = bytearray(State().encode())
+    data = bytearray(StateRecord().encode())
     data[place] = value
 
     with pytest.raises(PeerFault):
-        State.decode(bytes(data))
+        StateRecord.decode(bytes(data))
 
 
-def here(**links: str) -> dict[NodeId, State]:
+def here(**links: str) -> dict[NodeId, StateRecord]:
     names = {"a": A, "b": B, "c": C, "d": D}
     return {
-        names[name]: State(Lifecycle.SERVING, tuple((names[peer], 1) for peer in peers))
+        names[name]: StateRecord(Lifecycle.SERVING, tuple((names[peer], 1) for peer in peers))
         for name, peers in links.items()
     }
 
@@ -165,7 +165,9 @@ def test_the_component_without_me_is_not_alive() -> None:
 
 
 @given(st.dictionaries(nodes, states, max_size=6), nodes)
-def test_all_living_nodes_agree_on_who_is_alive(states: dict[NodeId, State], me: NodeId) -> None:
+def test_all_living_nodes_agree_on_who_is_alive(
+    states: dict[NodeId, StateRecord], me: NodeId
+) -> None:
     links = tuple((node, 1) for node in states)
     linked = {node: replace(state, links=links) for node, state in states.items()}
 

@@ -8,7 +8,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import Item, Kind, Slot
 from meshllm.protocol.membership.link_table import Contact
-from meshllm.protocol.membership.records import MAX_MEMBERS, State
+from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord
 from meshllm.protocol.membership.sync import FORGET, Replica
 from meshllm.protocol.trust.credential import Credential, Role, found, issue
 from meshllm.protocol.trust.identity import NodeKey
@@ -39,7 +39,7 @@ def taken(node: Replica, *items: Item, peer: NodeId = LAST.node) -> tuple[list[I
     return node.take(peer, contact(), items, WALL)
 
 
-def linked(*peers: NodeId) -> State:
+def linked(*peers: NodeId) -> StateRecord:
     return replace(STATE, links=tuple((peer, 1) for peer in peers))
 
 

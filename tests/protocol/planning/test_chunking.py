@@ -19,7 +19,7 @@ from meshllm.protocol.planning.chunking import (
     ring_times,
     usual_pace,
 )
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Stage, Wire
+from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Offer, Plan, PlanStage
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_ROWS, encode
 from meshllm.protocol.session.messages import Data, DType, Flags
@@ -27,8 +27,8 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
 from tests.builders.offers import A, B, apart, model, offer
 
-PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 2)), Stage(B, Span(2, 4))))
-NO_TIME = Wire(0.0)
+PAIR = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 2)), PlanStage(B, Span(2, 4))))
+NO_TIME = LinkSpeed(0.0)
 STEEP = ((1, 1e-5), (1000, 1e-2))
 """Ten microseconds per row, whatever the number of rows."""
 REAL = ((1, 2e-3), (32, 4e-3), (256, 2.9e-2), (1024, 0.17))
@@ -39,7 +39,7 @@ FLAT = ((1, 1e-2), (1000, 2e-2))
 def ring(
     *layers: float,
     table: tuple[tuple[int, float], ...] = STEEP,
-    wire: Wire = NO_TIME,
+    wire: LinkSpeed = NO_TIME,
     row_bytes: int = 0,
 ) -> RingTimes:
     """Make a ring of ranks with this number of layers each."""
@@ -50,7 +50,7 @@ def ring(
 def test_attention_time_grows_with_the_rows_before() -> None:
     # Per row: 0.1 ms, and 0.2 us for each of those before it, which are half of 1000 on average.
     table = ((100, 100 * (1e-4 + 2e-7 * 50)), (1000, 1000 * (1e-4 + 2e-7 * 500)))
-    rank = RankTimes(Offer(A, 0, table, 0.0), 2.0, Wire(0.0))
+    rank = RankTimes(Offer(A, 0, table, 0.0), 2.0, LinkSpeed(0.0))
 
     assert rank.compute_s(100) == pytest.approx(2 * 100 * (1e-4 + 2e-7 * 50))
     assert rank.compute_s(400) == pytest.approx(2 * 400 * (1e-4 + 2e-7 * 200))
@@ -64,13 +64,13 @@ def test_attention_time_grows_with_the_rows_before() -> None:
 def test_attention_costs_nothing_if_more_rows_are_not_slower(
     table: tuple[tuple[int, float], ...],
 ) -> None:
-    rank = RankTimes(Offer(A, 0, table, 0.0), 1.0, Wire(0.0))
+    rank = RankTimes(Offer(A, 0, table, 0.0), 1.0, LinkSpeed(0.0))
 
     assert rank.compute_s(100, 10_000) == rank.compute_s(100)
 
 
 def test_ranks_work_on_different_chunks_at_once() -> None:
-    times = ring(1, 2, wire=Wire(0.001))
+    times = ring(1, 2, wire=LinkSpeed(0.001))
 
     whole, parts = (times.first_token_s(1000, times.pace(chunk)) for chunk in (1000, 250))
 
@@ -89,7 +89,7 @@ def test_the_rest_of_a_prompt_is_a_short_chunk() -> None:
 
 def test_a_link_carries_one_chunk_after_the_other() -> None:
     # 1 ms for a chunk of 100 rows on a rank, 10 ms on the link to the second one.
-    times = ring(1, 1, wire=Wire(0.0, 1e6), row_bytes=100)
+    times = ring(1, 1, wire=LinkSpeed(0.0, 1e6), row_bytes=100)
 
     seconds = times.first_token_s(400, times.pace(100))
 
@@ -108,14 +108,14 @@ def test_message_sizes_match_the_codec() -> None:
 
 def test_more_chunks_are_in_flight_on_links_with_latency() -> None:
     # A chunk of 100 rows takes 1 ms on each of 3 ranks; a link takes 0, 1 or 100 ms.
-    paces = [ring(1, 1, 1, wire=Wire(way_s)).pace(100) for way_s in (0.0, 0.001, 0.1)]
+    paces = [ring(1, 1, 1, wire=LinkSpeed(way_s)).pace(100) for way_s in (0.0, 0.001, 0.1)]
 
     assert [pace.window for pace in paces] == [3, 6, MAX_PENDING]
     assert ring(1).pace(100).window == 1
 
 
 def test_the_window_keeps_the_ranks_busy() -> None:
-    times = ring(1, 1, wire=Wire(0.003))
+    times = ring(1, 1, wire=LinkSpeed(0.003))
 
     # 8 ms until a chunk of 1 ms is back: with two in flight it would be 8 ms for two of them.
     assert times.pace(100).window == 8
@@ -131,7 +131,7 @@ def test_the_longest_chunk_that_is_nearly_best_is_chosen(
     table: tuple[tuple[int, float], ...], layers: tuple[float, ...], others: int
 ) -> None:
     times, limit_s = (
-        ring(*layers, table=table, wire=Wire(0.001)),
+        ring(*layers, table=table, wire=LinkSpeed(0.001)),
         STALL_S if others else ALONE_STALL_S,
     )
     for prompt in (10, 64, 100, 500, 2000):
@@ -220,7 +220,7 @@ def test_layers_and_wires_follow_the_plan() -> None:
 
 
 def test_a_single_node_has_no_hop() -> None:
-    plan = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))
+    plan = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 4)),))
 
     times = ring_times(plan, [offer(A, 4)], apart({}, others=10), model(4))
 

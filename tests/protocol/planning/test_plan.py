@@ -9,17 +9,19 @@ from meshllm.protocol.planning.plan import (
     MAX_EPOCH,
     Ends,
     Links,
+    LinkSpeed,
+    ModelSizes,
     Offer,
     Plan,
-    Shape,
-    Stage,
+    PlanStage,
     Standby,
-    Wire,
 )
 from meshllm.protocol.session.messages import MAX_RANKS
 from tests.builders.offers import A, B, C, D, model, node
 
-PLAN = Plan(7, "tiny", Ends.ENTRY, (Stage(B, Span(0, 3)), Stage(A, Span(3, 4))), (Standby(C, ""),))
+PLAN = Plan(
+    7, "tiny", Ends.ENTRY, (PlanStage(B, Span(0, 3)), PlanStage(A, Span(3, 4))), (Standby(C, ""),)
+)
 
 
 def test_the_bytes_of_a_plan_are_pinned() -> None:
@@ -41,8 +43,8 @@ def test_the_bytes_of_a_plan_are_pinned() -> None:
     [
         replace(PLAN, epoch=8),
         replace(PLAN, model="tiny2"),
-        replace(PLAN, stages=(Stage(A, Span(0, 3)), Stage(B, Span(3, 4)))),
-        replace(PLAN, stages=(Stage(B, Span(0, 2)), Stage(A, Span(2, 4)))),
+        replace(PLAN, stages=(PlanStage(A, Span(0, 3)), PlanStage(B, Span(3, 4)))),
+        replace(PLAN, stages=(PlanStage(B, Span(0, 2)), PlanStage(A, Span(2, 4)))),
         replace(PLAN, standbys=()),
         replace(PLAN, standbys=(Standby(D, ""),)),
     ],
@@ -58,7 +60,7 @@ def test_the_reason_of_a_standby_is_not_hashed() -> None:
 
 
 def test_the_holder_of_the_ends_changes_the_digest() -> None:
-    stages = (Stage(C, Span(0, 0)), Stage(B, Span(0, 4)))
+    stages = (PlanStage(C, Span(0, 0)), PlanStage(B, Span(0, 4)))
     client = Plan(7, "tiny", Ends.CLIENT, stages)
 
     assert client.layers == 4
@@ -70,7 +72,7 @@ def test_the_holder_of_the_ends_changes_the_digest() -> None:
     [
         PLAN,
         replace(PLAN, epoch=MAX_EPOCH, standbys=()),
-        Plan(1, "", Ends.CLIENT, (Stage(C, Span(0, 0)), Stage(B, Span(0, 4)))),
+        Plan(1, "", Ends.CLIENT, (PlanStage(C, Span(0, 0)), PlanStage(B, Span(0, 4)))),
     ],
 )
 def test_a_plan_comes_back_from_its_bytes(plan: Plan) -> None:
@@ -107,18 +109,18 @@ def test_rank_is_the_place_in_the_ring() -> None:
     ("ends", "stages"),
     [
         (Ends.ENTRY, []),
-        (Ends.CLIENT, [Stage(A, Span(0, 0))]),
-        (Ends.ENTRY, [Stage(A, Span(0, 0)), Stage(B, Span(0, 4))]),
-        (Ends.ENTRY, [Stage(A, Span(1, 4))]),
-        (Ends.ENTRY, [Stage(A, Span(0, 2)), Stage(B, Span(1, 4))]),
-        (Ends.ENTRY, [Stage(A, Span(0, 2)), Stage(B, Span(2, 2))]),
-        (Ends.ENTRY, [Stage(A, Span(0, 2)), Stage(A, Span(2, 4))]),
-        (Ends.ENTRY, [Stage(A, Span(0, 2)), Stage(C, Span(2, 4))]),
-        (Ends.CLIENT, [Stage(A, Span(0, 1)), Stage(B, Span(0, 4))]),
-        (Ends.ENTRY, [Stage(node(at), Span(at, at + 1)) for at in range(MAX_RANKS + 1)]),
+        (Ends.CLIENT, [PlanStage(A, Span(0, 0))]),
+        (Ends.ENTRY, [PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4))]),
+        (Ends.ENTRY, [PlanStage(A, Span(1, 4))]),
+        (Ends.ENTRY, [PlanStage(A, Span(0, 2)), PlanStage(B, Span(1, 4))]),
+        (Ends.ENTRY, [PlanStage(A, Span(0, 2)), PlanStage(B, Span(2, 2))]),
+        (Ends.ENTRY, [PlanStage(A, Span(0, 2)), PlanStage(A, Span(2, 4))]),
+        (Ends.ENTRY, [PlanStage(A, Span(0, 2)), PlanStage(C, Span(2, 4))]),
+        (Ends.CLIENT, [PlanStage(A, Span(0, 1)), PlanStage(B, Span(0, 4))]),
+        (Ends.ENTRY, [PlanStage(node(at), Span(at, at + 1)) for at in range(MAX_RANKS + 1)]),
     ],
 )
-def test_spans_follow_each_other_over_distinct_nodes(ends: Ends, stages: list[Stage]) -> None:
+def test_spans_follow_each_other_over_distinct_nodes(ends: Ends, stages: list[PlanStage]) -> None:
     with pytest.raises(UserError):
         Plan(1, "tiny", ends, tuple(stages), (Standby(C, ""),))
 
@@ -155,15 +157,15 @@ def test_the_time_of_the_head_is_bounded(head_s: float) -> None:
 )
 def test_invalid_latency_and_bandwidth_are_refused(latency_s: float, bytes_per_s: float) -> None:
     with pytest.raises(UserError):
-        Wire(latency_s, bytes_per_s)
+        LinkSpeed(latency_s, bytes_per_s)
 
 
 def test_a_wire_takes_its_latency_and_the_time_of_the_bytes() -> None:
-    assert Wire(0.5, 100.0).seconds(50) == 1.0
+    assert LinkSpeed(0.5, 100.0).seconds(50) == 1.0
 
 
 def test_wires_are_symmetric_unless_both_are_given() -> None:
-    there, back, other = Wire(1.0), Wire(2.0), Wire(3.0)
+    there, back, other = LinkSpeed(1.0), LinkSpeed(2.0), LinkSpeed(3.0)
     links = Links({(A, B): there, (C, D): there, (D, C): back}, other)
 
     pairs: list[tuple[NodeId, NodeId]] = [(A, B), (B, A), (C, D), (D, C), (A, D)]
@@ -181,4 +183,4 @@ def test_a_tied_head_is_held_once_and_read_whole() -> None:
 @pytest.mark.parametrize(("layer_bytes", "kv"), [((), ()), ((80,), (1, 1)), ((80, 0), (1, 1))])
 def test_a_model_has_layers_with_weights(layer_bytes: tuple[int, ...], kv: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match="`tiny` has"):
-        Shape("tiny", layer_bytes, kv, 0, 0, True, 4, 2, 10)
+        ModelSizes("tiny", layer_bytes, kv, 0, 0, True, 4, 2, 10)

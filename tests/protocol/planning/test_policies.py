@@ -12,7 +12,7 @@ from meshllm.protocol.agreement.relaxation import to_division
 from meshllm.protocol.membership.charter import Amendments, Term, merge
 from meshllm.protocol.planning import policies
 from meshllm.protocol.planning.partition import token_time
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, Stage, Terms
+from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints, PlanStage
 from meshllm.protocol.planning.policies import Policy, make_plan
 from meshllm.protocol.planning.prediction import compare
 from meshllm.protocol.planning.problem import kv_rooms, pose, room_tokens
@@ -42,8 +42,8 @@ def test_the_fastest_node_is_filled_first() -> None:
 def test_a_node_that_only_adds_latency_stands_by() -> None:
     offers = [offer(A, 4, ms=5), offer(B, 4, ms=4)]
 
-    near = make_plan(offers, apart({}, others=1), model(4), terms=Terms(entry=A))
-    far = make_plan(offers, apart({}, others=20), model(4), terms=Terms(entry=A))
+    near = make_plan(offers, apart({}, others=1), model(4), terms=PlanConstraints(entry=A))
+    far = make_plan(offers, apart({}, others=20), model(4), terms=PlanConstraints(entry=A))
 
     assert spans(near) == {A: "0:1", B: "1:4"}
     assert spans(far) == {A: "0:4"}
@@ -65,7 +65,7 @@ def test_a_slow_head_makes_a_bad_entry() -> None:
     assert plan.stages[0].node == B
 
 
-TWO = Terms(members=2)
+TWO = PlanConstraints(members=2)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,9 @@ def test_nearly_equal_nodes_share_the_layers(slower: float, expected: list[int])
 def test_the_head_counts_where_layers_are_shared() -> None:
     offers = [offer(A, 35, head_ms=8), offer(B, 35, ms=1.01, head_ms=8)]
 
-    plan = make_plan(offers, apart({}, others=0), model(28), terms=Terms(members=2, entry=A))
+    plan = make_plan(
+        offers, apart({}, others=0), model(28), terms=PlanConstraints(members=2, entry=A)
+    )
 
     assert spans(plan) == {A: "0:10", B: "10:28"}
 
@@ -112,7 +114,7 @@ def test_the_ring_is_the_shortest_tour() -> None:
     offers = [offer(at, 1) for at in (A, B, C, D)]
     links = apart({(A, C): 1, (C, B): 1, (B, D): 1, (D, A): 1}, others=5)
 
-    plan = make_plan(offers, links, model(4), terms=Terms(entry=A))
+    plan = make_plan(offers, links, model(4), terms=PlanConstraints(entry=A))
 
     order = [stage.node for stage in plan.stages]
     assert order in ([A, C, B, D], [A, D, B, C])
@@ -122,7 +124,7 @@ def test_equal_nodes_get_even_spans() -> None:
     offers = [offer(at, 8) for at in (A, B, C)]
 
     plans = [
-        make_plan(offers, NEAR, model(8), policy=policy, terms=Terms(members=3))
+        make_plan(offers, NEAR, model(8), policy=policy, terms=PlanConstraints(members=3))
         for policy in POLICIES
     ]
 
@@ -140,6 +142,24 @@ def test_a_bound_that_unequal_layers_cannot_reach_is_not_trusted() -> None:
     assert plan.stages[-1].node == A
 
 
+def test_a_ring_of_the_same_bound_may_be_faster() -> None:
+    # Both orders have one bound; only the quick node should hold the layer of 240 bytes.
+    offers = [offer(A, 3, ms=2), offer(B, 3, ms=1)]
+
+    plan = make_plan(offers, NEAR, model(sizes=(240, 80)))
+
+    assert spans(plan) == {B: "0:1", A: "1:2"}
+
+
+def test_of_two_equally_fast_rings_the_one_with_the_lower_entry_is_taken() -> None:
+    # The slow node holds one of two equal layers, the first or the last: the same time.
+    offers = [offer(A, 3, ms=2), offer(B, 6, ms=1)]
+
+    plan = make_plan(offers, NEAR, model(sizes=(160, 80, 160)), policy="fastest", terms=TWO)
+
+    assert spans(plan) == {A: "0:1", B: "1:3"}
+
+
 def test_throughput_has_the_fastest_slowest_stage() -> None:
     offers = [offer(A, 8, ms=1), offer(B, 8, ms=3)]
 
@@ -151,7 +171,7 @@ def test_throughput_has_the_fastest_slowest_stage() -> None:
 def test_throughput_counts_the_head_of_the_entry() -> None:
     offers = [offer(A, 8, head_ms=4), offer(B, 8)]
 
-    plan = make_plan(offers, NEAR, model(8), policy="throughput", terms=Terms(entry=A))
+    plan = make_plan(offers, NEAR, model(8), policy="throughput", terms=PlanConstraints(entry=A))
 
     assert spans(plan) == {A: "0:2", B: "2:8"}
 
@@ -162,6 +182,15 @@ def test_throughput_leaves_out_a_node_that_is_too_slow_for_one_layer() -> None:
     plan = make_plan(offers, NEAR, model(4), policy="throughput")
 
     assert spans(plan) == {A: "0:2", B: "2:4"}
+
+
+def test_throughput_limits_the_others_to_the_stage_of_a_slow_preferred_node() -> None:
+    # A layer takes C 10 ms. With A alone beside it a token is faster, but the stage takes 10.4 ms.
+    offers = [offer(A, 9, ms=1.3), offer(B, 9, ms=2), offer(C, 9, ms=10)]
+
+    plan = make_plan(offers, NEAR, model(9), policy="throughput", terms=PlanConstraints(prefer=[C]))
+
+    assert {stage.node: len(stage.span) for stage in plan.stages} == {A: 7, B: 1, C: 1}
 
 
 def test_throughput_loosens_the_limit_until_whole_layers_fit() -> None:
@@ -240,7 +269,7 @@ def test_the_entry_has_less_room_for_the_ends(policy: str) -> None:
     offers = [offer(A, 4), offer(B, 4)]
 
     plan = make_plan(
-        offers, NEAR, model(4, ends=200), policy=policy, terms=Terms(entry=B, members=2)
+        offers, NEAR, model(4, ends=200), policy=policy, terms=PlanConstraints(entry=B, members=2)
     )
 
     assert plan.stages[0].node == B
@@ -250,7 +279,7 @@ def test_the_entry_has_less_room_for_the_ends(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_client_holds_the_ends_and_no_layer(policy: str) -> None:
     offers = [offer(A, 1), offer(B, 8), offer(C, 8)]
-    terms = Terms(ends=Ends.CLIENT, entry=A, members=3)
+    terms = PlanConstraints(ends=Ends.CLIENT, entry=A, members=3)
 
     plan = make_plan(offers, NEAR, model(4, ends=80), policy=policy, terms=terms)
 
@@ -264,7 +293,7 @@ def test_caches_of_all_sessions_take_room(policy: str) -> None:
     # 40 more: two fit into 360.
     offers = [replace(offer(each, 0), memory_bytes=360 * 100 // 80) for each in (A, B)]
 
-    plan = make_plan(offers, NEAR, model(4, kv=4), policy=policy, terms=Terms(sessions=2))
+    plan = make_plan(offers, NEAR, model(4, kv=4), policy=policy, terms=PlanConstraints(sessions=2))
 
     assert [len(stage.span) for stage in plan.stages] == [2, 2]
 
@@ -282,7 +311,7 @@ def test_large_layers_count_by_their_own_bytes(policy: str) -> None:
 def test_every_policy_respects_the_terms(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C, D)]
     memory = {B: 100, C: 200, D: 300}
-    terms = Terms(exclude=[A], prefer=[C, node(9)], entry=B, members=3, memory=memory)
+    terms = PlanConstraints(exclude=[A], prefer=[C, node(9)], entry=B, members=3, memory=memory)
 
     plan = make_plan(offers, NEAR, model(6), policy=policy, terms=terms)
 
@@ -294,13 +323,15 @@ def test_every_policy_respects_the_terms(policy: str) -> None:
 def test_a_preferred_node_holds_a_span_even_if_slower() -> None:
     offers = [offer(A, 4), offer(B, 4, ms=9)]
 
-    plan = make_plan(offers, apart({}), model(4), terms=Terms(prefer=[B]))
+    plan = make_plan(offers, apart({}), model(4), terms=PlanConstraints(prefer=[B]))
 
     assert sorted(len(stage.span) for stage in plan.stages) == [1, 3]
 
 
 def test_a_preferred_node_without_room_for_a_layer_stands_by() -> None:
-    plan = make_plan([offer(A, 4), offer(B, 0.5)], NEAR, model(4), terms=Terms(prefer=[B]))
+    plan = make_plan(
+        [offer(A, 4), offer(B, 0.5)], NEAR, model(4), terms=PlanConstraints(prefer=[B])
+    )
 
     assert [standby.node for standby in plan.standbys] == [B]
 
@@ -309,7 +340,9 @@ def test_a_preferred_node_without_room_for_a_layer_stands_by() -> None:
 def test_a_fixed_span_stays_on_its_node(policy: str) -> None:
     offers = [offer(at, 9) for at in (A, B, C)]
 
-    plan = make_plan(offers, NEAR, model(6), policy=policy, terms=Terms(spans={B: Span(2, 3)}))
+    plan = make_plan(
+        offers, NEAR, model(6), policy=policy, terms=PlanConstraints(spans={B: Span(2, 3)})
+    )
 
     assert spans(plan)[B] == "2:3"
     assert [stage.span.stop for stage in plan.stages][-1] == 6
@@ -318,13 +351,15 @@ def test_a_fixed_span_stays_on_its_node(policy: str) -> None:
 def test_the_node_of_layer_0_is_the_entry() -> None:
     offers = [offer(A, 9), offer(B, 9, ms=9)]
 
-    plan = make_plan(offers, NEAR, model(6), terms=Terms(spans={B: Span(0, 2), A: Span(2, 6)}))
+    plan = make_plan(
+        offers, NEAR, model(6), terms=PlanConstraints(spans={B: Span(0, 2), A: Span(2, 6)})
+    )
 
     assert spans(plan) == {B: "0:2", A: "2:6"}
 
 
 def test_fixed_spans_of_others_leave_a_node_out() -> None:
-    terms = Terms(spans={A: Span(0, 2), B: Span(2, 4)})
+    terms = PlanConstraints(spans={A: Span(0, 2), B: Span(2, 4)})
 
     plan = make_plan([offer(at, 9) for at in (A, B, C)], NEAR, model(4), terms=terms)
 
@@ -333,7 +368,7 @@ def test_fixed_spans_of_others_leave_a_node_out() -> None:
 
 
 def test_an_entry_may_be_given_with_fixed_later_spans() -> None:
-    terms = Terms(entry=A, spans={B: Span(2, 4)})
+    terms = PlanConstraints(entry=A, spans={B: Span(2, 4)})
 
     plan = make_plan([offer(at, 9) for at in (A, B)], NEAR, model(4), terms=terms)
 
@@ -348,37 +383,37 @@ GIB = 1 << 30
     [
         (
             [1e-6],
-            Terms(),
+            PlanConstraints(),
             "1.0 KiB of usable",
         ),
-        ([2e-9], Terms(), "2 B of usable"),
+        ([2e-9], PlanConstraints(), "2 B of usable"),
         (
             [],
-            Terms(),
+            PlanConstraints(),
             "The ring lacks 4.5 GiB: `tiny` needs 4.0 GiB for 4 layers with KV caches and",
         ),
         (
             [1.0, 2.0],
-            Terms(),
+            PlanConstraints(),
             "lacks 1.5 GiB: .* and 512.0 MiB for embedding .* have 3.0 GiB of usable memory",
         ),
-        ([0.5, 8.0], Terms(entry=A), "lacks 1.0 GiB"),
-        ([8.0, 8.0], Terms(exclude=[A, B]), "lacks 4.5 GiB"),
-        ([0.0, 8.0], Terms(entry=A, ends=Ends.CLIENT), "lacks 512.0 MiB"),
-        ([2.0, 2.0, 2.0], Terms(members=2), "lacks 1.0 GiB"),
-        ([8.0, 8.0], Terms(memory={A: GIB, B: 2 * GIB}), "lacks 2.7 GiB"),
-        ([8.0], Terms(spans={A: Span(0, 3)}), "lacks 1.0 GiB"),
+        ([0.5, 8.0], PlanConstraints(entry=A), "lacks 1.0 GiB"),
+        ([8.0, 8.0], PlanConstraints(exclude=[A, B]), "lacks 4.5 GiB"),
+        ([0.0, 8.0], PlanConstraints(entry=A, ends=Ends.CLIENT), "lacks 512.0 MiB"),
+        ([2.0, 2.0, 2.0], PlanConstraints(members=2), "lacks 1.0 GiB"),
+        ([8.0, 8.0], PlanConstraints(memory={A: GIB, B: 2 * GIB}), "lacks 2.7 GiB"),
+        ([8.0], PlanConstraints(spans={A: Span(0, 3)}), "lacks 1.0 GiB"),
         (
             [8.0, 8.0],
-            Terms(prefer=[A, B], members=1),
+            PlanConstraints(prefer=[A, B], members=1),
             "No ring was found that holds `tiny` in whole",
         ),
-        ([8.0, 8.0], Terms(members=3), "No ring was found"),
+        ([8.0, 8.0], PlanConstraints(members=3), "No ring was found"),
     ],
 )
 @pytest.mark.parametrize("policy", EXACT_POLICIES)
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
-    policy: str, memories: list[float], terms: Terms, message: str
+    policy: str, memories: list[float], terms: PlanConstraints, message: str
 ) -> None:
     names = [A, B, C]
     offers = [offer(at, memory * GIB / 80) for at, memory in zip(names, memories, strict=False)]
@@ -393,26 +428,35 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (Terms(entry=D), f"Node `{D.hex()[:12]}` is required but excluded, or made no offer"),
-        (Terms(entry=A, exclude=[A]), "made no offer"),
-        (Terms(spans={D: Span(0, 1)}), "made no offer"),
         (
-            Terms(spans={A: Span(0, 5)}),
+            PlanConstraints(entry=D),
+            f"Node `{D.hex()[:12]}` is required but excluded, or made no offer",
+        ),
+        (PlanConstraints(entry=A, exclude=[A]), "made no offer"),
+        (PlanConstraints(spans={D: Span(0, 1)}), "made no offer"),
+        (
+            PlanConstraints(spans={A: Span(0, 5)}),
             "Span `0:5` is empty, overlaps another, or ends above layer 4",
         ),
-        (Terms(spans={A: Span(2, 2)}), "Span `2:2` is empty"),
-        (Terms(spans={A: Span(0, 2), B: Span(1, 4)}), "Span `1:4` is empty, overlaps"),
-        (Terms(members=5), "`tiny` has 4 layers for a ring of 5 nodes"),
-        (Terms(members=0), "`tiny` has 4 layers for a ring of 0 nodes"),
-        (Terms(members=1, entry=A, ends=Ends.CLIENT), "for a ring of 1 nodes"),
-        (Terms(ends=Ends.CLIENT), "The client that holds the ends must be the entry"),
-        (Terms(ends=Ends.CLIENT, entry=A, spans={A: Span(0, 1)}), "without a span"),
-        (Terms(entry=A, spans={B: Span(0, 1)}), "`626262626262` cannot hold `0:1`: layer 0"),
-        (Terms(entry=A, spans={A: Span(1, 2)}), "`616161616161` cannot hold `1:2`: layer 0"),
-        (Terms(sessions=0), "0 sessions"),
+        (PlanConstraints(spans={A: Span(2, 2)}), "Span `2:2` is empty"),
+        (PlanConstraints(spans={A: Span(0, 2), B: Span(1, 4)}), "Span `1:4` is empty, overlaps"),
+        (PlanConstraints(members=5), "`tiny` has 4 layers for a ring of 5 nodes"),
+        (PlanConstraints(members=0), "`tiny` has 4 layers for a ring of 0 nodes"),
+        (PlanConstraints(members=1, entry=A, ends=Ends.CLIENT), "for a ring of 1 nodes"),
+        (PlanConstraints(ends=Ends.CLIENT), "The client that holds the ends must be the entry"),
+        (PlanConstraints(ends=Ends.CLIENT, entry=A, spans={A: Span(0, 1)}), "without a span"),
+        (
+            PlanConstraints(entry=A, spans={B: Span(0, 1)}),
+            "`626262626262` cannot hold `0:1`: layer 0",
+        ),
+        (
+            PlanConstraints(entry=A, spans={A: Span(1, 2)}),
+            "`616161616161` cannot hold `1:2`: layer 0",
+        ),
+        (PlanConstraints(sessions=0), "0 sessions"),
     ],
 )
-def test_terms_that_contradict_each_other_are_refused(terms: Terms, message: str) -> None:
+def test_terms_that_contradict_each_other_are_refused(terms: PlanConstraints, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_plan([offer(A, 9), offer(B, 9)], NEAR, model(4), terms=terms)
 
@@ -424,7 +468,7 @@ def test_proportional_refuses_fixed_spans() -> None:
             NEAR,
             model(4),
             policy="proportional",
-            terms=Terms(spans={A: Span(0, 4)}),
+            terms=PlanConstraints(spans={A: Span(0, 4)}),
         )
 
 
@@ -437,7 +481,7 @@ def test_the_reason_of_a_small_standby_is_the_size_of_a_layer() -> None:
     shape = model(sizes=(GIB, GIB))
     offers = [offer(A, GIB / 20), offer(B, GIB / 200), offer(C, GIB / 20)]
 
-    plan = make_plan(offers, NEAR, shape, terms=Terms(members=2))
+    plan = make_plan(offers, NEAR, shape, terms=PlanConstraints(members=2))
 
     assert [standby.reason for standby in plan.standbys] == [
         "a layer takes 1.0 GiB and it has 409.6 MiB of usable memory"
@@ -456,7 +500,9 @@ def test_a_surplus_node_has_a_reason() -> None:
     offers = [offer(at, 1) for at in (A, B, C)]
 
     full = make_plan(offers, NEAR, model(2))
-    bound = make_plan([offer(at, 9) for at in (A, B, C)], NEAR, model(4), terms=Terms(members=2))
+    bound = make_plan(
+        [offer(at, 9) for at in (A, B, C)], NEAR, model(4), terms=PlanConstraints(members=2)
+    )
 
     assert [standby.reason for standby in full.standbys] == [
         "each of the 2 layers has its own node"
@@ -476,7 +522,7 @@ def two_sites(count: int) -> tuple[list[Offer], Links]:
 def test_many_nodes_stay_within_one_site(count: int) -> None:
     offers, links = two_sites(count)
 
-    plan = make_plan(offers, links, model(6), terms=Terms(members=3))
+    plan = make_plan(offers, links, model(6), terms=PlanConstraints(members=3))
 
     assert len({stage.node[-1] % 2 for stage in plan.stages}) == 1
     assert [str(stage.span) for stage in plan.stages] == ["0:2", "2:4", "4:6"]
@@ -503,7 +549,7 @@ def test_of_more_nodes_than_layers_the_largest_form_a_ring() -> None:
     offers = [offer(node(at), 1, ms=1) for at in range(14)]
     offers += [offer(node(at), 15, ms=90) for at in range(14, 16)]
 
-    plan = make_plan(offers, NEAR, model(28), terms=Terms(members=2, entry=node(14)))
+    plan = make_plan(offers, NEAR, model(28), terms=PlanConstraints(members=2, entry=node(14)))
 
     assert [stage.node for stage in plan.stages] == [node(14), node(15)]
 
@@ -511,7 +557,7 @@ def test_of_more_nodes_than_layers_the_largest_form_a_ring() -> None:
 @pytest.mark.parametrize("members", [None, 14])
 def test_a_client_plans_with_many_nodes(members: int | None) -> None:
     offers, links = two_sites(20)
-    terms = Terms(ends=Ends.CLIENT, entry=node(0), members=members, prefer=[node(1)])
+    terms = PlanConstraints(ends=Ends.CLIENT, entry=node(0), members=members, prefer=[node(1)])
 
     plan = make_plan(offers, links, model(24), terms=terms)
 
@@ -543,7 +589,7 @@ def test_a_policy_needs_only_an_objective() -> None:
 
 def test_proportional_minimises_its_objective() -> None:
     offers = [offer(A, 3), offer(B, 9), offer(C, 4, ms=9)]
-    problem = pose(offers, NEAR, model(8), Terms())
+    problem = pose(offers, NEAR, model(8), PlanConstraints())
     objective = policies.POLICIES["proportional"].objective
 
     even, other = (
@@ -571,12 +617,12 @@ def test_an_unknown_policy_is_refused_with_the_names_of_the_others() -> None:
 
 def test_the_cache_room_of_a_rank_is_what_its_weights_leave() -> None:
     shape = model(4, ends=20, kv=4)
-    plan = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 1)), Stage(B, Span(1, 4))))
+    plan = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 1)), PlanStage(B, Span(1, 4))))
     offers = [replace(offer(A, 0), memory_bytes=1000, reserve_bytes=500), offer(B, 1)]
 
     assert kv_rooms(plan, offers, shape) == [500 * 80 // 100 - 80 - 20, 80 - 240]
     assert room_tokens(plan, offers, shape) == [300 // 4, 0]
-    stages = (Stage(A, Span(0, 0)), Stage(B, Span(0, 4)))
+    stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))
     empty = replace(plan, ends=Ends.CLIENT, stages=stages)
     assert room_tokens(empty, offers, shape)[0] is None
     with pytest.raises(UserError, match="is in the plan but made no offer"):
@@ -585,7 +631,7 @@ def test_the_cache_room_of_a_rank_is_what_its_weights_leave() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_has_room_for_its_sessions(policy: str) -> None:
-    offers, terms = [offer(A, 20), offer(B, 30), offer(C, 9)], Terms(sessions=3)
+    offers, terms = [offer(A, 20), offer(B, 30), offer(C, 9)], PlanConstraints(sessions=3)
     shape = model(4, ends=10, kv=2)
 
     plan = make_plan(offers, NEAR, shape, policy=policy, terms=terms)

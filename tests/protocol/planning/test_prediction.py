@@ -5,12 +5,12 @@ import pytest
 from meshllm.names import Span
 from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.planning.plan import Ends, Links, Plan, Stage, Terms, Wire
+from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Plan, PlanConstraints, PlanStage
 from meshllm.protocol.planning.prediction import compare, predict
 from tests.builders.offers import A, B, C, apart, model, offer
 
-PAIR = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 3)), Stage(B, Span(3, 4))))
-ALONE = Plan(1, "tiny", Ends.ENTRY, (Stage(A, Span(0, 4)),))
+PAIR = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 3)), PlanStage(B, Span(3, 4))))
+ALONE = Plan(1, "tiny", Ends.ENTRY, (PlanStage(A, Span(0, 4)),))
 OFFERS = [offer(A, 4, ms=2, head_ms=5), offer(B, 4, ms=3)]
 
 
@@ -39,7 +39,7 @@ def test_layers_take_time_in_proportion_to_their_weights() -> None:
 
 
 def test_bytes_of_a_hop_match_its_message() -> None:
-    prediction = predict(PAIR, OFFERS, Links({}, Wire(0.0, 1000.0)), model(4))
+    prediction = predict(PAIR, OFFERS, Links({}, LinkSpeed(0.0, 1000.0)), model(4))
 
     bytes_per_token = ring_times(PAIR, OFFERS, Links(), model(4)).message_bytes(1)
     assert [hop.bytes_per_token for hop in prediction.hops] == [bytes_per_token] * 2
@@ -88,7 +88,7 @@ def test_no_drafts_if_rows_are_computed_one_by_one() -> None:
 
 
 def test_a_client_computes_the_head_only() -> None:
-    stages = (Stage(A, Span(0, 0)), Stage(B, Span(0, 4)))
+    stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))
     plan = Plan(1, "tiny", Ends.CLIENT, stages)
 
     prediction = predict(plan, OFFERS, Links(), model(4))
@@ -118,7 +118,7 @@ def test_policies_are_compared_with_the_default() -> None:
 
 
 def test_a_policy_without_a_ring_has_a_reason() -> None:
-    terms = Terms(spans={C: Span(0, 4)})
+    terms = PlanConstraints(spans={C: Span(0, 4)})
 
     *found, proportional = compare([offer(C, 4)], Links(), model(4), terms=terms)
 

@@ -4,20 +4,20 @@ import pytest
 
 from meshllm.errors import ModelError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.planning.plan import Ends, Plan, Stage
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.forming import (
     ARRIVE_S,
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
+    AttemptEnded,
     Begin,
-    Close,
-    Dial,
-    Failed,
+    CloseLink,
     Forming,
+    FormingState,
     Load,
+    OpenLink,
     Release,
-    Report,
-    State,
+    ReportLoad,
     Stop,
 )
 from meshllm.protocol.session.link import SILENCE
@@ -26,14 +26,14 @@ from tests.builders.offers import A, B, C
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
-    stages = tuple(Stage(node, Span.parse(span)) for node, span in places)
+    stages = tuple(PlanStage(node, Span.parse(span)) for node, span in places)
     return Plan(epoch, "tiny", Ends.ENTRY, stages)
 
 
 ALONE = plan_of((A, "0:6"))
 RING = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"))
 LATER = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
-LOADED, UNLOADED = Report(is_loaded=True), Report(is_loaded=False)
+LOADED, UNLOADED = ReportLoad(is_loaded=True), ReportLoad(is_loaded=False)
 
 
 def hello(node: NodeId = C, plan: Plan = RING) -> Hello:
@@ -60,14 +60,14 @@ def test_a_ring_of_one_opens_when_it_has_loaded() -> None:
 
     assert machine.follow(ALONE, 0.0) == [Stop(), UNLOADED, Load(ALONE)]
     assert machine.loaded(1.0) == [LOADED, Begin(ALONE, None, None)]
-    assert (machine.state, machine.deadline) == (State.OPEN, None)
+    assert (machine.state, machine.deadline) == (FormingState.OPEN, None)
 
 
 def test_the_same_plan_again_changes_nothing() -> None:
     machine = half()
 
     assert machine.follow(RING, 1.0) == []
-    assert machine.state is State.HALF
+    assert machine.state is FormingState.HALF
 
 
 def test_a_node_dials_once_all_have_loaded() -> None:
@@ -75,13 +75,13 @@ def test_a_node_dials_once_all_have_loaded() -> None:
     machine.follow(RING, 0.0)
 
     assert machine.formed(0.0, is_formed=True) == []  # not loaded itself
-    assert machine.loaded(1.0) == [LOADED, Dial(B)]
+    assert machine.loaded(1.0) == [LOADED, OpenLink(B)]
 
     machine = Forming(A)
     machine.follow(RING, 0.0)
     assert machine.loaded(1.0) == [LOADED]
     assert machine.formed(2.0, is_formed=False) == []
-    assert machine.formed(3.0, is_formed=True) == [Dial(B)]
+    assert machine.formed(3.0, is_formed=True) == [OpenLink(B)]
     assert machine.formed(4.0, is_formed=True) == []
 
 
@@ -89,7 +89,7 @@ def test_the_ring_opens_when_both_links_exist() -> None:
     machine = half()
 
     assert machine.arrived(C, hello(), 8, 1.0) == [Begin(RING, 8, 7)]
-    assert machine.state is State.OPEN
+    assert machine.state is FormingState.OPEN
 
 
 def test_the_previous_rank_may_connect_first() -> None:
@@ -107,30 +107,30 @@ def test_another_node_does_not_open_the_ring() -> None:
     machine = half()
 
     assert machine.arrived(B, hello(B), 8, 1.0) == []
-    assert machine.state is State.HALF
+    assert machine.state is FormingState.HALF
 
 
 def test_a_hello_of_another_node_or_an_older_plan_closes_the_link() -> None:
     machine = Forming(A)
     machine.follow(LATER, 0.0)
 
-    assert machine.arrived(C, hello(B, LATER), 1, 0.0) == [Close(1)]
-    assert machine.arrived(C, hello(C, RING), 2, 0.0) == [Close(2)]
+    assert machine.arrived(C, hello(B, LATER), 1, 0.0) == [CloseLink(1)]
+    assert machine.arrived(C, hello(C, RING), 2, 0.0) == [CloseLink(2)]
 
 
 def test_the_later_of_two_links_is_kept() -> None:
     machine = Forming(A)
     machine.arrived(C, hello(), 1, 0.0)
 
-    assert machine.arrived(C, hello(), 2, 1.0) == [Close(1)]
-    assert machine.close() == [Stop(), Close(2)]
+    assert machine.arrived(C, hello(), 2, 1.0) == [CloseLink(1)]
+    assert machine.close() == [Stop(), CloseLink(2)]
 
 
 def test_a_previous_rank_with_a_later_plan_ends_the_attempt_and_its_link_is_kept() -> None:
     machine = half()
 
     assert machine.arrived(C, hello(C, LATER), 8, 1.0) == [
-        Failed("The previous rank follows a later plan"), Close(7),
+        AttemptEnded("The previous rank follows a later plan"), CloseLink(7),
     ]  # fmt: skip
     assert machine.follow(LATER, 2.0) == [Stop(), UNLOADED, Load(LATER)]
     machine.loaded(3.0)
@@ -143,34 +143,34 @@ def test_links_for_older_plans_are_closed() -> None:
     machine.arrived(C, hello(C, RING), 1, 0.0)
     machine.arrived(B, hello(B, LATER), 2, 0.0)
 
-    assert machine.follow(LATER, 1.0) == [Stop(), Close(1), UNLOADED, Load(LATER)]
-    assert machine.follow(None, 2.0) == [Stop(), Close(2), UNLOADED, Release()]
-    assert (machine.state, machine.plan) == (State.IDLE, None)
+    assert machine.follow(LATER, 1.0) == [Stop(), CloseLink(1), UNLOADED, Load(LATER)]
+    assert machine.follow(None, 2.0) == [Stop(), CloseLink(2), UNLOADED, Release()]
+    assert (machine.state, machine.plan) == (FormingState.IDLE, None)
 
 
 def test_a_node_without_a_stage_unloads() -> None:
     machine = Forming(A)
 
     assert machine.follow(plan_of((B, "0:6")), 0.0) == [Stop(), UNLOADED, Release()]
-    assert machine.state is State.IDLE
+    assert machine.state is FormingState.IDLE
 
 
 def test_a_dialled_link_is_closed_with_the_plan() -> None:
-    assert half().follow(None, 1.0) == [Stop(), Close(7), UNLOADED, Release()]
+    assert half().follow(None, 1.0) == [Stop(), CloseLink(7), UNLOADED, Release()]
 
 
 def test_links_of_a_job_that_may_not_have_started_are_closed_with_the_plan() -> None:
     machine = half()
     machine.arrived(C, hello(), 8, 1.0)
 
-    assert machine.follow(None, 1.0) == [Stop(), Close(8), Close(7), UNLOADED, Release()]
+    assert machine.follow(None, 1.0) == [Stop(), CloseLink(8), CloseLink(7), UNLOADED, Release()]
 
 
 def test_links_of_a_broken_ring_are_left_to_its_job() -> None:
     machine = half()
     machine.arrived(C, hello(), 8, 1.0)
 
-    assert machine.broke("gone", 2.0) == [Failed("gone")]
+    assert machine.broke("gone", 2.0) == [AttemptEnded("gone")]
     assert machine.follow(None, 3.0) == [Stop(), UNLOADED, Release()]
 
 
@@ -178,7 +178,7 @@ def test_a_span_that_cannot_be_loaded_waits_for_another_plan() -> None:
     machine, trouble = Forming(A), ModelError("damaged")
     machine.follow(RING, 0.0)
 
-    assert machine.unloadable(trouble, 1.0) == [Report(is_loaded=False, trouble=trouble)]
+    assert machine.unloadable(trouble, 1.0) == [ReportLoad(is_loaded=False, trouble=trouble)]
     assert machine.formed(2.0, is_formed=True) == []
     assert machine.deadline is None
     assert machine.follow(ALONE, 3.0)[-1] == Load(ALONE)
@@ -197,17 +197,17 @@ def test_loading_is_retried_on_request() -> None:
 def test_a_close_by_the_next_rank_ends_the_attempt() -> None:
     machine = half(now=10.0)
 
-    assert machine.gone(7, 11.0) == [Failed("The next rank closed the link"), Close(7)]
-    assert machine.state is State.BACKOFF
+    assert machine.gone(7, 11.0) == [AttemptEnded("The next rank closed the link"), CloseLink(7)]
+    assert machine.state is FormingState.BACKOFF
 
 
 def test_a_waiting_link_that_was_closed_is_not_used() -> None:
     machine = dialing()
     machine.arrived(C, hello(), 8, 0.0)
 
-    assert machine.gone(8, 1.0) == [Close(8)]
+    assert machine.gone(8, 1.0) == [CloseLink(8)]
     assert machine.dialled(7, 2.0) == []
-    assert machine.state is State.HALF
+    assert machine.state is FormingState.HALF
 
 
 def test_waiting_for_the_previous_rank_times_out() -> None:
@@ -216,24 +216,24 @@ def test_waiting_for_the_previous_rank_times_out() -> None:
     assert machine.deadline == 10.0 + ARRIVE_S
     assert machine.expire(10.0) == []
     assert machine.expire(10.0 + ARRIVE_S) == [
-        Failed("The previous rank did not connect in time"), Close(7),
+        AttemptEnded("The previous rank did not connect in time"), CloseLink(7),
     ]  # fmt: skip
 
 
 def test_the_backoff_grows_until_a_ring_was_open_for_a_while() -> None:
     machine, now, pauses = dialing(), 0.0, []
     for _ in range(7):
-        assert machine.failed("No answer", now) == [Failed("No answer")]
+        assert machine.failed("No answer", now) == [AttemptEnded("No answer")]
         assert machine.deadline is not None
         pauses.append(machine.deadline - now)
         now = machine.deadline
-        assert machine.expire(now) == [Dial(B)]
+        assert machine.expire(now) == [OpenLink(B)]
 
     assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
     assert pauses[-1] == pytest.approx(LAST_PAUSE_S)
     machine.dialled(7, now)
     machine.arrived(C, hello(), 8, now)
-    assert machine.broke("gone", now + SILENCE + 1) == [Failed("gone")]
+    assert machine.broke("gone", now + SILENCE + 1) == [AttemptEnded("gone")]
     assert machine.deadline == now + SILENCE + 1 + FIRST_PAUSE_S
 
 
@@ -255,8 +255,8 @@ def test_after_a_backoff_the_ring_may_not_be_formed() -> None:
     machine.formed(0.0, is_formed=False)
 
     assert machine.expire(LAST_PAUSE_S) == []
-    assert machine.state is State.WAITING
-    assert machine.formed(3.0, is_formed=True) == [Dial(B)]
+    assert machine.state is FormingState.WAITING
+    assert machine.formed(3.0, is_formed=True) == [OpenLink(B)]
 
 
 def test_outcomes_of_a_stopped_job_are_ignored() -> None:
@@ -266,5 +266,5 @@ def test_outcomes_of_a_stopped_job_are_ignored() -> None:
     assert machine.unloadable(ModelError("late"), 0.0) == []
     assert machine.failed("late", 0.0) == []
     assert machine.broke("late", 0.0) == []
-    assert machine.dialled(5, 0.0) == [Close(5)]
+    assert machine.dialled(5, 0.0) == [CloseLink(5)]
     assert machine.expire(100.0) == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import PeerFault
-from meshllm.names import Digest, NodeId, SessionId
+from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT, decode, encode, size
 from meshllm.protocol.session.messages import (
@@ -25,13 +25,14 @@ from meshllm.protocol.session.messages import (
     Resume,
     Spent,
     Tally,
-    Unknown,
+    UnknownRingMessage,
 )
 
 SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
 BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
 DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
 TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
+LOST = Resume(SESSION, 3, BASE, 40, whole=True, lost=(Span(2, 4), Span(7, 8)))
 FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
 MESSAGES: list[Message] = [
     Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
@@ -44,6 +45,7 @@ MESSAGES: list[Message] = [
     Close(SESSION, 3, 17, (TALLY, TALLY)),
     Resume(SESSION, 3, BASE, 40, whole=True),
     Resume(SESSION, 3, BASE, 1, whole=False),
+    LOST,
     Logits(SESSION, 3, 1, 7, BLOB),
     FAULT,
 ]
@@ -58,6 +60,7 @@ NAMES = [
     "closed",
     "resume",
     "branch",
+    "resume with lost layers",
     "logits",
     "fault",
 ]
@@ -88,8 +91,8 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
-    assert decode(b"\x02\x63abc") == Unknown(0x63, b"abc")
-    assert packed(Unknown(0x63, b"abc")) == b"\x02\x63abc"
+    assert decode(b"\x02\x63abc") == UnknownRingMessage(0x63, b"abc")
+    assert packed(UnknownRingMessage(0x63, b"abc")) == b"\x02\x63abc"
 
 
 def test_unknown_flags_codes_and_tally_fields_are_tolerated() -> None:
@@ -159,7 +162,10 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
         (packed(FAULT)[:24] + b"\x01\x00\xff", "invalid UTF-8"),
-        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-1] + b"\x02", "2 whole"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-3] + b"\x02\0\0", "2 whole"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-2] + b"\1\1", "257 lost spans"),
+        (packed(LOST)[:-8] + b"\5\0\0\0\4\0\0\0", "4 last layer; allowed are 5 to"),
+        (packed(LOST)[:-1], "Resume"),
         (packed(FAULT)[:24] + b"\x01\x02" + MAX_TEXT * b"xx", "513 bytes"),
         (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),
     ],

@@ -14,13 +14,13 @@ from meshllm.protocol.session.actions import (
     Embed,
     Emit,
     Failed,
+    GenerationTask,
     Pick,
     Progress,
-    Task,
 )
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.session.entry import Entry, State
+from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
     Blob,
     Cancel,
@@ -48,10 +48,15 @@ LAST_CHUNK = Flags.PREFILL | Flags.NEED_ROW
 TALLIES = (Tally(Spent(10, 2, 1), 1, 100, 5), Tally(Spent(20, 3, 2), 1, 200, 6))
 CANCELLED = FinishReason.CANCELLED
 
-TASK = Task(
+TASK = GenerationTask(
     SESSION, EPOCH, ring=3, prompt=(11, 12, 13, 14, 15), max_tokens=3, context=64, keep_from=1
 )
 PACE = Pace(chunk=2, window=2, patience_s=10.0, retries=2, close_s=4.0)
+
+
+def chunk(gen: int, pos: int, tokens: tuple[int, ...]) -> Embed:
+    """A chunk of the prompt."""
+    return Embed(gen, pos, tokens, is_step=False)
 
 
 def blob(rows: int) -> Blob:
@@ -80,10 +85,10 @@ def decoding() -> Entry:
 def test_a_prompt_goes_out_in_chunks_without_waiting_up_to_the_window() -> None:
     entry = Entry(TASK, PACE)
 
-    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
+    assert entry.open(0.0) == [chunk(0, 0, (11, 12))]
     assert entry.computed(blob(2), 0.1) == [
         sent(0, 2, Flags.PREFILL),
-        Embed(0, 2, (13, 14)),
+        chunk(0, 2, (13, 14)),
     ]
     assert entry.computed(blob(2), 0.2) == [sent(2, 2, Flags.PREFILL)]
 
@@ -94,7 +99,7 @@ def test_a_chunk_that_came_back_makes_progress_and_room_for_the_last_one() -> No
     entry.computed(blob(2), 0.1)
     entry.computed(blob(2), 0.2)
 
-    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), Embed(0, 4, (15,))]
+    assert entry.receive(back(0, 2), 0.5) == [Progress(2, 5), chunk(0, 4, (15,))]
     assert entry.computed(blob(1), 0.6) == [sent(4, 1, LAST_CHUNK)]
 
 
@@ -104,7 +109,7 @@ def test_a_returned_chunk_confirms_those_before_it() -> None:
     entry.computed(blob(2), 0.1)
     entry.computed(blob(2), 0.2)
 
-    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), Embed(0, 4, (15,))]
+    assert entry.receive(back(2, 2), 0.5) == [Progress(4, 5), chunk(0, 4, (15,))]
     assert entry.receive(back(0, 2), 0.6) == []
 
 
@@ -117,7 +122,7 @@ def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
         Progress(2, 2),
         Pick(0, 2, blob(1), (), 5),
     ]
-    assert entry.state is State.PREFILL
+    assert entry.state is EntryState.PREFILL
     assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
 
 
@@ -135,7 +140,7 @@ def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
 def test_a_decode_step_is_one_row_that_comes_back() -> None:
     entry = decoding()
 
-    assert entry.state is State.DECODE
+    assert entry.state is EntryState.DECODE
     assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
     assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
     assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
@@ -177,9 +182,9 @@ def test_a_token_that_stops_the_answer_is_part_of_it_and_nothing_follows() -> No
 def test_a_ring_of_one_sends_nothing() -> None:
     entry = Entry(replace(TASK, ring=1, max_tokens=2), PACE)
 
-    assert entry.open(0.0) == [Embed(0, 0, (11, 12))]
-    assert entry.computed(None, 0.1) == [Progress(2, 5), Embed(0, 2, (13, 14))]
-    assert entry.computed(None, 0.2) == [Progress(4, 5), Embed(0, 4, (15,))]
+    assert entry.open(0.0) == [chunk(0, 0, (11, 12))]
+    assert entry.computed(None, 0.1) == [Progress(2, 5), chunk(0, 2, (13, 14))]
+    assert entry.computed(None, 0.2) == [Progress(4, 5), chunk(0, 4, (15,))]
     assert entry.computed(None, 0.3) == [Progress(5, 5), Pick(0, 5, None, (), 7)]
     assert entry.picked((90,), 0.4) == [Emit(90), Embed(0, 5, (90,))]
     assert entry.computed(None, 0.5) == [Pick(0, 6, None, (), 7)]
@@ -224,7 +229,7 @@ def test_a_gap_raises_the_gen_and_the_tokens_go_out_again_from_there() -> None:
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.0) == [
         Forward(Cancel(SESSION, EPOCH, 1)),
-        Embed(1, 1, (12, 90)),
+        chunk(1, 1, (12, 90)),
     ]
     assert entry.computed(blob(2), 2.1) == [sent(1, 2, LAST_CHUNK, gen=1)]
     assert entry.receive(back(2, 1, row=blob(1)), 2.2) == []
@@ -245,7 +250,7 @@ def test_a_restart_empties_a_full_window() -> None:
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3) == [
         Forward(Cancel(SESSION, EPOCH, 1)),
-        Embed(1, 0, (11, 12)),
+        chunk(1, 0, (11, 12)),
     ]
 
 
@@ -255,7 +260,7 @@ def test_a_restart_waits_for_a_running_embed_and_drops_its_output() -> None:
     entry.computed(blob(2), 0.1)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.2) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.computed(blob(2), 0.3) == [Embed(1, 0, (11, 12))]
+    assert entry.computed(blob(2), 0.3) == [chunk(1, 0, (11, 12))]
 
 
 def test_a_restart_leaves_a_running_pick_alone() -> None:
@@ -263,7 +268,7 @@ def test_a_restart_leaves_a_running_pick_alone() -> None:
     entry.receive(back(2, 1, row=blob(1)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91,), 2.2) == [Emit(91), Embed(1, 2, (90, 91))]
+    assert entry.picked((91,), 2.2) == [Emit(91), chunk(1, 2, (90, 91))]
     assert entry.computed(blob(2), 2.3) == [sent(2, 2, LAST_CHUNK, gen=1)]
 
 
@@ -372,7 +377,7 @@ def test_close_that_comes_back_brings_the_tallies() -> None:
 
     assert entry.receive(back(2, 1, row=blob(1)), 2.1) == []
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.2) == [Closed(TALLIES)]
-    assert entry.state is State.CLOSED
+    assert entry.state is EntryState.CLOSED
     assert entry.deadline is None
     assert entry.receive(Close(SESSION, EPOCH, 0, TALLIES), 2.3) == []
 
@@ -400,7 +405,7 @@ def test_a_lost_close_times_out() -> None:
         (replace(TASK, max_tokens=0), "at most 0 tokens"),
     ],
 )
-def test_an_impossible_task_is_refused(task: Task, words: str) -> None:
+def test_an_impossible_task_is_refused(task: GenerationTask, words: str) -> None:
     with pytest.raises(UserError, match=words):
         Entry(task, PACE)
 
@@ -428,7 +433,7 @@ def test_a_cache_that_cannot_be_cropped_is_refilled_from_the_start() -> None:
 
     actions = entry.receive(Gap(SESSION, EPOCH, 0, 2), 0.5)
 
-    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+    assert actions == [Forward(Cancel(SESSION, EPOCH, 1)), chunk(1, 0, (11, 12))]
 
 
 def guessing(*guesses: int) -> Entry:
@@ -505,10 +510,10 @@ def test_a_restart_during_a_pick_keeps_its_tokens_and_computes_them_again() -> N
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 1), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), Embed(1, 1, (12, 90))]
+    assert entry.picked((91, 77), 2.2, ((78,),)) == [Emit(91), Emit(77), chunk(1, 1, (12, 90))]
     assert entry.computed(blob(2), 2.3) == [
         sent(1, 2, Flags.PREFILL, gen=1),
-        Embed(1, 3, (91, 77)),
+        chunk(1, 3, (91, 77)),
     ]
 
 
@@ -540,8 +545,8 @@ RESUME = Resume(SESSION, EPOCH, BASE.session, BASE.length, whole=True)
 def test_a_prompt_starts_after_a_kept_prefix() -> None:
     entry = Entry(TASK, PACE)
 
-    assert entry.open(0.0, BASE) == [Forward(RESUME), Embed(0, 2, (13, 14))]
-    assert entry.computed(blob(2), 0.1) == [sent(2, 2, Flags.PREFILL), Embed(0, 4, (15,))]
+    assert entry.open(0.0, BASE) == [Forward(RESUME), chunk(0, 2, (13, 14))]
+    assert entry.computed(blob(2), 0.1) == [sent(2, 2, Flags.PREFILL), chunk(0, 4, (15,))]
     entry.computed(blob(1), 0.2)
     assert entry.receive(back(2, 2), 0.3) == [Progress(4, 5)]
     assert entry.reused == 2
@@ -550,7 +555,7 @@ def test_a_prompt_starts_after_a_kept_prefix() -> None:
 def test_a_ring_of_one_sends_no_resume() -> None:
     entry = Entry(replace(TASK, ring=1), PACE)
 
-    assert entry.open(0.0, BASE) == [Embed(0, 2, (13, 14))]
+    assert entry.open(0.0, BASE) == [chunk(0, 2, (13, 14))]
 
 
 def test_a_rank_that_lost_the_prefix_makes_the_entry_restart_at_0() -> None:
@@ -561,7 +566,7 @@ def test_a_rank_that_lost_the_prefix_makes_the_entry_restart_at_0() -> None:
     actions = entry.receive(Gap(SESSION, EPOCH, 0, 0), 0.3)
 
     assert actions == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.computed(blob(1), 0.4) == [Embed(1, 0, (11, 12))]
+    assert entry.computed(blob(1), 0.4) == [chunk(1, 0, (11, 12))]
     assert entry.reused == 0
 
 
@@ -614,7 +619,7 @@ def test_a_cache_that_cannot_be_cropped_makes_the_entry_restart_at_0() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, BASE)
 
-    assert entry.missed(0.1) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 0, (11, 12))]
+    assert entry.missed(0.1) == [Forward(Cancel(SESSION, EPOCH, 1)), chunk(1, 0, (11, 12))]
     assert entry.reused == 0
 
 
@@ -665,13 +670,13 @@ def test_a_ring_of_one_sends_no_cancel() -> None:
     entry = Entry(replace(TASK, ring=1), PACE)
     entry.open(0.0, BASE)
 
-    assert entry.missed(0.1) == [Embed(1, 0, (11, 12))]
+    assert entry.missed(0.1) == [chunk(1, 0, (11, 12))]
 
 
 STEPS = ((91, 92), (93, 94, 95), (96, 97))
 
 
-def flying(*steps: tuple[int, ...], task: Task = TASK) -> Entry:
+def flying(*steps: tuple[int, ...], task: GenerationTask = TASK) -> Entry:
     """An entry with token 90 and these guesses in flight: at 2 with the first ones, at 5, at 8."""
     entry = Entry(replace(task, prompt=(11, 12), max_tokens=40), PACE)
     entry.open(0.0)
@@ -896,7 +901,7 @@ def test_a_gap_during_a_pick_keeps_its_tokens_and_no_guess() -> None:
     entry.receive(back(5, 3, row=blob(3)), 2.0)
 
     assert entry.receive(Gap(SESSION, EPOCH, 0, 5), 2.1) == [Forward(Cancel(SESSION, EPOCH, 1))]
-    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == Embed(1, 3, (91, 92))
+    assert entry.picked((91, 92, 93), 2.2, ((98, 99),))[-1] == chunk(1, 3, (91, 92))
     assert entry.computed(blob(2), 2.3) == [sent(3, 2, Flags.PREFILL, gen=1), Embed(1, 5, (93,))]
 
 
@@ -981,7 +986,7 @@ def test_an_interrupted_session_keeps_what_was_all_round_the_ring() -> None:
 
     assert entry.interrupt()
 
-    assert entry.state is State.CLOSED
+    assert entry.state is EntryState.CLOSED
     assert entry.kept == [11, 12]
     assert entry.receive(back(2, 1, row=blob(1)), 2.0) == []
     assert entry.deadline is None

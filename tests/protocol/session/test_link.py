@@ -4,8 +4,17 @@ import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.names import Digest, NodeId, SessionId
-from meshllm.protocol.session.link import BEAT, MEASURE, SILENCE, Deliver, Link, Lost, Send, State
-from meshllm.protocol.session.messages import Beat, Cancel, Hello, Message, Unknown
+from meshllm.protocol.session.link import (
+    BEAT,
+    MEASURE,
+    SILENCE,
+    Deliver,
+    LinkState,
+    Lost,
+    NeighbourLink,
+    Send,
+)
+from meshllm.protocol.session.messages import Beat, Cancel, Hello, Message, UnknownRingMessage
 
 PLAN = Digest(bytes(32))
 OURS = Hello(NodeId(b"a" * 32), 3, PLAN)
@@ -13,19 +22,19 @@ THEIRS = Hello(NodeId(b"b" * 32), 3, PLAN)
 CANCEL = Cancel(SessionId(bytes(16)), 3, 1)
 
 
-def opened(now: float = 10.0) -> Link:
-    link = Link(OURS)
+def opened(now: float = 10.0) -> NeighbourLink:
+    link = NeighbourLink(OURS)
     link.open(now)
     link.receive(THEIRS, now)
     return link
 
 
 def test_each_side_sends_hello_without_waiting() -> None:
-    assert Link(OURS).open(10.0) == [Send(OURS)]
+    assert NeighbourLink(OURS).open(10.0) == [Send(OURS)]
 
 
 def test_a_link_sends_hello_once() -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
 
     assert link.open(11.0) == []
@@ -33,13 +42,13 @@ def test_a_link_sends_hello_once() -> None:
 
 
 def test_a_hello_opens_the_link_and_is_answered_by_the_first_beat() -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
 
     actions = link.receive(THEIRS, 10.1)
 
     assert actions == [Send(Beat(stamp=10_100_000, echo=0, held=0))]
-    assert link.state is State.OPEN
+    assert link.state is LinkState.OPEN
     assert link.peer == THEIRS.node
 
 
@@ -50,14 +59,14 @@ def test_session_messages_are_delivered() -> None:
 def test_an_unknown_message_is_a_sign_of_life_and_is_dropped() -> None:
     link = opened(now=10.0)
 
-    assert link.receive(Unknown(99, b"later"), 10.0 + SILENCE - 0.1) == []
+    assert link.receive(UnknownRingMessage(99, b"later"), 10.0 + SILENCE - 0.1) == []
     assert not any(isinstance(action, Lost) for action in link.expire(10.0 + SILENCE))
 
 
 def test_silence_is_loss() -> None:
     link = opened(now=10.0)
 
-    while link.state is State.OPEN:
+    while link.state is LinkState.OPEN:
         assert link.deadline is not None
         now = link.deadline
         actions = link.expire(now)
@@ -69,7 +78,7 @@ def test_silence_is_loss() -> None:
 
 
 def test_a_neighbour_that_never_sends_hello_is_lost() -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
 
     assert link.deadline == 10.0 + SILENCE
@@ -87,7 +96,7 @@ def test_every_message_is_a_sign_of_life() -> None:
 
 @pytest.mark.parametrize("message", [CANCEL, Beat(1, 0, 0)])
 def test_anything_before_hello_is_refused(message: Message) -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
 
     with pytest.raises(PeerFault, match=f"{type(message).__name__} while dialing"):
@@ -109,7 +118,7 @@ def test_a_second_hello_is_refused() -> None:
     ids=["epoch", "plan", "node"],
 )
 def test_a_hello_of_another_ring_or_node_is_refused(hello: Hello, words: str) -> None:
-    link = Link(OURS, peer=THEIRS.node)
+    link = NeighbourLink(OURS, peer=THEIRS.node)
     link.open(10.0)
 
     with pytest.raises(PeerFault, match=words):
@@ -117,12 +126,12 @@ def test_a_hello_of_another_ring_or_node_is_refused(hello: Hello, words: str) ->
 
 
 def test_after_a_fault_it_stays_gone() -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
     with pytest.raises(PeerFault):
         link.receive(CANCEL, 10.1)
 
-    assert link.state is State.GONE
+    assert link.state is LinkState.GONE
     assert link.receive(THEIRS, 10.2) == []
     assert link.deadline is None
 
@@ -199,7 +208,7 @@ def test_a_suspended_side_reads_before_it_declares_loss() -> None:
 
 
 def test_a_side_suspended_while_dialing_waits_one_beat_more() -> None:
-    link = Link(OURS)
+    link = NeighbourLink(OURS)
     link.open(10.0)
 
     assert link.expire(60.0) == []
@@ -207,11 +216,11 @@ def test_a_side_suspended_while_dialing_waits_one_beat_more() -> None:
 
 
 def test_two_ends_measure_their_round_trip() -> None:
-    left, right = Link(OURS), Link(THEIRS)
+    left, right = NeighbourLink(OURS), NeighbourLink(THEIRS)
     one_way = 0.02
-    inbox: list[tuple[float, Link, Message]] = []
+    inbox: list[tuple[float, NeighbourLink, Message]] = []
 
-    def post(now: float, to: Link, actions: list[Deliver | Lost | Send]) -> None:
+    def post(now: float, to: NeighbourLink, actions: list[Deliver | Lost | Send]) -> None:
         inbox.extend((now + one_way, to, act.message) for act in actions if isinstance(act, Send))
 
     post(5.0, right, left.open(5.0))
@@ -224,6 +233,6 @@ def test_two_ends_measure_their_round_trip() -> None:
         post(now, right, left.expire(now))
         post(now, left, right.expire(now))
 
-    assert left.state is right.state is State.OPEN
+    assert left.state is right.state is LinkState.OPEN
     assert left.round_trip_us == pytest.approx(2 * one_way * 1e6, abs=20_000)
     assert right.round_trip_us == pytest.approx(2 * one_way * 1e6, abs=20_000)

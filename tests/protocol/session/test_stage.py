@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
-from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.codec import size
 from meshllm.protocol.session.messages import (
@@ -389,6 +389,15 @@ def test_an_idle_session_is_freed_and_can_come_back() -> None:
     assert stage.receive(data(0, gen=1), 61.0) == [compute(0, 1, 1)]
 
 
+def test_a_session_that_only_meets_gaps_is_idle() -> None:
+    stage = filled(2)
+
+    assert stage.receive(data(5), 50.0) == [Forward(Gap(ONE, EPOCH, 0, 2))]
+
+    assert stage.deadline == 60.0
+    assert stage.expire(60.0) == [Free(ONE)]
+
+
 def test_a_session_that_computes_is_not_idle() -> None:
     stage = filled(2)
     stage.receive(data(2), 1.0)
@@ -638,8 +647,20 @@ def test_a_lost_ring_leaves_the_caches_of_its_sessions() -> None:
     assert stage.budget.live_bytes == later.budget.live_bytes
 
 
-def test_a_lost_ring_without_a_prefix_cache_frees_everything() -> None:
+def test_a_lost_ring_without_a_prefix_cache_keeps_what_goes_on_in_the_next_ring() -> None:
     stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(9, 0))
+    stage.receive(data(0, rows=3, flags=Flags.PREFILL), 1.0)
+    stage.computed(ONE, blob(3), 1.0, SPENT)
+
+    assert stage.interrupt(2.0) == [Keep(ONE)]
+    assert stage.deadline == 2.0 + RESUME_S
+    assert stage.expire(2.0 + RESUME_S) == [Free(ONE)]
+
+
+def test_a_lost_ring_frees_everything_if_no_session_can_be_resumed() -> None:
+    index = shelf_of(9, 0)
+    index.resumes = False
+    stage = Stage(1, 3, epoch=EPOCH, index=index)
     stage.receive(data(0, rows=3, flags=Flags.PREFILL), 1.0)
     stage.computed(ONE, blob(3), 1.0, SPENT)
 

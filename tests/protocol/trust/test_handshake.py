@@ -17,13 +17,13 @@ from meshllm.protocol.trust.handshake import (
     ALL_FEATURES,
     MAX_REFUSAL,
     PRE_AUTH_BYTES,
-    Dialer,
     Established,
     Features,
-    Listener,
+    HandshakeDialer,
+    HandshakeListener,
+    HandshakeState,
     Own,
     Purpose,
-    State,
 )
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 from meshllm.protocol.trust.transcript import (
@@ -91,11 +91,13 @@ class Talk:
         return known(self.dialer.receive(welcome.message)), at_listener
 
 
-def expect_end(machine: Dialer | Listener, message: bytes, error: type[MeshError]) -> str:
+def expect_end(
+    machine: HandshakeDialer | HandshakeListener, message: bytes, error: type[MeshError]
+) -> str:
     """Expect an error, after which the machine ignores every message; return its text."""
     with pytest.raises(error) as caught:
         machine.receive(message)
-    assert machine.state is State.GONE
+    assert machine.state is HandshakeState.GONE
     assert machine.receive(message) == []
     return str(caught.value)
 
@@ -333,7 +335,7 @@ def test_an_altered_message_is_refused(due: int) -> None:
         expect_end(waiting_for(due), bytes(message), error)
 
 
-def waiting_for(due: int) -> Dialer | Listener:
+def waiting_for(due: int) -> HandshakeDialer | HandshakeListener:
     """Return the machine that expects the message of this number."""
     if due == 1:
         return make_listener()
@@ -345,7 +347,7 @@ def waiting_for(due: int) -> Dialer | Listener:
 def test_another_version_is_refused_with_a_hint(version: int) -> None:
     talk = Talk(until=2)
 
-    machines: tuple[Dialer | Listener, ...] = (make_listener(), talk.dialer)
+    machines: tuple[HandshakeDialer | HandshakeListener, ...] = (make_listener(), talk.dialer)
     for machine, message in zip(machines, talk.messages, strict=True):
         with pytest.raises(PeerFault, match=f"version `0{version}`, this node `02`") as caught:
             machine.receive(bytes([version]) + message[1:])
@@ -404,7 +406,7 @@ def test_a_low_order_point_is_refused(point: bytes) -> None:
     assert "low-order" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
 
 
-def insider(until: int) -> tuple[Listener, Transcript]:
+def insider(until: int) -> tuple[HandshakeListener, Transcript]:
     """Return a listener, and the transcript of a dialer that knows the mesh."""
     listener, transcript = make_listener(), Transcript(MESH, FRESH_DIALER)
     second = said(listener.receive(transcript.first()))
@@ -444,7 +446,7 @@ def test_an_identity_too_short_is_refused() -> None:
     assert "expected 96" in expect_end(listener, transcript.seal("dialer", b"me"), PeerFault)
 
 
-def host(dialer: Dialer) -> Transcript:
+def host(dialer: HandshakeDialer) -> Transcript:
     """Return the transcript of a listener that knows the mesh, after the first message."""
     transcript, first = Transcript(MESH, FRESH_LISTENER), said(dialer.start())
     transcript.check_first(first)
@@ -538,7 +540,7 @@ def test_messages_after_completion_are_ignored() -> None:
     talk.admit()
 
     assert talk.dialer.receive(b"more") == talk.listener.receive(b"more") == []
-    assert talk.dialer.state is talk.listener.state is State.OPEN
+    assert talk.dialer.state is talk.listener.state is HandshakeState.OPEN
 
 
 def test_the_size_of_a_handshake_is_limited() -> None:

@@ -33,6 +33,30 @@ def packet(number: int, at: float) -> QuicSentPacket:
     return QuicSentPacket(Epoch.ONE_RTT, True, True, False, number, kind, at, SIZE)
 
 
+class Windows:
+    """Sends one whole window per round trip; its round trip is at least ``rtt_s``."""
+
+    def __init__(self, bytes_per_s: float, rtt_s: float) -> None:
+        self.bytes_per_s, self.rtt_s, self.now = bytes_per_s, rtt_s, 0.0
+        self.made = Controller(max_datagram_size=SIZE)
+        self._sent = 0
+
+    def send(self, times: int, loss: float = 0.0) -> None:
+        """Send windows that each lose a share of their packets."""
+        for _ in range(times):
+            numbers = range(self._sent, self._sent + self.made.congestion_window // SIZE)
+            packets = [packet(number, self.now) for number in numbers]
+            for each in packets:
+                self.made.on_packet_sent(packet=each)
+            lost = round(loss * len(packets))
+            seconds = max(self.rtt_s, (len(packets) - lost) * SIZE / self.bytes_per_s)
+            self.now, self._sent = self.now + seconds, numbers.stop
+            self.made.on_packets_lost(now=self.now, packets=packets[:lost])
+            for each in packets[lost:]:
+                self.made.on_packet_acked(now=self.now, packet=each)
+                self.made.on_rtt_measurement(now=self.now, rtt=seconds)
+
+
 @pytest.mark.parametrize(
     ("link", "size", "share"),
     [
@@ -157,6 +181,42 @@ def test_a_loss_of_a_third_is_congestion() -> None:
     pipe.run(5.0)
 
     assert (controller(one).bytes_per_s or math.inf) < known / 2
+
+
+@pytest.mark.parametrize(("loss", "share"), [(0.05, 1.0), (0.2, 0.8)])
+def test_only_a_loss_of_more_than_a_tenth_discards_earlier_rates(loss: float, share: float) -> None:
+    link = Windows(2 * MB, 0.05)
+    link.send(12)
+
+    link.bytes_per_s *= 1 - loss
+    link.send(4, loss)
+
+    assert link.made.bytes_per_s == pytest.approx(share * 2 * MB, rel=0.02)
+
+
+def test_a_rate_that_doubles_on_a_long_path_is_found_within_two_cycles() -> None:
+    link = Windows(12 * MB, 0.2)
+    link.send(30)
+    assert link.made.bytes_per_s == pytest.approx(12 * MB, rel=0.02)
+
+    link.bytes_per_s *= 2
+    link.send(18)
+
+    assert link.made.bytes_per_s == pytest.approx(24 * MB, rel=0.02)
+
+
+def test_the_window_uses_the_shortest_round_trip_of_this_cycle_and_the_last() -> None:
+    link = Windows(12 * MB, 0.04)
+    link.send(30)
+    made, window = link.made, link.made.congestion_window
+
+    made.on_rtt_measurement(now=link.now + 11.0, rtt=0.06)
+    assert made.round_trip_s == 0.04
+    assert made.congestion_window == window
+
+    made.on_rtt_measurement(now=link.now + 22.0, rtt=0.06)
+    assert made.round_trip_s == 0.06
+    assert made.congestion_window > 1.3 * window
 
 
 @pytest.mark.parametrize("size", [8 * KIB, 16 * KIB, 64 * KIB])

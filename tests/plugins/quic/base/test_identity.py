@@ -11,7 +11,7 @@ from aioquic.quic.stream import QuicStream
 
 from meshllm.transport.contract import Channel
 from meshllm_quic.base.identity import Identity, certified_key
-from meshllm_quic.link.machine import PEER, STREAMS, Machine
+from meshllm_quic.link.machine import PEER, STREAMS, ConnectionMachine
 from tests.plugins.quic.stranger import rsa_body
 
 
@@ -34,7 +34,7 @@ def test_other_key_types_are_none() -> None:
     assert certified_key(rsa_body().certificate) is None
 
 
-def shake(client: Machine, server: Machine) -> None:
+def shake(client: ConnectionMachine, server: ConnectionMachine) -> None:
     """Exchange datagrams until both sides are silent."""
     client.connect(PEER, now=0.0)
     for turn in range(8):
@@ -43,10 +43,10 @@ def shake(client: Machine, server: Machine) -> None:
                 receiver.receive_datagram(datagram, PEER, now=turn * 0.1)
 
 
-def pair() -> tuple[Machine, Machine]:
+def pair() -> tuple[ConnectionMachine, ConnectionMachine]:
     one, other = Identity(b"c" * 32), Identity(b"s" * 32)
-    client = Machine(one.configure(is_client=True))
-    server = Machine(
+    client = ConnectionMachine(one.configure(is_client=True))
+    server = ConnectionMachine(
         other.configure(is_client=False),
         original_destination_connection_id=client.original_destination_connection_id,
     )

@@ -10,7 +10,7 @@ from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.transport.contract import Channel
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import BROKEN, OPEN_S, REFUSED
-from meshllm_quic.link.listener import Listener
+from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import QuicAddress, show_key
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.transport import QuicTransport
@@ -23,7 +23,7 @@ from tests.simulation.ears import virtual
 from tests.simulation.wires import Line
 
 
-async def nobody_came(listener: Listener) -> bool:
+async def nobody_came(listener: QuicListener) -> bool:
     try:
         async with asyncio.timeout(1.0):
             await anext(aiter(listener.links()))

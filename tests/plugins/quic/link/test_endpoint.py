@@ -16,12 +16,12 @@ from meshllm_quic.link.admission import (
     MAX_HALF_OPEN_PER_HOST,
     MAX_HALF_OPEN_PER_RELAY,
     RETRY_ABOVE,
-    Admission,
     Admitted,
+    ConnectionAdmission,
 )
 from meshllm_quic.link.endpoint import HOST_PROBES, runs
-from meshllm_quic.link.link import Link
-from meshllm_quic.link.machine import PEER, Machine
+from meshllm_quic.link.link import QuicLink
+from meshllm_quic.link.machine import PEER, ConnectionMachine
 from meshllm_quic.link.path_driver import PathDriver
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.lanes import OFFER
@@ -38,18 +38,18 @@ HERE = ("10.0.0.1", 5000)
 
 def initial(seed: bytes = bytes(32)) -> bytes:
     """Return the first datagram of a client."""
-    machine = Machine(Identity(seed).configure(is_client=True))
+    machine = ConnectionMachine(Identity(seed).configure(is_client=True))
     machine.connect(PEER, now=0.0)
     return machine.datagrams_to_send(now=0.0)[0][0]
 
 
-def fill(admission: Admission, count: int) -> None:
+def fill(admission: ConnectionAdmission, count: int) -> None:
     for number in range(count):
         admission.count(number, f"host {number}")
 
 
 def test_a_client_is_admitted() -> None:
-    verdict = Admission().decide(initial(), HERE, HERE[0], 0.0)
+    verdict = ConnectionAdmission().decide(initial(), HERE, HERE[0], 0.0)
 
     assert isinstance(verdict, Admitted)
     assert verdict.retried_id is None
@@ -57,14 +57,14 @@ def test_a_client_is_admitted() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 6, 50, 1199])
 def test_a_short_datagram_is_ignored(size: int) -> None:
-    assert Admission().decide(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
+    assert ConnectionAdmission().decide(initial()[:size] or b"\x40", HERE, HERE[0], 0.0) is None
 
 
 def test_another_version_gets_a_version_negotiation() -> None:
     datagram = initial()
     other = datagram[:1] + b"\x1a\x2a\x3a\x4a" + datagram[5:]
 
-    answer = Admission().decide(other, HERE, HERE[0], 0.0)
+    answer = ConnectionAdmission().decide(other, HERE, HERE[0], 0.0)
 
     assert isinstance(answer, bytes)
     header = pull_quic_header(Buffer(data=answer), host_cid_length=8)
@@ -76,13 +76,16 @@ def test_another_version_gets_a_version_negotiation() -> None:
 def test_a_version_negotiation_is_not_answered() -> None:
     datagram = initial()
 
-    assert Admission().decide(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0) is None
+    assert (
+        ConnectionAdmission().decide(datagram[:1] + bytes(4) + datagram[5:], HERE, HERE[0], 0.0)
+        is None
+    )
 
 
-def retried(admission: Admission) -> tuple[Machine, bytes]:
+def retried(admission: ConnectionAdmission) -> tuple[ConnectionMachine, bytes]:
     """Send a client through Retry; return its second datagram."""
     fill(admission, RETRY_ABOVE)
-    machine = Machine(somebody())
+    machine = ConnectionMachine(somebody())
     machine.connect(PEER, now=0.0)
     answer = admission.decide(machine.datagrams_to_send(now=0.0)[0][0], HERE, HERE[0], 0.0)
     assert isinstance(answer, bytes)
@@ -91,7 +94,7 @@ def retried(admission: Admission) -> tuple[Machine, bytes]:
 
 
 def test_under_load_a_client_must_validate_its_address() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
     machine, again = retried(admission)
 
     verdict = admission.decide(again, HERE, HERE[0], 0.2)
@@ -103,14 +106,14 @@ def test_under_load_a_client_must_validate_its_address() -> None:
 
 
 def test_half_open_connections_are_limited() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
     fill(admission, MAX_HALF_OPEN)
 
     assert admission.decide(initial(), HERE, HERE[0], 0.0) is None
 
 
 def test_one_host_cannot_lock_out_others() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
     for number in range(MAX_HALF_OPEN_PER_HOST):
         admission.count(number, HERE[0])
 
@@ -122,7 +125,7 @@ def test_one_host_cannot_lock_out_others() -> None:
 
 
 def test_one_relay_cannot_lock_out_others() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
     for number in range(MAX_HALF_OPEN_PER_RELAY):
         admission.count(number, f"tag {number}", relay="relay")
 
@@ -133,7 +136,7 @@ def test_one_relay_cannot_lock_out_others() -> None:
 
 
 def test_short_connections_are_rate_limited() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
 
     verdicts = [admission.decide(initial(), HERE, HERE[0], 0.0) for _ in range(10 * RETRY_ABOVE)]
 
@@ -143,7 +146,7 @@ def test_short_connections_are_rate_limited() -> None:
 
 
 def test_validated_clients_are_rate_limited_too() -> None:
-    admission = Admission()
+    admission = ConnectionAdmission()
     _, again = retried(admission)
 
     verdicts = [admission.decide(again, HERE, HERE[0], 0.2) for _ in range(1000)]
@@ -190,8 +193,8 @@ async def test_a_handshake_under_load_takes_one_more_round_trip() -> None:
         link = await QuicTransport(near).dial(listener.address)
         other = await anext(aiter(listener.links()))
 
-        assert isinstance(link, Link)
-        assert isinstance(other, Link)
+        assert isinstance(link, QuicLink)
+        assert isinstance(other, QuicLink)
         await echo(link, other)
         await asyncio.gather(link.close(), other.close())
 

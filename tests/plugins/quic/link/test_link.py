@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Buffer, Channel, LinkStatistics
-from meshllm_quic.link.link import Link
+from meshllm_quic.link.link import QuicLink
 from meshllm_quic.wire.lanes import (
     ANSWER,
     HEAD,
@@ -19,8 +19,8 @@ from meshllm_quic.wire.lanes import (
     MESSAGE,
     OFFER,
     WINDOW_BYTES,
-    Incoming,
-    Outgoing,
+    IncomingRecords,
+    OutgoingRecords,
 )
 
 DATA, CONTROL = Channel.DATA, Channel.CONTROL
@@ -68,9 +68,9 @@ class Pipe:
         return statistics
 
 
-def linked() -> tuple[Pipe, Link]:
+def linked() -> tuple[Pipe, QuicLink]:
     pipe = Pipe()
-    link = Link(pipe, "there")
+    link = QuicLink(pipe, "there")
     link.take()
     return pipe, link
 
@@ -80,7 +80,7 @@ def linked() -> tuple[Pipe, Link]:
     cuts=st.lists(st.integers(1, 30), min_size=1, max_size=20),
 )
 def test_messages_are_reassembled_from_any_chunks(bodies: list[bytes], cuts: list[int]) -> None:
-    stream, incoming, place = b"".join(map(word, bodies)), Incoming(), 0
+    stream, incoming, place = b"".join(map(word, bodies)), IncomingRecords(), 0
 
     while place < len(stream):
         size = cuts[place % len(cuts)]
@@ -94,7 +94,7 @@ def test_messages_are_reassembled_from_any_chunks(bodies: list[bytes], cuts: lis
 
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
-    incoming = Incoming()
+    incoming = IncomingRecords()
     with contextlib.suppress(PeerFault):
         incoming.feed(data)
 
@@ -111,11 +111,11 @@ def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
 )
 def test_an_invalid_record_is_rejected_at_its_header(head: bytes) -> None:
     with pytest.raises(PeerFault, match="Invalid record: kind"):
-        Incoming().feed(head)
+        IncomingRecords().feed(head)
 
 
 def test_transport_records_are_not_messages() -> None:
-    incoming = Incoming()
+    incoming = IncomingRecords()
 
     incoming.feed(word(b"", HELLO) + word(b"m") + word(b"here", OFFER))
 
@@ -130,7 +130,7 @@ def test_transport_records_are_not_messages() -> None:
     rooms=st.lists(st.integers(1, 20), min_size=1, max_size=10),
 )
 def test_output_in_chunks_equals_the_input(parts: list[bytes], rooms: list[int]) -> None:
-    outgoing, taken, turn = Outgoing(), b"", 0
+    outgoing, taken, turn = OutgoingRecords(), b"", 0
     body = b"".join(parts)
 
     outgoing.put(MESSAGE, parts, len(body))
@@ -198,7 +198,7 @@ async def test_a_message_longer_than_the_window_is_granted_whole() -> None:
 
 async def test_no_credit_is_granted_before_a_link_is_accepted() -> None:
     pipe = Pipe()
-    link = Link(pipe, "there")
+    link = QuicLink(pipe, "there")
 
     link.arrived(DATA, word(bytes(60_000)), is_last=False)
 

@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
 from meshllm_quic.net import interfaces, udp
-from meshllm_quic.net.network import Address, Network, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
 
 pytestmark = pytest.mark.socket
@@ -98,7 +98,7 @@ async def refusing() -> AsyncIterator[tuple[Refusing, UdpSocket, Heard]]:
 
 
 async def test_it_implements_the_network_contract() -> None:
-    network: Network = UdpNetwork()
+    network: DatagramNetwork = UdpNetwork()
 
     made: Socket = await network.open(LOCAL, 0, lambda _: None)
 

@@ -17,7 +17,7 @@ from meshllm_quic.path.candidates import (
     MAX_TRUST,
     SERIES_S,
     Candidate,
-    Candidates,
+    PathCandidates,
     probeable,
 )
 
@@ -122,7 +122,7 @@ def test_each_timeout_doubles_the_required_replies() -> None:
 )
 def test_addresses_that_are_not_unicast_are_not_probed(host: str) -> None:
     assert probeable([(host, 7000)], is_same_machine=True) == []
-    assert Candidates().find_or_add((host, 7000), None, 5.0) is None
+    assert PathCandidates().find_or_add((host, 7000), None, 5.0) is None
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "10.0.0.1", "169.254.7.7", "fd00::1", "fe80::1%2"])
@@ -151,7 +151,7 @@ def test_offers_are_truncated_and_deduplicated() -> None:
 
 
 def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
-    candidates = Candidates()
+    candidates = PathCandidates()
     candidates.offer([("192.0.2.1", 1), ("192.0.2.1", 2)], None)
     candidates.find_or_add(("192.0.2.9", 9), None, 5.0)
 
@@ -162,7 +162,7 @@ def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
 
 
 def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
-    candidates = Candidates()
+    candidates = PathCandidates()
     friend = candidates.find_or_add(ADDRESS, None, 5.0)
     assert friend is not None
     friend.answer(5.0, 0.01)
@@ -175,7 +175,7 @@ def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
 
 
 def test_no_address_is_evicted_while_all_reply() -> None:
-    candidates = Candidates()
+    candidates = PathCandidates()
     for port in range(1, 1 + MAX_REFLEXIVE):
         known = candidates.find_or_add(("198.51.100.1", port), None, 5.0)
         assert known is not None
@@ -186,7 +186,7 @@ def test_no_address_is_evicted_while_all_reply() -> None:
 
 
 def test_the_route_is_not_evicted() -> None:
-    candidates = Candidates()
+    candidates = PathCandidates()
     route = candidates.find_or_add(ADDRESS, None, 5.0)
 
     for port in range(1, 1000):

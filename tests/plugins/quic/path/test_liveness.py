@@ -10,7 +10,7 @@ from meshllm_quic.path.liveness import (
     MAX_PATIENCE,
     PATIENCE,
     Liveness,
-    Verdict,
+    RouteVerdict,
 )
 
 
@@ -20,10 +20,10 @@ def watch(round_trip_s: float = 0.01) -> Liveness:
     return watched
 
 
-def fate(watched: Liveness) -> list[tuple[float, Verdict]]:
+def fate(watched: Liveness) -> list[tuple[float, RouteVerdict]]:
     """Send no reply until the route is dead."""
-    verdicts: list[tuple[float, Verdict]] = []
-    while not verdicts or verdicts[-1][1] is not Verdict.DEAD:
+    verdicts: list[tuple[float, RouteVerdict]] = []
+    while not verdicts or verdicts[-1][1] is not RouteVerdict.DEAD:
         assert watched.deadline is not None
         now = watched.deadline
         verdicts.append((now, watched.expire(now)))
@@ -33,7 +33,7 @@ def fate(watched: Liveness) -> list[tuple[float, Verdict]]:
 def test_an_idle_route_is_checked_after_a_heartbeat_and_dead_when_nothing_answers() -> None:
     checked = 100.0 + HEARTBEAT
 
-    assert fate(watch()) == [(checked, Verdict.CHECK), (checked + PATIENCE, Verdict.DEAD)]
+    assert fate(watch()) == [(checked, RouteVerdict.CHECK), (checked + PATIENCE, RouteVerdict.DEAD)]
 
 
 def test_silence_after_something_was_sent_is_checked_soon() -> None:
@@ -43,8 +43,8 @@ def test_silence_after_something_was_sent_is_checked_soon() -> None:
 
     checked, dead = fate(watched)
 
-    assert checked == (101.0 + PATIENCE / 3, Verdict.CHECK)
-    assert dead == (101.0 + PATIENCE, Verdict.DEAD)
+    assert checked == (101.0 + PATIENCE / 3, RouteVerdict.CHECK)
+    assert dead == (101.0 + PATIENCE, RouteVerdict.DEAD)
 
 
 def test_received_data_delays_the_check() -> None:
@@ -102,16 +102,16 @@ def test_a_suspicion_starts_a_check_unless_a_reply_is_recent() -> None:
     assert watched.deadline == 100.0 + HEARTBEAT
     watched.suspect(100.0 + CALM)
 
-    assert watched.expire(100.0 + CALM) is Verdict.CHECK
+    assert watched.expire(100.0 + CALM) is RouteVerdict.CHECK
 
 
 def test_a_check_is_extended_once_after_a_suspension() -> None:
     watched = watch()
     watched.expire(105.0)
 
-    assert watched.expire(200.0) is Verdict.CHECK
-    assert watched.expire(200.0 + GRACE / 2) is Verdict.FINE
-    assert watched.expire(300.0) is Verdict.DEAD
+    assert watched.expire(200.0) is RouteVerdict.CHECK
+    assert watched.expire(200.0 + GRACE / 2) is RouteVerdict.FINE
+    assert watched.expire(300.0) is RouteVerdict.DEAD
 
 
 def test_after_death_the_state_is_reset() -> None:
@@ -130,6 +130,6 @@ def test_a_relayed_route_is_judged_by_silence_alone() -> None:
     deadlines.append(watched.deadline)
 
     assert deadlines == [None, 150.0 + PATIENCE]
-    assert watched.expire(150.9) is Verdict.FINE
-    assert watched.expire(152.0) is Verdict.DEAD
-    assert watched.expire(999.0) is Verdict.FINE
+    assert watched.expire(150.9) is RouteVerdict.FINE
+    assert watched.expire(152.0) is RouteVerdict.DEAD
+    assert watched.expire(999.0) is RouteVerdict.FINE

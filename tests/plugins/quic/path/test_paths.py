@@ -25,7 +25,7 @@ from meshllm_quic.path.paths import (
     OFFER_RELAYED,
     PROBE_BACK_PAUSE,
     Action,
-    Offer,
+    OfferCandidates,
     Paths,
     RouteChanged,
     SendProbe,
@@ -218,10 +218,10 @@ def test_a_relayed_connection_offers_again_once_a_minute() -> None:
     side.offered(A)
 
     side.run(START, START + OFFER_RELAYED - 0.1)
-    assert Offer() not in side.actions
+    assert OfferCandidates() not in side.actions
     side.run(START + OFFER_RELAYED - 0.1, START + OFFER_RELAYED)
 
-    assert side.actions.count(Offer()) == 1
+    assert side.actions.count(OfferCandidates()) == 1
     assert to(side.actions) == [A]
 
 
@@ -230,7 +230,7 @@ def test_a_direct_connection_offers_nothing_again() -> None:
 
     side.run(START, START + 3 * OFFER_RELAYED, A)
 
-    assert Offer() not in side.actions
+    assert OfferCandidates() not in side.actions
 
 
 def test_an_idle_path_is_probed_every_few_seconds() -> None:
@@ -252,7 +252,7 @@ def test_a_silent_route_falls_back_to_the_relay_and_a_new_offer_follows() -> Non
     side.run(START + SERIES_S, START + SERIES_S + PATIENCE)
 
     assert side.paths.route == RELAY
-    assert side.actions.index(RouteChanged()) < side.actions.index(Offer())
+    assert side.actions.index(RouteChanged()) < side.actions.index(OfferCandidates())
     assert (side.paths.size, side.paths.round_trip_s) == (1200, None)
     assert side.paths.reason == "192.0.2.1:7000 stopped answering"
 
@@ -276,7 +276,7 @@ def test_own_offers_are_rate_limited() -> None:
     for second in range(60):
         side.paths.sent(START + second)
         side.run(START + second, START + second + 1)
-        offers += side.actions.count(Offer())
+        offers += side.actions.count(OfferCandidates())
 
     assert 60 / (OFFER_AGAIN + PATIENCE + 1) - 1 <= offers <= 60 / OFFER_AGAIN
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from meshllm_quic.net.network import Network
+from meshllm_quic.net.network import DatagramNetwork
 from meshllm_quic.relay import berths
 from meshllm_quic.relay.berths import READY_S, SEEK_S
 from meshllm_quic.transport import QuicTransport
@@ -30,7 +30,7 @@ class Names:
 
 
 @asynccontextmanager
-async def node(network: Network) -> AsyncIterator[tuple[QuicTransport, float]]:
+async def node(network: DatagramNetwork) -> AsyncIterator[tuple[QuicTransport, float]]:
     """Listen with a configured relay; yield the transport and how long that took."""
     transport, clock = QuicTransport(network), asyncio.get_running_loop().time
     transport.add_relay("relay.example")

@@ -12,9 +12,9 @@ from meshllm_quic.relay.registration import (
     RETRY_S,
     UNKNOWN_S,
     Action,
-    Changed,
     Registration,
-    Send,
+    RegistrationChanged,
+    SendToRelay,
 )
 from meshllm_quic.relay.relay import LASTS_S, Relay
 from meshllm_quic.wire.packets import (
@@ -42,7 +42,7 @@ def make() -> Registration:
 
 def sent(actions: list[Action]) -> Register:
     """Return the only packet to send."""
-    (packet,) = (each.packet for each in actions if isinstance(each, Send))
+    (packet,) = (each.packet for each in actions if isinstance(each, SendToRelay))
     return packet
 
 
@@ -93,7 +93,7 @@ def test_a_registration_reports_the_observed_address() -> None:
 
     actions = settle(ours, 0.0)
 
-    assert actions == [Changed()]
+    assert actions == [RegistrationChanged()]
     assert ours.is_registered
     assert ours.observed == HOME
     assert ours.observer == (RELAY[0], 8791)
@@ -106,7 +106,7 @@ def test_a_relay_and_a_client_agree() -> None:
 
     def run(actions: list[Action], source: Address, now: float) -> None:
         for each in actions:
-            if isinstance(each, Send):
+            if isinstance(each, SendToRelay):
                 size = len(each.packet.encode())
                 for data, _ in relay.receive(each.packet, source, size, now):
                     run(ours.receive(decode(data), now), source, now)
@@ -154,7 +154,7 @@ def test_retransmissions_back_off() -> None:
 
     while len(tries) < 7:
         now, actions = wait(ours)
-        tries += [now for each in actions if each == Send(first)]
+        tries += [now for each in actions if each == SendToRelay(first)]
 
     gaps = [round(b - a, 6) for a, b in zip([0.0, *tries], tries, strict=False)]
     assert gaps == [0.5, 1.0, 2.0, 4.0, MAX_RETRY_S, MAX_RETRY_S, MAX_RETRY_S]
@@ -183,7 +183,7 @@ def test_three_seconds_without_a_reply_are_silence() -> None:
 
     while changed is None:
         now, actions = wait(ours)
-        changed = now if Changed() in actions else None
+        changed = now if RegistrationChanged() in actions else None
 
     assert changed == 13.0
     assert ours.is_silent
@@ -197,7 +197,7 @@ def test_any_reply_ends_silence() -> None:
 
     actions = ours.receive(Cookie(first.nonce, COOKIE), 9.0)
 
-    assert Changed() in actions
+    assert RegistrationChanged() in actions
     assert not ours.is_silent
 
 
@@ -284,7 +284,7 @@ def test_three_refreshes_without_success_end_it() -> None:
         ended = None if ours.is_registered else now
 
     assert ended == REFRESH_S + 0.5 + 1.0 + 2.0
-    assert Changed() in actions
+    assert RegistrationChanged() in actions
     assert ours.observed is None
     assert ours.observer is None
     assert ours.is_silent
@@ -298,7 +298,7 @@ def test_a_lost_registration_comes_back() -> None:
 
     actions = settle(ours, now, actions)
 
-    assert actions == [Changed()]
+    assert actions == [RegistrationChanged()]
     assert (ours.is_registered, ours.is_silent) == (True, False)
 
 
@@ -321,7 +321,7 @@ def test_after_a_move_registration_restarts_at_once_and_stays_valid() -> None:
     actions = ours.restart(7.0)
 
     assert sent(actions).cookie == ZERO_COOKIE
-    assert Changed() in actions
+    assert RegistrationChanged() in actions
     assert ours.observed is None
     assert ours.is_registered
 
@@ -376,7 +376,7 @@ def test_repeated_cookies_do_not_cause_a_storm() -> None:
         now = step / 100
         answer = Cookie(packet.nonce, step.to_bytes(16))
         for each in [*ours.receive(answer, now), *ours.expire(now)]:
-            if isinstance(each, Send):
+            if isinstance(each, SendToRelay):
                 packet = each.packet
                 signed += packet.signature != bytes(64)
 

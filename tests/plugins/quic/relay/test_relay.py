@@ -15,9 +15,9 @@ from meshllm_quic.relay.relay import (
     HOST_VERIFICATIONS,
     LASTS_S,
     SHARE,
-    Limits,
     Refusal,
     Relay,
+    RelayLimits,
 )
 from meshllm_quic.wire.packets import (
     MAX_INNER_BYTES,
@@ -62,7 +62,9 @@ class Node:
 A, B, C = Node(1), Node(2), Node(3)
 
 
-def make(limits: Limits | None = None, allow: Callable[[bytes], bool] = lambda _: True) -> Relay:
+def make(
+    limits: RelayLimits | None = None, allow: Callable[[bytes], bool] = lambda _: True
+) -> Relay:
     seeded = random.Random(1)
     return Relay(allow, limits=limits, observer_port=8791, random=seeded.randbytes)
 
@@ -251,7 +253,7 @@ def test_registrations_expire_without_input() -> None:
 
 
 def test_a_full_relay_keeps_its_registrations() -> None:
-    relay = make(Limits(registrations=1))
+    relay = make(RelayLimits(registrations=1))
     settle(relay, A, HOME)
 
     assert settle(relay, B, CAFE) == []
@@ -265,7 +267,7 @@ def test_a_full_relay_keeps_its_registrations() -> None:
     [(("192.0.2.1", 9), True), (("192.0.2.2", 9), False)],
 )
 def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) -> None:
-    relay = make(Limits(host_registrations=1))
+    relay = make(RelayLimits(host_registrations=1))
     settle(relay, A, HOME)
 
     assert (settle(relay, B, other) == []) is is_same_host
@@ -274,7 +276,7 @@ def test_registrations_per_host_are_limited(other: Address, is_same_host: bool) 
 
 
 def test_a_network_of_ipv6_counts_as_one_host() -> None:
-    relay = make(Limits(host_registrations=1))
+    relay = make(RelayLimits(host_registrations=1))
     settle(relay, A, OFFICE)
 
     assert settle(relay, B, ("2001:db8::ffff", 9)) == []
@@ -282,7 +284,7 @@ def test_a_network_of_ipv6_counts_as_one_host() -> None:
 
 
 def test_a_moved_registration_frees_room_at_its_host() -> None:
-    relay = make(Limits(host_registrations=1))
+    relay = make(RelayLimits(host_registrations=1))
     settle(relay, A, HOME)
     settle(relay, A, CAFE)
 
@@ -290,7 +292,7 @@ def test_a_moved_registration_frees_room_at_its_host() -> None:
 
 
 def test_a_host_keeps_its_unexpired_registrations() -> None:
-    relay = make(Limits(host_registrations=2))
+    relay = make(RelayLimits(host_registrations=2))
     settle(relay, A, HOME, 0.0)
     settle(relay, B, (HOME[0], 9), 30.0)
 
@@ -368,7 +370,7 @@ def test_only_quic_of_the_right_size_is_relayed(inner: bytes) -> None:
 
 def test_the_rate_of_a_sender_is_limited() -> None:
     size = len(A.to(B).encode())
-    relay = make(Limits(rate=10 * size))
+    relay = make(RelayLimits(rate=10 * size))
     settle(relay, A, HOME)
     settle(relay, B, CAFE)
     burst = round(10 * BURST_S)
@@ -384,7 +386,7 @@ def test_the_rate_of_a_sender_is_limited() -> None:
 
 def test_a_refresh_does_not_renew_the_burst() -> None:
     size = len(A.to(B).encode())
-    relay = make(Limits(rate=size))
+    relay = make(RelayLimits(rate=size))
     settle(relay, A, HOME)
     settle(relay, B, CAFE)
     for _ in range(round(BURST_S)):
@@ -397,7 +399,7 @@ def test_a_refresh_does_not_renew_the_burst() -> None:
 
 def test_the_quota_of_a_host_outlasts_its_keys() -> None:
     size = len(A.to(B).encode())
-    relay = make(Limits(quota=2 * size))
+    relay = make(RelayLimits(quota=2 * size))
     settle(relay, A, HOME)
     settle(relay, B, CAFE)
 
@@ -413,7 +415,7 @@ def test_the_quota_of_a_host_outlasts_its_keys() -> None:
 
 def test_the_total_rate_is_limited() -> None:
     size = len(A.to(B).encode())
-    relay = make(Limits(rate=size))
+    relay = make(RelayLimits(rate=size))
     nodes = [Node(10 + number) for number in range(SHARE + 1)]
     places = [(f"192.0.2.{number}", 7) for number in range(len(nodes))]
     for node, place in zip(nodes, places, strict=True):
@@ -458,7 +460,7 @@ def mutate(seeded: random.Random, datagram: bytes) -> bytes:
 def test_a_relay_never_amplifies() -> None:
     """100,000 datagrams, most of them damaged, from 1,000 addresses and two members."""
     seeded = random.Random(5)
-    limits = Limits(registrations=3, host_registrations=2)
+    limits = RelayLimits(registrations=3, host_registrations=2)
     relay = make(limits)
     settle(relay, A, HOME)
     settle(relay, B, OFFICE)

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 from meshllm_quic.net.network import Address, Receive, Socket
 from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay import relay_server
-from meshllm_quic.relay.registration import Action, Registration, Send
+from meshllm_quic.relay.registration import Action, Registration, SendToRelay
 from meshllm_quic.relay.relay import Refusal
 from meshllm_quic.relay.relay_limiter import ConnectionLimiter
 from meshllm_quic.relay.relay_metrics import CONTENT_TYPE
@@ -90,7 +90,7 @@ class Client:
         now = asyncio.get_running_loop().time()
         actions: list[Action] = self.registration.start(now)
         while not self.registration.is_registered:
-            (packet,) = (each.packet for each in actions if isinstance(each, Send))
+            (packet,) = (each.packet for each in actions if isinstance(each, SendToRelay))
             actions = self.registration.receive(await self._ask(way, packet), now)
 
     async def _ask(self, way: Udp | ClientConnection, packet: Packet) -> Packet:
@@ -143,7 +143,7 @@ async def test_the_observer_port_answers_only_address_requests() -> None:
     async with relaying() as server, Udp() as client:
         node = Client(1, server)
         (send,) = node.registration.start(0.0)
-        assert isinstance(send, Send)
+        assert isinstance(send, SendToRelay)
 
         for datagram in (send.packet.encode(), b"", QUIC, UnknownTag(node.tag).encode()):
             client.socket.send([datagram], (HOST, server.observer.port))

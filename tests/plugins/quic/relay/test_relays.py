@@ -12,7 +12,7 @@ from meshllm_quic.relay import relays as relays_module
 from meshllm_quic.relay.registration import MAX_RETRY_S, SILENT_S
 from meshllm_quic.relay.relay import Relay
 from meshllm_quic.relay.relay_limiter import stream_source
-from meshllm_quic.relay.relays import MAX_RELAYS, Relays, Usage
+from meshllm_quic.relay.relays import MAX_RELAYS, Relays, RelayUsage
 from meshllm_quic.wire.packets import decode
 from tests.simulation.ears import virtual
 
@@ -31,7 +31,7 @@ class Shore:
         self.tcp.set()
         self.streams = 0
         """All streams that were ever open."""
-        self.usages: dict[Address, Usage] = {}
+        self.usages: dict[Address, RelayUsage] = {}
         self.relays = Relays(self, Identity(bytes(32)))
         self._others: dict[Address, Relay] = {}
         self._loop = asyncio.get_running_loop()
@@ -57,8 +57,8 @@ class Shore:
     def relays_changed(self) -> None:
         pass
 
-    def usage(self, relay: Address) -> Usage:
-        return self.usages.get(relay, Usage.NONE)
+    def usage(self, relay: Address) -> RelayUsage:
+        return self.usages.get(relay, RelayUsage.NONE)
 
     @property
     def states(self) -> dict[Address, str]:
@@ -148,14 +148,14 @@ async def test_a_needed_relay_evicts_an_unused_one() -> None:
     here = shore()
     for relay in (FIRST, SECOND, THIRD):
         here.relays.add(relay, is_wanted=False, is_needed=True)
-    here.usages = {FIRST: Usage.ROUTE, SECOND: Usage.RESERVE}
+    here.usages = {FIRST: RelayUsage.ROUTE, SECOND: RelayUsage.RESERVE}
 
     here.relays.add(FOURTH, is_wanted=False, is_needed=True)
     assert here.relay_addresses == [FIRST, SECOND, FOURTH]
-    here.usages[FOURTH] = Usage.ROUTE
+    here.usages[FOURTH] = RelayUsage.ROUTE
     here.relays.add(THIRD, is_wanted=False, is_needed=True)
     assert here.relay_addresses == [FIRST, FOURTH, THIRD]
-    here.usages[THIRD] = Usage.ROUTE
+    here.usages[THIRD] = RelayUsage.ROUTE
     here.relays.add(FIFTH, is_wanted=False, is_needed=True)
 
     assert here.relay_addresses == [FIRST, FOURTH, THIRD]
@@ -168,7 +168,7 @@ async def test_configured_relays_come_first_and_stay() -> None:
     here.relays.add(FIRST, is_wanted=False)
     here.relays.add(SECOND, is_wanted=True)
     here.relays.add(THIRD, is_wanted=True)
-    here.usages = {FIRST: Usage.ROUTE}
+    here.usages = {FIRST: RelayUsage.ROUTE}
 
     here.relays.add(FOURTH, is_wanted=True)
     here.relays.add(FIFTH, is_wanted=False, is_needed=True)

@@ -6,12 +6,12 @@ import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
-from meshllm_quic.wire.lanes import HEAD, MAX_RECORD_BYTES, MESSAGE, OFFER, Incoming
+from meshllm_quic.wire.lanes import HEAD, MAX_RECORD_BYTES, MESSAGE, OFFER, IncomingRecords
 
 
 def test_a_message_is_reassembled_from_any_chunks() -> None:
     stream = HEAD.pack(MESSAGE, 7) + b"message" + HEAD.pack(MESSAGE, 0) + HEAD.pack(MESSAGE, 2)
-    incoming = Incoming()
+    incoming = IncomingRecords()
 
     for byte in stream + b"ok":
         incoming.feed(bytes([byte]))
@@ -21,7 +21,7 @@ def test_a_message_is_reassembled_from_any_chunks() -> None:
 
 
 def test_an_announced_message_allocates_no_memory() -> None:
-    incoming = Incoming()
+    incoming = IncomingRecords()
     tracemalloc.start()
 
     incoming.feed(HEAD.pack(MESSAGE, MAX_MESSAGE_BYTES) + b"begin")
@@ -38,4 +38,4 @@ def test_an_announced_message_allocates_no_memory() -> None:
 )
 def test_an_invalid_record_is_rejected(kind: int, size: int) -> None:
     with pytest.raises(PeerFault, match=f"kind {kind}, {size} B"):
-        Incoming().feed(HEAD.pack(kind, size))
+        IncomingRecords().feed(HEAD.pack(kind, size))

@@ -1,0 +1,101 @@
+"""Files and folders that other users of the machine, or the author of a model, may have prepared.
+
+Reading never waits for a pipe, never reads a device, and is bounded. What only this user may write,
+such as keys and cached results, is neither read nor written through links that others planted.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Read a file that others may have written; links to regular files are followed.
+
+    Raises:
+        OSError: it is missing, not a regular file, or has more than ``limit`` bytes.
+    """
+    return _read(path, os.open(path, os.O_RDONLY | os.O_NONBLOCK), limit)
+
+
+def read_own(path: Path, limit: int) -> bytes:
+    """Read a file that only this user can have written.
+
+    Raises:
+        OSError: as `read_regular`; or it is a link, or others own it or may write to it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not _is_own(os.fstat(descriptor)):
+        os.close(descriptor)
+        raise _refusal(errno.EPERM, "another user owns it or may write to it", path)
+    return _read(path, descriptor, limit)
+
+
+def check_regular(path: Path, limit: int) -> None:
+    """Raise `OSError` if a file is missing, not a regular file, or too long; links are followed."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise _refusal(errno.EINVAL, "not a regular file", path)
+    if found.st_size > limit:
+        raise _refusal(errno.EFBIG, f"{found.st_size} bytes, more than {limit}", path)
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path is a regular file, not a link, that only this user can write to."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and _is_own(found)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of this user for writing, with mode 0600 if new; return its descriptor.
+
+    Raises:
+        OSError: it cannot be written, is a link, or another user owns it.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
+    if os.fstat(descriptor).st_uid != os.geteuid():
+        os.close(descriptor)
+        raise _refusal(errno.EPERM, "it belongs to another user", path)
+    return descriptor
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder accessible to this user only; create it and what is missing above it.
+
+    Raises:
+        OSError: it cannot be created, belongs to another user, or is another user's link.
+    """
+    above = (folder, *folder.parents)
+    for missing in reversed([each for each in above if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask
+    if folder.lstat().st_uid not in {os.geteuid(), 0}:
+        raise _refusal(errno.EPERM, "it belongs to another user", folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise _refusal(errno.EPERM, "it belongs to another user", folder)
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path, descriptor: int, limit: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _refusal(errno.EINVAL, "not a regular file", path)
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise _refusal(errno.EFBIG, f"more than {limit} bytes", path)
+    return data
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _refusal(number: int, reason: str, path: Path) -> OSError:
+    return OSError(number, reason, str(path))

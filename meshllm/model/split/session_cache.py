@@ -1,0 +1,115 @@
+"""What a rank holds of one session: KV caches by loaded piece, and the rows it sent.
+
+Theory of operation
+-------------------
+A rank loads its span of layers in one piece; after a change of plan it keeps that piece and loads
+the layers that are new to it as another one. Each piece has its own `SpanCache`.
+
+The hidden states that a rank sent to the next one are what the lost layers of that rank were
+computed from. With these rows a later owner of the layers computes their caches again, and no other
+layer computes anything, see `meshllm.model.steps.runner.SpanRunner.refill`. The rows are a few per
+cent of the caches. They have no room of their own in the plan: `SentRows` bounds the bytes of all
+sessions, and a session that finds no room is recomputed from its first token after a loss.
+"""
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+from torch import Tensor
+
+from meshllm.model.split.kv_cache import Rows, SpanCache
+
+
+class SentRows:
+    """Bounds the memory of the rows that a rank sent, of all its sessions."""
+
+    def __init__(self, most_bytes: int) -> None:
+        """Keep up to ``most_bytes``; a session that exceeds them loses its rows."""
+        self._most_bytes = most_bytes
+        self._caches = WeakSet[SessionCache]()
+        self.bytes = 0
+        """Bytes in use when they last grew."""
+
+    def record(self, cache: "SessionCache", layer: int, start: int, rows: Tensor) -> None:
+        """Add rows, see `SessionCache.record`."""
+        before = cache.sent_bytes
+        cache.record(layer, start, rows)
+        if cache.sent_bytes == before:
+            return
+        self._caches.add(cache)
+        self.bytes = sum(each.sent_bytes for each in self._caches)
+        if self.bytes > self._most_bytes:
+            cache.sent.clear()
+
+
+class SessionCache:
+    """The KV caches of one session, one for each piece of the span, and the rows it sent."""
+
+    def __init__(self, parts: Sequence[SpanCache]) -> None:
+        self.parts = list(parts)
+        self.sent: dict[int, Rows] = {}
+        """Outputs ``[1, T, D]`` of a layer, from position 0 on; the key is the next layer."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that all layers hold."""
+        return min(part.length for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the caches, including spare capacity."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Memory of the rows."""
+        return sum(rows.buffer.nbytes for rows in self.sent.values())
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens; 0 empties the cache of any family.
+
+        Raises:
+            ModelError: the states cannot be rolled back that far; `crop` to 0.
+        """
+        for part in self.parts:
+            part.crop(length)
+        for rows in self.sent.values():
+            rows.used = min(rows.used, length)
+
+    def branch(self, length: int) -> "SessionCache":
+        """Copy the first ``length`` tokens to a new cache.
+
+        Raises:
+            ModelError: the states cannot be rolled back that far.
+        """
+        other = SessionCache([part.branch(length) for part in self.parts])
+        for layer, rows in self.sent.items():
+            if held := min(rows.used, length):
+                other.record(layer, 0, rows.held[..., :held, :])
+        return other
+
+    def regroup(self, parts: Sequence[SpanCache]) -> None:
+        """Move the layers to new, empty ``parts``; a part of which a layer is missing stays so."""
+        for part in parts:
+            part.take_over(self.parts)
+        self.parts = list(parts)
+
+    def record(self, layer: int, start: int, rows: Tensor) -> None:
+        """Add the rows ``[1, T, D]`` from position ``start`` on; without those before, drop them.
+
+        ``layer`` is the one that they enter next.
+        """
+        if start == 0:
+            self.sent[layer] = Rows(rows)
+        sent = self.sent.get(layer)
+        if sent is not None and sent.used >= start:
+            sent.used = start
+            sent.extend(rows.shape[-2])
+            sent.write(rows)
+
+    def recorded(self, layer: int, start: int, stop: int) -> Tensor | None:
+        """Return the rows ``[1, T, D]`` at positions ``start`` to ``stop``; None if unknown."""
+        sent = self.sent.get(layer)
+        if sent is None or sent.used < stop:
+            return None
+        return sent.held[..., start:stop, :]

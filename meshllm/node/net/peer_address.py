@@ -1,0 +1,166 @@
+"""Which addresses of peers are dialled: a host and a port, not of this machine, and not too often.
+
+A peer chooses its addresses freely, and this node may reach hosts that the peer cannot: servers on
+loopback, on this machine, or on a link-local address such as the metadata of a cloud. Those are
+dialled only for a peer that is on this machine, or when the user named them.
+"""
+
+import asyncio
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+import psutil  # type: ignore[import-untyped]  # ships no types
+from blake3 import blake3
+
+from meshllm.names import MeshId, NodeId
+from meshllm.protocol.membership.records import MACHINE_BYTES
+
+MAX_RESOLVED = 4  # addresses tried of one name
+HOSTS_S = 2.0  # s for which the list of interfaces is used
+_BY_NAME = {"wss"}  # schemes whose server proves its name, so that the name is dialled
+
+Host = IPv4Address | IPv6Address
+
+
+class Local(Enum):
+    """Which addresses of this machine and its links may be dialled."""
+
+    NO = 0
+    """None: a peer elsewhere named them."""
+    LITERAL = 1
+    """Those written as numbers, which were checked when they were heard."""
+    YES = 2
+    """All: the user named them, or a peer on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Recognises the nodes on this machine: their tags are computed from what only it knows."""
+
+    secret: bytes
+    """Known to processes of this machine, and of this network namespace, until it restarts."""
+    mesh: MeshId
+
+    def tag(self, node: NodeId) -> bytes:
+        """Return the tag that a node on this machine publishes in its profile."""
+        key = blake3(self.secret).digest()
+        return blake3(self.mesh + node, key=key).digest(MACHINE_BYTES)
+
+    def has(self, node: NodeId, tag: bytes) -> bool:
+        """Return whether a tag shows that a node is on this machine."""
+        return tag == self.tag(node)
+
+
+def machine_secret() -> bytes:
+    """Return what identifies this machine to its own processes, and not to others."""
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text('ascii')} {network.stat().st_ino}".encode()
+    except OSError:  # not Linux: the hardware address, which neighbours on its network know
+        return f"{uuid.getnode()}".encode()
+
+
+def own_hosts() -> frozenset[str]:
+    """Return the addresses of the interfaces of this machine, as of the last seconds."""
+    return _hosts_at(int(time.monotonic() / HOSTS_S))
+
+
+@lru_cache(maxsize=1)
+def _hosts_at(_: int) -> frozenset[str]:
+    families = socket.AF_INET, socket.AF_INET6
+    interfaces = psutil.net_if_addrs().values()
+    found = (at.address for each in interfaces for at in each if at.family in families)
+    return frozenset(address.partition("%")[0] for address in found)
+
+
+def permitted(addresses: Sequence[str], local: Local) -> tuple[str, ...]:
+    """Keep the addresses that may be dialled; of names, this is known when they are resolved."""
+    own = own_hosts()
+    return tuple(
+        address
+        for address in addresses
+        if (host := _host(address)) is not None
+        and (local is not Local.NO or not isinstance(host, Host) or not _is_local(host, own))
+    )
+
+
+def is_literal(address: str) -> bool:
+    """Return whether the host of an address is written as a number."""
+    return isinstance(_host(address), Host)
+
+
+async def resolve(address: str, local: Local) -> list[str]:
+    """Return the addresses to dial for one: itself, or those that its name has.
+
+    Raises:
+        OSError: the name has no address.
+    """
+    host, own = _host(address), own_hosts()
+    if host is None:
+        return []
+    parts = urlsplit(address)
+    if local is Local.YES or not isinstance(host, str) or not parts.netloc:
+        return list(permitted([address], local))
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, parts.port or 0, type=socket.SOCK_STREAM
+    )
+    hosts = list(dict.fromkeys(ip_address(each[4][0]) for each in found))[:MAX_RESOLVED]
+    if any(_is_local(each, own) for each in hosts):
+        return []
+    return [address] if parts.scheme in _BY_NAME else [_replaced(parts, each) for each in hosts]
+
+
+def target(address: str) -> str:
+    """Return what attempts at an address are counted under: its host and port."""
+    return urlsplit(address).netloc.rpartition("@")[2] or address
+
+
+@lru_cache(maxsize=4096)
+def _host(address: str) -> Host | str | None:
+    """Return the host of an address; None if it has more than scheme, node, host and port.
+
+    An address without `//` is a plain name of its transport, which has no hosts.
+    """
+    if not (address.isascii() and address.isprintable()) or {" ", "\\", "#", "?"} & set(address):
+        return None
+    try:
+        parts = urlsplit(address)
+        port, host = parts.port, parts.hostname
+    except ValueError:
+        return None
+    if not parts.netloc:
+        return address if parts.path.replace("-", "").replace("_", "").isalnum() else None
+    if parts.path not in {"", "/"} or parts.password is not None or not host or port == 0:
+        return None
+    try:
+        return ip_address(host)
+    except ValueError:
+        return host
+
+
+def _is_local(host: Host, own: frozenset[str]) -> bool:
+    """Return whether packets to a host may stay on this machine or its links."""
+    host = getattr(host, "ipv4_mapped", None) or host
+    if host.is_link_local:  # two machines on one cable have no other addresses
+        return not any(_is_link_local_v4(each) for each in own)
+    return host.is_loopback or host.is_unspecified or host.is_multicast or str(host) in own
+
+
+def _is_link_local_v4(host: str) -> bool:
+    return host.startswith("169.254.")
+
+
+def _replaced(parts: SplitResult, host: Host) -> str:
+    """Return an address with a number for its name."""
+    user = f"{parts.username}@" if parts.username else ""
+    shown = f"[{host}]" if isinstance(host, IPv6Address) else str(host)
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{user}{shown}{port}"

@@ -1,0 +1,65 @@
+"""The caches that a rank keeps between sessions, and over a change of plan."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.runner import SpanRunner
+from meshllm.names import NodeId, SessionId
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
+from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
+from meshllm.protocol.planning.plan import Plan
+
+
+@dataclass(slots=True)
+class SessionStore:
+    """The prefix cache of a rank; it outlives a ring, with the layers that stay on this node."""
+
+    plan: Plan
+    """The plan that it was moved to last."""
+    is_entry: bool
+    """Whether this node is the entry of that plan."""
+    prefixes: PrefixCache[SessionCache]
+    """Its index, and on the entry the texts and their caches."""
+    caches: dict[SessionId, SessionCache]
+    """On a stage."""
+
+    @classmethod
+    def empty(cls, plan: Plan, me: NodeId, budget: KvBudget, model: ModelRuntime) -> Self:
+        """Keep nothing yet."""
+        index = prefix_index_for(budget, model.prefix_bytes, model.slack, resumes=model.resumes)
+        return cls(plan, plan.rank(me) == 0, PrefixCache(index, model.slack), {})
+
+    def move(self, plan: Plan, me: NodeId, budget: KvBudget) -> None:
+        """Count what is kept in the budget of another plan, and note the layers that it moves.
+
+        What does not fit is evicted. An entry that becomes a stage keeps its caches without the
+        texts; a stage that becomes the entry keeps none, as it has no texts.
+        """
+        was_entry, self.is_entry = self.is_entry, plan.rank(me) == 0
+        if was_entry and not self.is_entry:
+            self.caches = self.prefixes.forget_texts()
+        elif self.is_entry and not was_entry:
+            self.prefixes.index.clear()
+        self.prefixes.lose(_moved(self.plan, plan))
+        self.prefixes.move(budget)
+        self.plan = plan
+        holds = self.prefixes.index.holds
+        self.caches = {session: cache for session, cache in self.caches.items() if holds(session)}
+
+    def regroup(self, layers: SpanRunner) -> None:
+        """Move all caches to the pieces of another span; runs on the compute thread."""
+        for cache in (*self.caches.values(), *self.prefixes.caches.values()):
+            layers.regroup(cache)
+
+
+def _moved(before: Plan, after: Plan) -> list[int]:
+    """Return the layers that another node holds."""
+    one, other = (
+        [stage.node for stage in plan.stages for _ in range(len(stage.span))]
+        for plan in (before, after)
+    )
+    pairs = zip(one, other, strict=True)
+    return [layer for layer, (was, is_) in enumerate(pairs) if was != is_]

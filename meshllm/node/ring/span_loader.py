@@ -1,0 +1,254 @@
+"""Loads the span of a rank, and keeps what the next plan needs too; runs on the compute thread."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshllm.errors import MeshError, OutOfMemory
+from meshllm.model.files.source import Source
+from meshllm.model.shape import ModelShape
+from meshllm.model.speculation.draft_model import Draft, ModelDrafting
+from meshllm.model.split.session_cache import SentRows
+from meshllm.model.split.skeleton import build
+from meshllm.model.steps.lm_head import Parts, find_parts, parts_of
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.model.steps.trial import CachedTrial
+from meshllm.names import Quant, Span
+from meshllm.node.options import InferenceConfig
+from meshllm.node.session.generation import EntryRunners
+from meshllm.node.session.wire import is_out_of_memory
+from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+
+MOST_PIECES = 3
+"""Pieces of a span; each costs a step some dispatch, so a span of more is loaded again as one."""
+
+_HELP_SHARE = 0.5  # of the headroom, at most, for a part of the LM head
+_SENT_SHARE = 0.25  # of the headroom, at most, for the rows sent to the next rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What a rank of a plan has to load."""
+
+    span: Span
+    is_entry: bool = False
+    is_alone: bool = False
+    """In a ring of one."""
+    is_divided: bool = False
+    """The last rank may compute a part of the logits."""
+    room: int = 0
+    """Bytes for caches, in addition to the layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpan:
+    """What a node has loaded as a rank of a plan."""
+
+    span: Span
+    ends: EntryRunners | None
+    """On the entry."""
+    runner: SpanRunner | None
+    """On every other rank."""
+    draft: ModelDrafting | None = None
+    """On the entry: the draft model, if there is one."""
+    help: Runner | None = None
+    """On the last rank: its part of the LM head, if the entry may request logits."""
+
+    @property
+    def layers(self) -> SpanRunner:
+        """The layers of this rank."""
+        runner = self.ends.front if self.ends else self.runner
+        assert runner is not None  # a rank is the entry or a stage
+        return runner
+
+    @property
+    def runners(self) -> list[Runner]:
+        """All runners of steps with several rows."""
+        return self.ends.runners if self.ends else self.layers.pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What was loaded for one plan and serves the next one."""
+
+    pieces: list[Runner] = field(default_factory=list)
+    head: Runner | None = None
+    helped: Runner | None = None
+    draft: ModelDrafting | None = None
+
+
+class SpanLoader:
+    """Loads spans of one model, one at a time."""
+
+    def __init__(
+        self,
+        source: Source,
+        shape: ModelShape,
+        config: InferenceConfig,
+        context: int,
+        steps: Sequence[int],
+        draft: Draft | None,
+    ) -> None:
+        """Load nothing yet; runners run each of ``steps`` rows in one pass."""
+        self._source = source
+        self._shape = shape
+        self._config = config
+        self._context = context
+        self._steps = steps
+        self._draft = draft
+        self._quant = config.quant or Quant.NONE
+        self._device = torch.device(config.device)
+        self._dtype: torch.dtype = getattr(torch, shape.dtype)
+        self._kept = _Kept()
+        self._whole: nn.Module | None = None  # on meta, once it was needed
+        self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
+
+    def load(self, part: RankPart) -> LoadedSpan:
+        """Load a part; keep what of it is loaded already, and release the rest before.
+
+        Raises:
+            ModelError: the weights are missing or damaged.
+            OutOfMemory: they do not fit into free memory.
+        """
+        try:
+            return self._load(part)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if not is_out_of_memory(error):
+                raise
+            weights = sum(self._shape.layer_bytes[part.span.start : part.span.stop])
+            raise OutOfMemory(
+                f"Not enough memory for layers {part.span} of `{self._shape.name}`: {error}",
+                hint="offer less with `--memory`, or free memory",
+                needed_bytes=weights,
+            ) from error
+
+    def release(self) -> None:
+        """Keep nothing."""
+        self._kept = _Kept()
+
+    def load_help(self, part: RankPart) -> Runner | None:
+        """Load the last rank's part of the LM head, if it is split and the headroom suffices.
+
+        The plan does not count it, so it must not use the memory of layers or caches. Without it
+        the layers can be served, so an error is a warning.
+        """
+        try:
+            return self._load_help(part)
+        except (MeshError, RuntimeError, MemoryError, OSError) as error:
+            name = type(error).__name__
+            logger.warning(
+                "layers %s without a part of the LM head: %s: %s", part.span, name, error
+            )
+            return None
+
+    def _load(self, part: RankPart) -> LoadedSpan:
+        parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
+        self._kept = self._reusable(part, is_divided=parts[0] is not None)
+        kept, span = self._kept, part.span
+        draft = kept.draft if part.is_entry else None
+        if part.is_entry and self._draft and draft is None:
+            draft = self._draft.load(self._device)
+        is_whole = part.is_alone and not kept.pieces
+        pieces = self._pieces(span, kept.pieces, embed=part.is_entry, head=is_whole)
+        sends = span.stop < self._shape.layers
+        sent = SentRows(int(self._headroom(part) * _SENT_SHARE)) if sends else None
+        layers = SpanRunner(pieces, sent)
+        if not part.is_entry:
+            self._kept = _Kept(pieces)
+            return LoadedSpan(span, None, layers)
+        head, helped = kept.head, kept.helped
+        if head is None and not pieces[-1].shard.head:
+            theirs, ours = parts
+            build = partial(self._build, self._no_layers, head=True, share=pieces[0].shard)
+            head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
+        self._kept = _Kept(pieces, head, helped, draft)
+        return LoadedSpan(span, EntryRunners(layers, head, self._context, helped), None, draft)
+
+    def _reusable(self, part: RankPart, *, is_divided: bool) -> _Kept:
+        """Return what of the loaded parts the next one needs."""
+        kept, span = self._kept, part.span
+        if not part.is_entry:
+            kept = _Kept(kept.pieces)
+        keeps_head = part.is_alone or (kept.helped is not None) is is_divided
+        head, helped = (kept.head, kept.helped) if keeps_head else (None, None)
+        pieces = []
+        for piece in kept.pieces:
+            shard, own = piece.shard, piece.span
+            is_within = span.start <= own.start and own.stop <= span.stop
+            has_ends = shard.embed is (part.is_entry and own.start == span.start)
+            if is_within and has_ends and (part.is_alone or not shard.head):
+                pieces.append(piece)
+        if len(_gaps(span, pieces)) + len(pieces) > MOST_PIECES:
+            pieces = []
+        return _Kept(pieces, head if pieces else None, helped if pieces else None, kept.draft)
+
+    def _pieces(
+        self, span: Span, kept: Sequence[Runner], *, embed: bool, head: bool
+    ) -> list[Runner]:
+        """Load the layers of a span that are not loaded yet."""
+        added = [
+            self._build(
+                gap, embed=embed and gap.start == span.start, head=head and gap.stop == span.stop
+            )
+            for gap in _gaps(span, kept)
+        ]
+        return sorted((*kept, *added), key=lambda piece: piece.span.start)
+
+    def _load_help(self, part: RankPart) -> Runner | None:
+        shape = self._shape
+        if not (parts := parts_of(shape.vocab_size, shape.hidden_size)):
+            return None
+        size = len(parts[0]) * shape.hidden_size * shape.itemsize
+        if size > self._headroom(part) * _HELP_SHARE or not self._split_head():
+            return None
+        return self._build(self._no_layers, head=True, outputs=parts[0])
+
+    def _headroom(self, part: RankPart) -> int:
+        """Return the bytes that the plan leaves free besides the layers and caches of a part."""
+        used = sum(self._shape.layer_bytes[part.span.start : part.span.stop]) + max(0, part.room)
+        return used * HEADROOM_PERCENT // (100 - HEADROOM_PERCENT)
+
+    def _split_head(self) -> Parts | None:
+        """Return how the LM head is split, the same on every node that splits it; None if whole."""
+        if self._head_parts is None:
+            self._head_parts = [find_parts(self._source, self._shape)]
+        return self._head_parts[0]
+
+    @property
+    def _no_layers(self) -> Span:
+        return Span(self._shape.layers, self._shape.layers)
+
+    def _build(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
+        cache = self._config.cache
+        shard = load_shard(
+            self._source,
+            span,
+            embed=embed,
+            head=head,
+            dtype=self._dtype,
+            quant=self._quant,
+            cache=cache,
+            device=self._device,
+            **more,
+        )
+        if self._steps and self._whole is None:
+            self._whole = build(self._source.config, self._dtype).model
+        return Runner(shard, self._steps, CachedTrial(cache) if cache else None, self._whole)
+
+
+def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:
+    """Return the parts of a span that no piece holds; an empty span is one itself."""
+    gaps, at = list[Span](), span.start
+    for piece in sorted(pieces, key=lambda each: each.span.start):
+        if at < piece.span.start:
+            gaps.append(Span(at, piece.span.start))
+        at = piece.span.stop
+    return [*gaps, Span(at, span.stop)] if at < span.stop or not pieces else gaps

@@ -1,0 +1,196 @@
+"""What a rank holds of a session: caches that move between pieces, and the rows it sent."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SentRows, SessionCache
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.names import Span
+
+WIDTH = 4
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
+
+
+def rows_of(start: int, stop: int) -> Tensor:
+    """Rows ``[1, T, D]`` that tell their position."""
+    return torch.arange(start, stop, dtype=torch.float32)[None, :, None].expand(1, -1, WIDTH)
+
+
+def recorded(cache: SessionCache, start: int, stop: int) -> list[int] | None:
+    rows = cache.recorded(3, start, stop)
+    return None if rows is None else [int(row[0]) for row in rows[0]]
+
+
+@pytest.fixture
+def empty() -> SessionCache:
+    return SessionCache([])
+
+
+def test_recorded_rows_are_found_by_layer_and_position(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 5))
+    empty.record(3, 5, rows_of(5, 6))
+
+    assert recorded(empty, 2, 6) == [2, 3, 4, 5]
+    assert recorded(empty, 2, 7) is None
+    assert empty.recorded(4, 0, 1) is None
+
+
+def test_rows_that_replace_others_drop_what_followed(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 6))
+    empty.record(3, 4, rows_of(90, 91))
+
+    assert recorded(empty, 0, 5) == [0, 1, 2, 3, 90]
+    assert recorded(empty, 5, 6) is None
+
+
+def test_rows_behind_a_gap_are_not_recorded(empty: SessionCache) -> None:
+    empty.record(3, 2, rows_of(2, 4))
+    assert empty.sent == {}
+
+    empty.record(3, 0, rows_of(0, 2))
+    empty.record(3, 4, rows_of(4, 5))
+    assert recorded(empty, 0, 2) == [0, 1]
+    assert recorded(empty, 4, 5) is None
+
+
+def test_rows_are_copied(empty: SessionCache) -> None:
+    rows = rows_of(0, 2).clone()
+    empty.record(3, 0, rows)
+    rows.zero_()
+
+    assert recorded(empty, 0, 2) == [0, 1]
+
+
+def test_a_session_that_exceeds_the_bytes_loses_its_rows(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 1))
+    first, other = SessionCache([]), SessionCache([])
+    sent = SentRows(int(empty.sent_bytes * 1.5))
+    for cache in (first, other):
+        sent.record(cache, 3, 0, rows_of(0, 1))
+
+    assert recorded(first, 0, 1) == [0]
+    assert recorded(other, 0, 1) is None
+    sent.record(other, 3, 1, rows_of(1, 2))
+    assert other.sent_bytes == 0
+
+
+def test_rows_of_a_dropped_session_make_room(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 1))
+    sent = SentRows(empty.sent_bytes)
+    for _ in range(3):
+        cache = SessionCache([])
+        sent.record(cache, 3, 0, rows_of(0, 1))
+        assert recorded(cache, 0, 1) == [0]
+        assert sent.bytes == empty.sent_bytes
+        del cache
+
+
+def runner_of(llama: Source, span: Span) -> Runner:
+    return Runner(load_shard(llama, span, embed=span.start == 0, head=span.stop == 6))
+
+
+def span_runner(source: Source, *spans: str) -> SpanRunner:
+    pieces = [runner_of(source, Span.parse(span)) for span in spans]
+    return SpanRunner(pieces, SentRows(1 << 30))
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return resolve(str(llama))
+
+
+@pytest.mark.parametrize("spans", [("0:2", "2:4"), ("0:1", "1:3", "3:4")])
+def test_pieces_compute_what_one_piece_does(source: Source, spans: tuple[str, ...]) -> None:
+    whole, pieces = span_runner(source, "0:4"), span_runner(source, *spans)
+    one, other = whole.new_cache(), pieces.new_cache()
+
+    assert pieces.span == Span(0, 4)
+    for chunk in torch.split(TOKENS, 4, 1):
+        assert torch.equal(pieces.prefill(chunk, other), whole.prefill(chunk, one))
+    step = TOKENS[:, :1]
+    assert torch.equal(pieces.step(step, other), whole.step(step, one))
+    assert (other.length, other.branch(3).length) == (11, 3)
+
+
+def test_caches_move_to_other_pieces_layer_by_layer(source: Source) -> None:
+    before, after = span_runner(source, "0:4"), span_runner(source, "0:2", "2:4")
+    cache, plain = before.new_cache(), before.new_cache()
+    before.prefill(TOKENS, cache)
+    before.prefill(TOKENS, plain)
+
+    after.regroup(cache)
+    assert cache.length == TOKENS.shape[1]
+    step = TOKENS[:, :1]
+    assert torch.equal(after.step(step, cache), before.step(step, plain))
+
+
+def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) -> None:
+    before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
+    whole = span_runner(source, "0:4")
+    cache, right = before.new_cache(), whole.new_cache()
+    before.prefill(TOKENS, cache)
+    rows = whole.prefill(TOKENS, right)
+    keys = cache.parts[0].layers[1].keys.data_ptr()
+
+    after.regroup(cache)
+    assert cache.length == 0
+    again = after.refill(None, cache, range(TOKENS.shape[1]), is_step=False)
+    assert again is not None
+    assert torch.equal(again, rows)
+    assert cache.parts[0].layers[1].keys.data_ptr() == keys
+    step = TOKENS[:, :1]
+    assert torch.equal(after.step(step, cache), whole.step(step, right))
+    assert cache.recorded(4, 0, 11) is not None  # for the next loss
+
+
+def test_a_refill_without_the_rows_before_a_lost_layer_is_refused(source: Source) -> None:
+    before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
+    cache = before.new_cache()
+    before.prefill(TOKENS, cache)
+    cache.sent.clear()
+    after.regroup(cache)
+
+    with pytest.raises(ModelError, match="layers 2:4"):
+        after.refill(None, cache, range(4), is_step=False)
+
+
+def test_a_refill_that_was_cut_off_goes_on(source: Source) -> None:
+    before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
+    whole = span_runner(source, "0:4")
+    cache, right = before.new_cache(), whole.new_cache()
+    before.prefill(TOKENS, cache)
+    whole.prefill(TOKENS[:, :4], right)
+    after.regroup(cache)
+    after.refill(None, cache, range(2), is_step=False)
+
+    rows = after.refill(None, cache, range(4), is_step=False)
+    assert rows is not None
+    assert rows.shape == (1, 4, 64)
+    with pytest.raises(ModelError, match="Cannot crop"):
+        after.refill(None, cache, range(7, 9), is_step=False)
+
+
+def test_an_unknown_output_is_none(source: Source) -> None:
+    runner = span_runner(source, "0:2")
+    cache = runner.new_cache()
+    runner.prefill(TOKENS, cache)
+    cache.sent.clear()
+
+    assert runner.refill(None, cache, range(4), is_step=False) is None
+
+
+def test_a_piece_without_layers_takes_over_the_length(source: Source) -> None:
+    whole = span_runner(source, "0:2")
+    cache = whole.new_cache()
+    whole.prefill(TOKENS, cache)
+    empty = SpanCache(whole.pieces[0].shard.model.config, Span(0, 0))
+
+    empty.take_over(cache.parts)
+    assert empty.length == TOKENS.shape[1]

@@ -1,0 +1,136 @@
+"""Addresses of peers that lead to this machine, or carry more than a host and a port."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from meshllm.names import MeshId, NodeId
+from meshllm.node.net import peer_address
+from meshllm.node.net.peer_address import (
+    MAX_RESOLVED,
+    Local,
+    Machine,
+    is_literal,
+    machine_secret,
+    permitted,
+    resolve,
+    target,
+)
+
+ONE, OTHER = NodeId(b"1" * 32), NodeId(b"2" * 32)
+MESH = MeshId(b"m" * 16)
+OWN = frozenset({"127.0.0.1", "10.0.0.7", "fd00::7"})
+ELSEWHERE = ("ws://10.0.0.8:7700", "quic://[fd00::8]:7700", "wss://mesh.example", "loopback:a-1_b")
+HERE = (
+    "ws://127.0.0.1:80", "ws://[::1]:80", "ws://127.9.9.9:80", "ws://[::ffff:127.0.0.1]:80",
+    "ws://10.0.0.7:80", "quic://[fd00::7]:80", "ws://0.0.0.0:80", "ws://224.0.0.1:80",
+    "http://169.254.169.254:80", "ws://[fe80::1]:80",
+)  # fmt: skip
+NEVER = (
+    "ws://10.0.0.8:80/admin", "ws://10.0.0.8:80/?a=b", "ws://10.0.0.8:80?a=b", "ws://a:b@c:80",
+    "ws://10.0.0.8:80#a", "ws://10.0.0.8:80/ HTTP", "ws://10.0.0.8:99999", "ws://[::1", "ws://",
+    "ws://h\xe9:80", "ws://h:80\\x", "unix:/run/docker.sock", "unix:../a", "ws://10.0.0.8:0",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_address, "own_hosts", lambda: OWN)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """A name server."""
+    known: dict[str, list[str]] = {}
+
+    async def lookup(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(8, "unknown")
+        return [(0, 0, 0, "", (each, port)) for each in known[host]]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", lookup)
+    return known
+
+
+def test_a_host_and_a_port_elsewhere_are_permitted() -> None:
+    assert permitted(ELSEWHERE, Local.NO) == ELSEWHERE
+
+
+@pytest.mark.parametrize("address", HERE)
+def test_this_machine_is_for_peers_on_it(address: str) -> None:
+    assert permitted([address], Local.NO) == ()
+    assert permitted([address], Local.YES) == permitted([address], Local.LITERAL) == (address,)
+
+
+@pytest.mark.parametrize("address", NEVER)
+def test_more_than_a_host_and_a_port_is_for_nobody(address: str) -> None:
+    assert permitted([address], Local.YES) == ()
+
+
+def test_a_link_local_network_is_used_by_machines_that_are_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_address, "own_hosts", lambda: OWN | {"169.254.3.4"})
+
+    assert permitted(["ws://169.254.9.9:7700"], Local.NO)
+    assert not permitted(["ws://127.0.0.1:7700"], Local.NO)
+
+
+async def test_a_name_becomes_its_numbers(names: dict[str, list[str]]) -> None:
+    names["desk"] = [*(f"10.1.0.{number}" for number in range(9)), "fd00::9"]
+
+    found = await resolve("quic://key@desk:80", Local.NO)
+
+    assert found == [f"quic://key@10.1.0.{number}:80" for number in range(MAX_RESOLVED)]
+
+
+async def test_a_name_of_this_machine_is_not_dialled(names: dict[str, list[str]]) -> None:
+    names["evil"] = ["10.1.0.1", "127.0.0.1"]
+
+    assert await resolve("ws://evil:80", Local.NO) == []
+    assert await resolve("ws://evil:80", Local.LITERAL) == []
+    assert await resolve("ws://evil:80", Local.YES) == ["ws://evil:80"]
+
+
+async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> None:
+    names["mesh"] = ["10.1.0.1", "fd00::9"]
+
+    assert await resolve("wss://mesh", Local.NO) == ["wss://mesh"]
+    assert await resolve("ws://mesh", Local.NO) == ["ws://10.1.0.1", "ws://[fd00::9]"]
+
+
+async def test_an_unknown_name_is_an_error(names: dict[str, list[str]]) -> None:
+    with pytest.raises(OSError, match="unknown"):
+        await resolve("ws://nowhere:80", Local.NO)
+
+
+async def test_what_has_no_host_is_not_resolved() -> None:
+    assert await resolve("loopback:a", Local.NO) == ["loopback:a"]
+    assert await resolve("unix:/x", Local.YES) == []
+
+
+def test_a_number_is_told_from_a_name() -> None:
+    assert is_literal("ws://10.0.0.8:80")
+    assert not is_literal("ws://10.0.0.8.example:80")
+    assert not is_literal("ws://127.1:80")
+
+
+def test_attempts_are_counted_by_host_and_port() -> None:
+    assert target("ws://10.0.0.8:80") == target("quic://key@10.0.0.8:80") == "10.0.0.8:80"
+    assert target("loopback:a") == "loopback:a"
+
+
+def test_a_tag_shows_which_nodes_are_on_this_machine() -> None:
+    here, there = Machine(b"one boot", MESH), Machine(b"another", MESH)
+
+    assert here.has(ONE, here.tag(ONE))
+    assert not here.has(OTHER, here.tag(ONE))
+    assert not here.has(ONE, there.tag(ONE))
+    assert not here.has(ONE, b"")
+    assert here.tag(ONE) != Machine(b"one boot", MeshId(b"n" * 16)).tag(ONE)
+
+
+def test_the_secret_of_a_machine_lasts() -> None:
+    assert machine_secret() == machine_secret() != b""

@@ -1,0 +1,190 @@
+"""After a loss only the lost layers are computed again, and the text does not change."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from meshllm.errors import LinkLost
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.session_cache import SentRows
+from meshllm.model.steps.runner import Runner
+from meshllm.node.session.generation import GenerationRequest, Token
+from meshllm.protocol.planning.plan import Plan
+from meshllm.request import Sampling
+from meshllm.testing.clock import run_virtual
+from tests.builders.offers import A, B, C
+from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
+
+PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
+SAMPLING = Sampling(temperature=0.9, seed=7)
+TOKENS, BEFORE = 30, 12
+IN_FLIGHT = 8  # rows of drafts and of steps that were under way
+THREE = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"))
+
+Rows = Counter[int]
+"""Rows computed, by layer."""
+
+
+@pytest.fixture
+def world(llama: Path) -> World:
+    return World(llama)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """Count the rows of each layer that any rank computes."""
+    counted, prefill, build = Rows(), Runner.prefill, Runner.__init__
+
+    def count(runner: Runner, number: int) -> None:
+        for layer in range(runner.span.start, runner.span.stop):
+            counted[layer] += number
+
+    def counted_prefill(
+        self: Runner, x: Tensor, cache: SpanCache, rows: int | None = None
+    ) -> Tensor:
+        count(self, x.shape[1])
+        return prefill(self, x, cache, rows)
+
+    def counted_build(self: Runner, *what: object) -> None:
+        build(self, *what)  # type: ignore[arg-type]
+        step_many = self.step_many
+
+        def counted_steps(
+            parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
+        ) -> list[Tensor]:
+            count(self, sum(part.shape[1] for part in parts))
+            return step_many(parts, caches)
+
+        self.step_many = counted_steps
+        self.step = lambda x, cache: counted_steps([x], [cache])[0]
+
+    monkeypatch.setattr(Runner, "prefill", counted_prefill)
+    monkeypatch.setattr(Runner, "__init__", counted_build)
+    return counted
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+async def ask(
+    place: Place, given: Sequence[int] = (), then: Callable[[], None] = nothing
+) -> list[int]:
+    """Return the tokens after ``given``, up to the loss of the ring; call ``then`` in between."""
+    entry = place.runtime.entry
+    assert entry is not None
+    order = GenerationRequest(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
+    answer: list[int] = []
+    with suppress(LinkLost):
+        async for output in entry.generate(order):
+            if isinstance(output, Token):
+                answer.append(output.id)
+                if len(answer) == BEFORE:
+                    then()
+    return answer
+
+
+async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
+    """Return the answer of the first place, while one plan after the other replaces the last."""
+    answer: list[int] = []
+    for plan in plans:
+        alive = [place for place in places if plan.rank(place.me) is not None]
+
+        def follow(alive: list[Place] = alive, plan: Plan = plan) -> None:
+            for place in alive:
+                place.runtime.follow(plan)
+
+        answer += await ask(places[0], answer, follow)
+        await until(partial(at_work, *alive))
+    return answer + await ask(places[0], answer)
+
+
+def kept_layers(lost: set[int]) -> list[int]:
+    return [layer for layer in range(6) if layer not in lost]
+
+
+TAKEOVERS = {
+    "both neighbours": (plan_of((A, "0:3"), (C, "3:6"), epoch=2), {2, 3}),
+    "the one before": (plan_of((A, "0:4"), (C, "4:6"), epoch=2), {2, 3}),
+    "the one behind": (plan_of((A, "0:2"), (C, "2:6"), epoch=2), {2, 3}),
+    "the entry, for the last": (plan_of((A, "0:2"), (B, "2:6"), epoch=2), {4, 5}),
+    "a ring of one": (plan_of((A, "0:6"), epoch=2), {2, 3, 4, 5}),
+}
+
+
+@pytest.mark.parametrize("name", TAKEOVERS)
+def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name: str) -> None:
+    after, lost = TAKEOVERS[name]
+
+    async def main() -> None:
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places))
+            undisturbed = await ask(places[0])
+            rows.clear()  # the second time the prompt is cached
+
+            assert await ask_over(places, after) == undisturbed
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in kept_layers(lost))
+            held = len(PROMPT) + BEFORE
+            assert all(0 <= rows[layer] - TOKENS - held <= IN_FLIGHT for layer in lost)
+
+    run_virtual(main())
+
+
+def test_two_losses_in_one_answer_recompute_each_layer_once(world: World, rows: Rows) -> None:
+    two, one = plan_of((A, "0:3"), (C, "3:6"), epoch=2), plan_of((A, "0:6"), epoch=3)
+
+    async def main() -> None:
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places))
+            undisturbed = await ask(places[0])
+            rows.clear()
+
+            assert await ask_over(places, two, one) == undisturbed
+            assert all(rows[layer] <= TOKENS + 2 * IN_FLIGHT for layer in (0, 1))
+            held = 2 * len(PROMPT) + 3 * BEFORE
+            assert all(rows[layer] <= TOKENS + held + 2 * IN_FLIGHT for layer in range(2, 6))
+
+    run_virtual(main())
+
+
+def test_without_a_prefix_cache_an_answer_goes_on_where_it_was(llama: Path, rows: Rows) -> None:
+    world = World(llama, prefix_bytes=0)
+
+    async def main() -> None:
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places))
+            undisturbed = await ask(places[0])
+            rows.clear()
+
+            assert await ask_over(places, TAKEOVERS["the one before"][0]) == undisturbed
+            whole = len(PROMPT) + TOKENS
+            assert all(rows[layer] <= whole + IN_FLIGHT for layer in kept_layers({2, 3}))
+
+    run_virtual(main())
+
+
+def test_rows_that_were_not_recorded_cost_time_and_no_text(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SentRows, "record", lambda *_: None)
+
+    async def main() -> None:
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places))
+            undisturbed = await ask(places[0])
+            for epoch, name in enumerate(("the one before", "the one behind"), start=2):
+                plan = replace(TAKEOVERS[name][0], epoch=epoch)
+                assert await ask_over(places, plan) == undisturbed
+                places[1].runtime.follow(None)
+
+    run_virtual(main())

@@ -1,0 +1,1 @@
+"""Attacks on real nodes, one for each point of the threat model: `python -m tests.security`."""

@@ -1,0 +1,36 @@
+"""Run attacks and print what each achieved; exit with 1 if one exceeded its bound.
+
+Arguments select attacks by a part of their name; without any, all run.
+"""
+
+import sys
+
+from meshllm.cli.terminal.render import out, table, talk
+from tests.security import addresses, charter, files, project_file
+from tests.security.attack import Attack
+
+ATTACKS: tuple[Attack, ...] = (
+    *project_file.ATTACKS,
+    *files.ATTACKS,
+    *addresses.ATTACKS,
+    *charter.ATTACKS,
+)
+
+
+def main(words: list[str]) -> int:
+    """Run the selected attacks; return the exit code."""
+    rows, held = [], True
+    for attack in ATTACKS:
+        if words and not any(word in attack.name for word in words):
+            continue
+        talk(attack.name)
+        outcome = attack.run()
+        held = held and outcome.held
+        verdict = "held" if outcome.held else "BROKEN"
+        rows.append((attack.name, attack.before, outcome.effect, outcome.bound, verdict))
+    out(table(("attack", "effect before", "effect now", "bound", ""), rows))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""A member that tries to fix the settings of the mesh for good."""
+
+import asyncio
+from pathlib import Path
+from signal import SIGINT
+
+from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.trust.identity import show
+from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
+from tests.security.attack import Attack, Outcome
+from tests.security.member import join
+
+FROZEN = Amendments(
+    (
+        Term("context", MAX_STEP, "16"),
+        Term("policy", 2**64 - 1, "proportional"),
+        Term("policy2", 1, "of no version"),
+    )
+)
+LISTEN_S = 3.0  # s; a beat is sent each half second
+
+
+def freeze_the_charter() -> Outcome:
+    """Publish the highest versions; then restart the owner with flags, and remove the member."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        removed = asyncio.run(_publish(ticket, fleet.folder / "attacker", owner))
+        owner.send(SIGINT)
+        owner.ended()
+        owner.start("--policy", "throughput", "--context", "512", *ALONE)
+        policy = _served_policy(fleet)
+    effect = f"owner restarts with policy {policy}, remove exits {removed}"
+    return Outcome(effect, "a step of 2^32, founder first", held=policy == "throughput")
+
+
+def _served_policy(fleet: Fleet) -> str:
+    fleet.form()
+    owner = fleet.node("owner")
+    until(lambda: owner.status()["ring"]["policy"] != "", fleet.told)
+    policy: str = owner.status()["ring"]["policy"]
+    return policy
+
+
+async def _publish(ticket: str, state: Path, owner: Node) -> int:
+    async with join(ticket, state) as member:
+        profile = Profile("attacker", "1", (), 0)
+        now = asyncio.get_running_loop().time()
+        member.links.act(member.machine.publish(profile=profile, now=now))
+        await asyncio.sleep(LISTEN_S)
+        member.say(FROZEN)
+        await asyncio.sleep(LISTEN_S)
+        words = "ring", "remove", "--yes", show(member.store.key.node)
+        done = await asyncio.to_thread(meshllm, *words, state=owner.state)
+        return done.returncode
+
+
+ATTACKS = (
+    Attack(
+        "settings with version 2^32", "owner's restart exits with 7 for ever", freeze_the_charter
+    ),
+)

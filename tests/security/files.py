@@ -1,0 +1,88 @@
+"""Model folders and state folders that others prepared, and a charter that names a folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from meshllm.model.files.source import resolve
+from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet
+from tests.security.attack import Attack, Outcome
+
+TENSORS = 1_000_000
+FILES_S = 10.0  # s; starting Python and torch takes 3 s of it
+
+
+def charter_names_a_folder() -> Outcome:
+    """Join a mesh whose model is a folder that exists on the joiner's machine."""
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        ticket = fleet.found("founder")
+        fleet.node("founder").start("--model", str(folder), *ALONE)
+        fleet.form()
+        joiner = fleet.node("joiner").start("--join", ticket, *ALONE)
+        code = joiner.ended()
+    effect = f"exit {code}, no folder opened" if code == 4 else f"exit {code}"
+    return Outcome(effect, "`builtin`, org/name, own --model", held=code == 4)
+
+
+def pipe_as_config() -> Outcome:
+    """Show a model whose config is a pipe."""
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        (folder / "config.json").unlink()
+        os.mkfifo(folder / "config.json")
+        return _show(folder)
+
+
+def million_tensors() -> Outcome:
+    """Show a model whose weights are a header with a million empty tensors."""
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{number}": empty for number in range(TENSORS)}).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        length = len(header).to_bytes(8, "little")
+        (folder / "model.safetensors").write_bytes(length + header)
+        return _show(folder)
+
+
+def planted_lock() -> Outcome:
+    """Start a node in a state folder whose lock is a link to a file of its owner."""
+    with open_fleet() as fleet:
+        precious = fleet.folder / "precious"
+        precious.write_text("precious")
+        fleet.found("victim")
+        victim = fleet.node("victim")
+        (victim.state / "lock").symlink_to(precious)
+        code = victim.start(*ALONE).ended()
+        is_whole = precious.read_text() == "precious"
+    effect = f"exit {code}, the file is {'whole' if is_whole else 'lost'}"
+    return Outcome(effect, "no links, own files only", held=code == 2 and is_whole)
+
+
+def _copy(fleet: Fleet) -> Path:
+    return Path(shutil.copytree(resolve("builtin").folder, fleet.folder / "model"))
+
+
+def _show(folder: Path) -> Outcome:
+    begin = time.monotonic()
+    try:
+        done = meshllm("model", "show", str(folder))
+    except subprocess.TimeoutExpired:
+        return Outcome("hangs", f"exit 4 within {FILES_S:.0f} s", held=False)
+    took = time.monotonic() - begin
+    held = done.returncode == 4 and took < FILES_S
+    return Outcome(
+        f"exit {done.returncode} in {took:.1f} s", f"exit 4 within {FILES_S:.0f} s", held
+    )
+
+
+ATTACKS = (
+    Attack("charter names a local folder", "the folder was opened", charter_names_a_folder),
+    Attack("config.json is a pipe", "hung without end", pipe_as_config),
+    Attack("a million empty tensors", "24 s of work", million_tensors),
+    Attack("planted `lock` link", "its target was emptied", planted_lock),
+)

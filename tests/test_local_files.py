@@ -1,0 +1,156 @@
+"""Files that others prepared: pipes, devices, links, wrong owners and modes."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshllm.local_files import (
+    check_regular,
+    is_own,
+    make_private,
+    open_own,
+    read_own,
+    read_regular,
+)
+
+SOMEBODY = 4242
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"text")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be another user than the one who owns the files."""
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_file_of_this_user_is_read(file: Path) -> None:
+    assert (read_regular(file, 4), read_own(file, 4), is_own(file)) == (b"text", b"text", True)
+
+
+@pytest.mark.parametrize("read", [read_regular, read_own, check_regular])
+def test_a_file_over_the_limit_is_refused(file: Path, read: type) -> None:
+    with pytest.raises(OSError, match="more than 3"):
+        read(file, 3)
+
+
+@pytest.mark.parametrize("read", [read_regular, read_own, check_regular])
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, read: type) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(OSError, match="not a regular file"):
+        read(tmp_path / "pipe", 9)
+
+    assert not is_own(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("read", [read_regular, check_regular])
+def test_a_device_is_refused(tmp_path: Path, read: type) -> None:
+    (tmp_path / "endless").symlink_to("/dev/zero")
+
+    with pytest.raises(OSError, match="not a regular file"):
+        read(tmp_path / "endless", 9)
+
+
+def test_a_link_is_followed_only_where_others_may_write(file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(file)
+
+    assert read_regular(link, 9) == b"text"
+    assert not is_own(link)
+    for use in (lambda: read_own(link, 9), lambda: open_own(link, os.O_TRUNC)):
+        with pytest.raises(OSError, match="symbolic"):
+            use()
+    assert file.read_bytes() == b"text"
+
+
+def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+    assert not is_own(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        read_own(tmp_path / "none", 9)
+
+
+@pytest.mark.parametrize("writable", [0o620, 0o602])
+def test_a_file_that_others_may_write_to_is_not_own(file: Path, writable: int) -> None:
+    file.chmod(writable)
+
+    assert not is_own(file)
+    with pytest.raises(OSError, match="another user"):
+        read_own(file, 9)
+
+
+@pytest.mark.usefixtures("somebody")
+def test_a_file_of_another_user_is_not_own(file: Path) -> None:
+    assert not is_own(file)
+    for use in (lambda: read_own(file, 9), lambda: open_own(file, os.O_TRUNC)):
+        with pytest.raises(OSError, match="another user"):
+            use()
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_new_files_and_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    make_private(tmp_path / "deep" / "state")
+    os.close(open_own(tmp_path / "deep" / "state" / "lock", 0))
+
+    modes = [mode(each) for each in sorted((tmp_path / "deep").rglob("*"))]
+    assert [mode(tmp_path / "deep"), *modes] == [0o700, 0o700, 0o600]
+
+
+def test_the_mode_of_a_folder_is_restored(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+
+    make_private(tmp_path)
+
+    assert mode(tmp_path) == 0o700
+
+
+@pytest.mark.usefixtures("somebody")
+def test_a_folder_of_another_user_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+
+    with pytest.raises(OSError, match="belongs to another user"):
+        make_private(tmp_path)
+
+    assert mode(tmp_path) == 0o755
+
+
+def test_a_link_of_another_user_to_an_own_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, link = tmp_path / "documents", tmp_path / "state"
+    documents.mkdir(mode=0o755)
+    link.symlink_to(documents)
+    make_private(link)
+    documents.chmod(0o755)
+    of_somebody = os.stat_result([0o120777, 0, 0, 1, SOMEBODY, 0, 0, 0, 0, 0])
+    monkeypatch.setattr(Path, "lstat", lambda _: of_somebody)
+
+    with pytest.raises(OSError, match="belongs to another user"):
+        make_private(link)
+
+    assert mode(documents) == 0o755
+
+
+def test_a_file_in_place_of_a_folder_is_refused(file: Path) -> None:
+    with pytest.raises(NotADirectoryError):
+        make_private(file)
