@@ -53,6 +53,10 @@ bench:
     meshllm bench --nodes 1,2,3 --quant none,int8
     meshllm bench --processes --nodes 1,2 --threads 1 --quant none,int8
 
+# real clients of the API, each in a virtual environment of its own (downloads them)
+clients:
+    python -m tests.clients
+
 # the parity table over every model type (minutes)
 families:
     python -m tests.bench.families --write

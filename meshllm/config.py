@@ -117,6 +117,18 @@ class Settings:
     """Context length of one session that the ring must hold."""
     discovery: bool = True
     """Discover nodes of the mesh on the local network."""
+    serve: str | None = None
+    """Serve the API on TCP at HOST:PORT, too."""
+    key_file: str | None = None
+    """File of API keys, one on a line; makes keys required."""
+    require_key: bool = False
+    """Require an API key on a loopback address, too."""
+    tls_cert: str | None = None
+    """Certificate chain of the API in PEM: serve it over TLS."""
+    tls_key: str | None = None
+    """Private key of the certificate, if in another file."""
+    origins: str | None = None
+    """Origins of web pages that may use the API, with commas."""
     log_format: LogFormat = "text"
     """Format of the log on stderr."""
     history: bool = True

@@ -41,6 +41,26 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token, and the logarithm of its probability before sampling parameters apply."""
+
+    token: int
+    text: str
+    """Its text; bytes that are not a whole character are replaced."""
+    bytes: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log probability of a token of the answer, and those of the likeliest ones."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+    """The likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation: prompt, sampling parameters, stop conditions."""
 
@@ -56,6 +76,15 @@ class Request:
     given: tuple[int, ...] = ()
     """Tokens of the answer sampled by an earlier ring. The answer continues after them: they count
     for `max_tokens`, penalties and stop strings, and are not yielded again."""
+    ids: tuple[int, ...] = ()
+    """A prompt of token ids, instead of a text."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, and what is added to their logits after the penalties."""
+    logprobs: int | None = None
+    """Report the log probability of each token, and of so many of the likeliest ones."""
+    scores_prompt: bool = False
+    """Yield the prompt before the answer, token by token as if it were part of it, so that its log
+    probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
 
 
 class FinishReason(StrEnum):
@@ -122,6 +151,8 @@ class Piece:
     """Empty while it depends on the next tokens."""
     tokens: tuple[int, ...] = ()
     """Empty for text that was held back until the end."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the tokens, if requested."""
 
 
 Event = Prefilled | Piece | Answer

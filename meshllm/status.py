@@ -50,6 +50,17 @@ class ModelStatus:
     dtype: str
     quant: str
     """Quantisation of the weights; `none` is as stored."""
+    context: int = 0
+    """Most tokens of a prompt and its answer."""
+    fingerprint: str = ""
+    """Identifies weights, data type and quantisation; empty if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models that a node serves: `/mesh/models`."""
+
+    models: tuple[ModelStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)

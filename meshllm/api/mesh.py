@@ -13,7 +13,7 @@ from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
-from meshllm.status import SCHEMA, NewTicket, to_json
+from meshllm.status import SCHEMA, Models, NewTicket, to_json
 
 NDJSON = "application/x-ndjson"
 METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
@@ -39,6 +39,7 @@ def routes(node: NodePort) -> list[Route]:
         Route("/mesh/status", mesh.status),
         Route("/mesh/plan", mesh.plan),
         Route("/mesh/members", mesh.members),
+        Route("/mesh/models", mesh.models),
         Route("/mesh/events", mesh.events),
         Route("/mesh/ticket", mesh.ticket, methods=["POST"]),
         Route("/mesh/remove", mesh.remove, methods=["POST"]),
@@ -59,6 +60,9 @@ class _Mesh:
 
     async def members(self, _: Request) -> Response:
         return _object(self.node.members())
+
+    async def models(self, _: Request) -> Response:
+        return _object(Models(tuple(await self.node.models())))
 
     async def metrics(self, _: Request) -> Response:
         return PlainTextResponse(exposition(self.node.status()), media_type=METRICS)

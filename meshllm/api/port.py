@@ -4,13 +4,20 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from meshllm.request import Backend
-from meshllm.status import Change, Members, MeshStatus, Removed, RingStatus
+from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingStatus
 
 
-class NodePort(Backend, Protocol):
+class ModelPort(Backend, Protocol):
+    """What the public API needs: models that answer."""
+
+    async def models(self) -> Sequence[ModelStatus]:
+        """List the models that are served; empty while there is none."""
+
+
+class NodePort(ModelPort, Protocol):
     """A node, as its owner controls it.
 
-    All methods but the streams return at once, a snapshot of the node's own records.
+    All methods but `models` and the streams return at once, a snapshot of the node's own records.
     """
 
     def status(self) -> MeshStatus:
@@ -21,9 +28,6 @@ class NodePort(Backend, Protocol):
 
     def members(self) -> Members:
         """List the members of the mesh."""
-
-    def models(self) -> list[str]:
-        """List the models that this node serves."""
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Create a ticket; 0 seconds or uses mean no limit. Raise `UserError` if out of range."""

@@ -1,11 +1,13 @@
-"""An HTTP server on a private unix socket, in the event loop of its node."""
+"""HTTP servers in the event loop of a node; the owner's is on a private unix socket."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
+from typing import Any
 
+from starlette.applications import Starlette
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
@@ -19,31 +21,35 @@ GOODBYE_S = 5  # s until cancelled generations have ended on every node
 
 
 async def serve(node: NodePort, path: Path) -> None:
-    """Serve a node until cancelled, then remove the socket.
+    """Serve a node to its owner until cancelled, then remove the socket.
 
     Raises:
         UserError: a node is already running there, or the path is too long or not private.
     """
+    with listening(path) as bound:
+        await run_server(owner_application(node), bound, limit_concurrency=CONNECTIONS)
+
+
+async def run_server(application: Starlette, bound: socket, **settings: Any) -> None:
+    """Serve an application on a bound socket until cancelled; ``settings`` are uvicorn's."""
     config = Config(
-        owner_application(node),
-        http="h11",
+        application,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=GOODBYE_S,
         h11_max_incomplete_event_size=HEADER_BYTES,
+        **{"http": "h11", **settings},
     )
     server = _Server(config)
-    with listening(path) as bound:
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        try:
-            await asyncio.shield(serving)  # `stop` closes connections made during startup, too
-        finally:
-            await server.stop(serving, bound)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        await asyncio.shield(serving)  # `stop` closes connections made during startup, too
+    finally:
+        await server.stop(serving, bound)
 
 
 class _Server(Server):

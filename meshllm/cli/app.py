@@ -24,10 +24,14 @@ from meshllm.cli.commands.identity import EXAMPLES as ID_EXAMPLES
 from meshllm.cli.commands.identity import identity
 from meshllm.cli.commands.relay import EXAMPLES as RELAY_EXAMPLES
 from meshllm.cli.commands.relay import relay
+from meshllm.cli.commands.usage import EXAMPLES as USAGE_EXAMPLES
+from meshllm.cli.commands.usage import usage
 from meshllm.cli.doctor.doctor import EXAMPLES as DOCTOR_EXAMPLES
 from meshllm.cli.doctor.doctor import doctor
 from meshllm.cli.node.node import EXAMPLES as NODE_EXAMPLES
 from meshllm.cli.node.node import node
+from meshllm.cli.node.serve import EXAMPLES as SERVE_EXAMPLES
+from meshllm.cli.node.serve import serve
 from meshllm.cli.ring import ring
 from meshllm.cli.terminal import render
 from meshllm.config import load
@@ -89,8 +93,10 @@ app = typer.Typer(
 )
 app.command(epilog=CHAT_EXAMPLES)(chat)
 app.command(epilog=NODE_EXAMPLES)(node)
+app.command(epilog=SERVE_EXAMPLES)(serve)
 app.add_typer(ring.app, name="ring")
 app.add_typer(key.app, name="key")
+app.command(epilog=USAGE_EXAMPLES)(usage)
 app.command("id", epilog=ID_EXAMPLES)(identity)
 app.command(epilog=DOCTOR_EXAMPLES)(doctor)
 app.add_typer(model.app, name="model")

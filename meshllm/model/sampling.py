@@ -19,6 +19,7 @@ from meshllm.errors import ModelError, UserError
 from meshllm.request import Sampling
 
 FEW = 64  # tokens; for more it is faster to draw the noise of all ids up to the last
+NEVER = -9999.0  # log probability of what cannot be, as in OpenAI's API: JSON has no infinity
 GREEDY_BELOW = 1e-5  # temperature; a division by less could overflow fp32 (vLLM: same limit)
 
 Scores = NDArray[np.float32]
@@ -50,11 +51,13 @@ def pick(
     position: int,
     history: Sequence[int],
     prompt_len: int,
+    bias: Sequence[tuple[int, float]] = (),
 ) -> int:
     """Sample the token at ``position``.
 
     logits: [V], any float dtype and device. history: prompt and generated ids before ``position``,
-    the first ``prompt_len`` of them prompt. Ties go to the lowest id.
+    the first ``prompt_len`` of them prompt. bias: token ids, and what is added to their logits,
+    after the penalties. Ties go to the lowest id.
 
     Raises:
         ModelError: no logit is finite, or one is NaN or positive infinity.
@@ -62,6 +65,8 @@ def pick(
     scores = logits.detach().to("cpu", torch.float32, copy=True)  # [V]
     _check(scores, position)
     _penalise(scores, sampling, history, prompt_len)
+    for token, value in bias:
+        scores[token] += value
     if sampling.temperature < GREEDY_BELOW:
         return int(scores.numpy().argmax())
     kept = _warp(scores.numpy(), sampling)
@@ -72,6 +77,21 @@ def pick(
     race = noise_of(sampling.seed, position, kept)
     race += scores.numpy()[kept]
     return int(kept[race.argmax()])
+
+
+def logprobs(logits: Tensor, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    """Return the log probability of a token, and the ``top`` likeliest tokens with theirs.
+
+    logits: [V], before any sampling parameter. Ties go to the lowest id. A logit that is minus
+    infinity gives `NEVER`.
+    """
+    scores = logits.detach().to("cpu", torch.float32).log_softmax(-1).clamp(min=NEVER).numpy()
+    order: list[int] = []
+    if top:
+        least = np.partition(scores, -top)[-top] if top < len(scores) else scores.min()
+        likely = np.flatnonzero(scores >= least)
+        order = likely[np.argsort(-scores[likely], kind="stable")][:top].tolist()
+    return float(scores[token]), [(each, float(scores[each])) for each in order]
 
 
 def gumbel(seed: int, position: int, tokens: int) -> NDArray[np.float64]:

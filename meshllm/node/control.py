@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
+from blake3 import blake3
+
 from meshllm.errors import Leaving, MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.founding import find_node
@@ -110,10 +112,10 @@ class NodeControl:
         removed = [_member(view, each, "", "removed") for each in view.removed]
         return Members((*known, *clients, *removed))
 
-    def models(self) -> list[str]:
+    async def models(self) -> list[ModelStatus]:
         """List the models that this node serves."""
-        charter = self.snapshot().charter
-        return [charter.shape.name] if charter else []
+        model = _model(self.snapshot())
+        return [model] if model else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Create a ticket; 0 seconds or uses mean no limit."""
@@ -247,8 +249,15 @@ def _model(view: NodeView) -> ModelStatus | None:
     if charter is None:
         return None
     shape = charter.shape
+    dtype, quant = charter.dtype.name.lower(), str(charter.quant)
     return ModelStatus(
-        shape.name, shape.layers, shape.hidden_size, charter.dtype.name.lower(), str(charter.quant)
+        shape.name,
+        shape.layers,
+        shape.hidden_size,
+        dtype,
+        quant,
+        shape.context,
+        _fingerprint(view, charter.config_digest, f"{dtype} {quant}"),
     )
 
 
@@ -257,6 +266,16 @@ def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
     chains = {**view.hosts, **{peer: link.issuers for peer, link in view.links.items()}}
     paths = ((*hosts, node) for node, hosts in sorted(chains.items()))
     return {path[-1]: path[path.index(host) + 1] for path in paths if host in path[:-1]}
+
+
+def _fingerprint(view: NodeView, config: bytes, precision: str) -> str:
+    """Hash what decides the text of an answer; the same on every node that knows all weights."""
+    known = [each.weights for _, each in sorted(view.profiles.items()) if each.weights]
+    longest = max(map(len, known), default=0)
+    whole = zip(*(each for each in known if len(each) == longest), strict=True)
+    parts = [next(filter(any, layer), b"") for layer in whole]  # zeros: weights it does not hold
+    digest = blake3(b"".join([config, precision.encode(), *parts])).hexdigest(6)
+    return f"fp_{digest}" if parts and all(parts) else ""
 
 
 def _ring_state(view: NodeView) -> RingState:

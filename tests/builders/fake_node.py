@@ -12,6 +12,7 @@ from meshllm.status import (
     Measured,
     Members,
     MeshStatus,
+    ModelStatus,
     Named,
     NodeState,
     Planned,
@@ -64,7 +65,8 @@ class FakeNode:
     def status(self) -> MeshStatus:
         status = told()
         assert status.model
-        model = replace(status.model, name=self.served) if self.served else None
+        known = replace(status.model, fingerprint="fp_0123456789ab")
+        model = replace(known, name=self.served) if self.served else None
         return with_ring(replace(status, model=model), entry=self.entry)
 
     def plan(self) -> RingStatus:
@@ -73,8 +75,9 @@ class FakeNode:
     def members(self) -> Members:
         return Members((member(0), member(1)))
 
-    def models(self) -> list[str]:
-        return ["builtin"]
+    async def models(self) -> list[ModelStatus]:
+        model = self.status().model
+        return [model] if model else []
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         self.calls.append((role, expires_s, uses))

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model import sampling as module
-from meshllm.model.sampling import gumbel, pick, validate
+from meshllm.model.sampling import NEVER, gumbel, logprobs, pick, validate
 from meshllm.request import Sampling
 
 # Critical values of chi-square at 0.001 (NIST/SEMATECH e-Handbook, 1.3.6.7.4).
@@ -349,3 +349,32 @@ def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
 
     with pytest.raises(UserError, match=rf"`{name}` is {value}, not between"):
         validate(sampling)
+
+
+def test_a_bias_is_added_after_the_penalties() -> None:
+    def picked(*bias: tuple[int, float], **sampling: Any) -> int:
+        return pick(SKEWED, Sampling(**sampling), position=1, history=[0], prompt_len=1, bias=bias)
+
+    assert picked((0, -100.0)) == 1
+    assert picked((7, 100.0)) == 7
+    assert picked((1, 0.6)) == 1
+    assert picked((0, 1.0), repetition_penalty=4.0) == 0  # 2 / 4 + 1 is as much as 1.5 of token 1
+    assert picked((7, 100.0), temperature=1.0, top_k=1) == 7
+
+
+def test_log_probabilities_are_those_before_sampling_parameters() -> None:
+    expected = SKEWED.double().log_softmax(-1)
+
+    own, top = logprobs(SKEWED.bfloat16(), 3, 3)
+
+    assert own == pytest.approx(float(expected[3]), abs=1e-6)
+    assert [token for token, _ in top] == [0, 1, 2]
+    assert [value for _, value in top] == pytest.approx(expected[:3].tolist(), abs=1e-6)
+
+
+def test_log_probabilities_of_ties_and_of_what_cannot_be() -> None:
+    logits = torch.tensor([0.0, 1.0, -math.inf, 1.0, 1.0])
+
+    assert [token for token, _ in logprobs(logits, 0, 2)[1]] == [1, 3]
+    assert logprobs(logits, 2, 0) == (NEVER, [])
+    assert len(logprobs(logits, 0, 20)[1]) == 5

@@ -12,7 +12,7 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import NodeId
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.requests.router import Counts
-from meshllm.protocol.membership.records import Lifecycle
+from meshllm.protocol.membership.records import Lifecycle, Profile
 from meshllm.protocol.trust.credential import Removal, Role
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Event, Piece, Request
@@ -33,6 +33,11 @@ from meshllm.status import (
 )
 from tests.builders.fake_ring import answer_of
 from tests.builders.view import CLIENT, KEYS, A, B, C, D, plan_of, view_of, with_state
+
+
+def _holding(weights: bytes) -> Profile:
+    """Return the profile of a node with a digest of one byte for each part of the weights."""
+    return Profile("", "", (), 0, weights=tuple(bytes([each]) for each in weights))
 
 
 class Owned:
@@ -88,7 +93,7 @@ def test_the_status_is_that_of_the_node(node: Owned) -> None:
 
     assert (status.mesh, status.node) == (node.view.mesh.hex(), show(A))
     assert (status.name, status.version, status.since_s) == ("here", "1.0", 3.0)
-    assert status.model == ModelStatus("tiny", 4, 4, "bfloat16", "none")
+    assert status.model == ModelStatus("tiny", 4, 4, "bfloat16", "none", 10, "fp_1a7ab2161d6c")
     assert status.listening == ("loopback:a",)
     assert status.networks == (
         NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "registered"),)),
@@ -131,7 +136,7 @@ def test_without_a_plan_it_waits(node: Owned) -> None:
         stages=(), predicted=None, measured=None, advice="",
     )  # fmt: skip
     assert [each.is_self for each in status.nodes] == [True]
-    assert node.control.models() == []
+    assert asyncio.run(node.control.models()) == []
 
 
 def test_an_impossible_prediction_is_left_out(node: Owned) -> None:
@@ -250,7 +255,26 @@ def test_members_are_nodes_clients_and_the_removed(node: Owned) -> None:
 
 
 def test_the_model_of_the_charter_is_served(node: Owned) -> None:
-    assert node.control.models() == ["tiny"]
+    (model,) = asyncio.run(node.control.models())
+
+    assert (model.name, model.fingerprint, model.context > 0) == ("tiny", "fp_1a7ab2161d6c", True)
+
+
+def test_a_fingerprint_depends_on_the_weights_and_not_on_who_holds_them(node: Owned) -> None:
+    def fingerprint(*weights: bytes) -> str:
+        node.view = replace(
+            node.view, profiles=dict(zip((A, B, D), map(_holding, weights), strict=False))
+        )
+        (model,) = asyncio.run(node.control.models())
+        return model.fingerprint
+
+    whole = fingerprint(b"abcd")
+
+    assert whole.startswith("fp_")
+    assert fingerprint(b"ab\0\0", b"\0\0cd") == whole
+    assert fingerprint(b"\0bcd", b"a\0\0\0", b"") == whole
+    assert fingerprint(b"abce") != whole
+    assert fingerprint(b"ab\0\0") == ""
 
 
 def test_a_ticket_without_limits(node: Owned) -> None:

@@ -7,16 +7,11 @@ import ssl
 from asyncio import Server
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from meshllm.errors import LinkLost, UserError
 from meshllm.testing.links import read
@@ -27,6 +22,7 @@ from meshllm.transport.lanes import CREDIT
 from meshllm.transport.registry import Registry
 from meshllm_websocket import WebsocketTransport, address, connection, dialler
 from meshllm_websocket.transport import PORTS
+from tests.builders.certificates import certificate
 
 pytestmark = pytest.mark.socket
 
@@ -94,26 +90,6 @@ async def proxy(
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls) as server:
         yield server.sockets[0].getsockname()[1], seen
-
-
-def certificate(folder: Path) -> Path:
-    """Write a self-signed certificate for 127.0.0.1 and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "proxy")])
-    now = datetime.now(UTC)
-    host = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    built = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(host, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    file = folder / "certificate.pem"
-    secret = key.private_bytes(pem, form, serialization.NoEncryption())
-    file.write_bytes(secret + built.public_bytes(pem))
-    return file
 
 
 async def test_websocket_implements_the_contract() -> None:

@@ -104,19 +104,8 @@ class Accounts:
             UserError: the folder or the file cannot be used.
         """
         seed = StateStore.open(folder).key.seed
-        path = folder / FILE
-        try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-            connecting = sqlite3.connect(
-                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
-            with closing(connecting) as database:
-                database.execute("PRAGMA journal_mode = WAL")
-                database.execute("PRAGMA synchronous = NORMAL")
-                database.executescript(_SCHEMA)
-                yield cls(database, blake3(seed, derive_key_context=_CONTEXT).digest())
-        except (OSError, sqlite3.Error) as error:
-            raise UserError(f"`{path}` cannot be used: {error}") from None
+        with closing(_connect(folder / FILE)) as database:
+            yield cls(database, blake3(seed, derive_key_context=_CONTEXT).digest())
 
     def create(self, name: str, limits: KeyLimits, now_s: float) -> str:
         """Create a key and return it: it is not stored. Raise `UserError` if the name is taken."""
@@ -133,7 +122,7 @@ class Accounts:
             raise UserError(f"There is already a key `{name}`", hint=hint) from None
         return key
 
-    def keys(self) -> list[ApiKey]:
+    def list_keys(self) -> list[ApiKey]:
         """List the keys by age."""
         rows = self._database.execute(f"SELECT {_KEY} FROM keys ORDER BY created_s, name")
         return [_key_of(row) for row in rows]
@@ -182,6 +171,24 @@ _RECORD = (
     "ON CONFLICT DO UPDATE SET "
     + ", ".join(f"{name} = {name} + excluded.{name}" for name in _NAMES)
 )
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        database = sqlite3.connect(
+            path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(f"`{path}` cannot be used: {error}") from None
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.executescript(_SCHEMA)
+    except sqlite3.Error as error:
+        database.close()
+        raise UserError(f"`{path}` cannot be used: {error}") from None
+    return database
 
 
 def _key_of(row: Sequence[object]) -> ApiKey:

@@ -1,29 +1,25 @@
-"""`/v1/chat/completions`: OpenAI's chat completions.
+"""`/v1/chat/completions`: OpenAI's chat completions."""
 
-Unsupported fields are rejected by name, never silently ignored.
-"""
-
-import json
-import secrets
-import time
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshllm.api.port import NodePort
-from meshllm.api.respond import Stream, read, with_keep_alive
-from meshllm.api.v1.failure import JSON, error_object
-from meshllm.api.v1.models import require_model
-from meshllm.errors import MeshError
-from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Sampling, Turn
+from meshllm.api.access.gate import key_of
+from meshllm.api.failure import JSON, error_object
+from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.v1 import reply as base
+from meshllm.api.v1.generating import Generating, read_fields, variants
+from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.v1.service import Choices, Service
+from meshllm.request import Answer, Logprob, Piece, TokenLogprobs, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
-KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
-MAX_STOPS = 4  # OpenAI API reference
+WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,56 +34,37 @@ class ContentPart:
 class Message:
     """One message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | tuple[ContentPart, ...]
 
     def turn(self) -> Turn:
-        """Return the message with its parts joined."""
+        """Return the message with its parts joined; a developer's is a system message."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
-        return Turn(role=self.role, content=text)
+        return Turn(role="system" if self.role == "developer" else self.role, content=text)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """Options of a streamed answer."""
-
-    include_usage: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat(Generating):
     """The body of a request; null is the same as absent."""
 
-    model: str
     messages: tuple[Message, ...]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    stop: str | tuple[str, ...] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
-    def request(self) -> Asked:
-        """Convert to a request of the mesh; raise `WrongField` for what is not supported."""
-        if self.n not in {None, 1}:
-            raise WrongField("n", f"`n` is {self.n}, not 1")
-        if self.stream_options is not None and not self.stream:
-            raise WrongField("stream_options", "`stream_options` requires `stream`")
-        return Asked(
+    def requests(self) -> list[Asked]:
+        """Convert to requests of the mesh; raise `WrongField` for what is not supported."""
+        if not self.messages:
+            raise WrongField("messages", "`messages` is empty")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise WrongField("top_logprobs", "`top_logprobs` requires `logprobs`")
+        asked = replace(
+            self.request(self._limit()),
             turns=tuple(each.turn() for each in self.messages),
-            sampling=self._sampling(),
-            max_tokens=self._limit(),
-            stop=self._stops(),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+        return variants(asked, self.choices)
 
     def _limit(self) -> int:
         limits = {
@@ -102,106 +79,98 @@ class Chat:
             raise WrongField("max_tokens", "`max_tokens` and `max_completion_tokens` differ")
         return next(iter(given.values()), Asked().max_tokens)
 
-    def _stops(self) -> tuple[str, ...]:
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if len(stops) > MAX_STOPS or "" in stops:
-            raise WrongField("stop", f"`stop` must have 1 to {MAX_STOPS} non-empty texts")
-        return stops
-
-    def _sampling(self) -> Sampling:
-        """Return the sampling parameters, with a random seed unless one is given."""
-        given: dict[str, Any] = {
-            each.name: value
-            for each in fields(Sampling)
-            if (value := getattr(self, each.name)) is not None
-        }
-        if given.get("temperature"):
-            given = {"seed": secrets.randbits(63), **given}
-        return Sampling(**given)
-
 
 @dataclass(slots=True)
-class _Reply:
-    """Writes the JSON objects of one answer."""
+class _ChatReply(Reply):
+    """Writes the JSON objects of a chat completion."""
 
-    model: str
-    has_usage: bool
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(16)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    is_begun: bool = False
-    """The first chunk, with the role, is written."""
-
-    def completion(self, answer: Event) -> bytes:
-        """Write the completion; no bytes for other events."""
-        if not isinstance(answer, Answer):
+    def completion(self, news: Choices) -> bytes:
+        """Write the completion once it is complete; no bytes before."""
+        place, happened = news
+        choice = self.choices[place]
+        match happened:
+            case Piece(logprobs=logprobs):
+                choice.logprobs += logprobs
+            case Answer():
+                choice.answer = happened
+        if not isinstance(happened, Answer) or not self.is_complete:
             return b""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {
-            "index": 0, "message": message, "logprobs": None, "finish_reason": _reason(answer)
-        }  # fmt: skip
-        return self._write("chat.completion", [choice], usage=_usage(answer))
+        return self.write(WHOLE, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
 
-    def chunks(self, event: Event | None) -> bytes:
-        """Write server-sent events: a keep-alive comment for None, nothing for progress."""
-        if event is None:
-            return b": patience\n\n"
-        if isinstance(event, Prefilled) or (isinstance(event, Piece) and not event.text):
+    def chunks(self, news: Choices | None) -> bytes:
+        """Write server-sent events: a comment for None, nothing for progress."""
+        if news is None:
+            return PATIENCE
+        place, happened = news
+        choice = self.choices[place]
+        if not isinstance(happened, Piece | Answer) or happened == Piece(""):
             return b""
-        opening = b"" if self.is_begun else self.delta({"role": "assistant", "content": ""})
-        self.is_begun = True
-        if isinstance(event, Piece):
-            return opening + self.delta({"content": event.text})
-        end = opening + self.delta({}, _reason(event))
-        if self.has_usage:
-            end += _event(self._write("chat.completion.chunk", [], usage=_usage(event)))
-        return end + _event(b"[DONE]")
+        written = b""
+        if not choice.is_begun and (isinstance(happened, Answer) or _is_shown(happened)):
+            choice.is_begun = True
+            written = self._delta(place, {"role": "assistant", "content": ""})
+        if isinstance(happened, Answer):
+            choice.answer = happened
+            written += self._delta(place, {}, reason=reason(happened))
+            return written + (self.end(CHUNK) if self.is_complete else b"")
+        if _is_shown(happened):
+            written += self._delta(place, {"content": happened.text}, happened.logprobs)
+        return written
 
-    def delta(self, delta: dict[str, str], finish_reason: str | None = None) -> bytes:
-        """Write one chunk."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        usage = {"usage": None} if self.has_usage else {}
-        return _event(self._write("chat.completion.chunk", [choice], **usage))
+    def _whole(self, place: int) -> dict[str, Any]:
+        choice, answer = self.choices[place], self.choices[place].answer
+        assert answer  # the reply is complete
+        return {
+            "index": place,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(place, choice.logprobs),
+            "finish_reason": reason(answer),
+        }
 
-    def _write(self, kind: str, choices: list[dict[str, Any]], **more: object) -> bytes:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return json.dumps({**head, "choices": choices, **more}, separators=(",", ":")).encode()
+    def _delta(
+        self,
+        place: int,
+        delta: dict[str, str],
+        logprobs: Iterable[TokenLogprobs] = (),
+        reason: str | None = None,
+    ) -> bytes:
+        told = self._logprobs(place, logprobs) if "content" in delta and logprobs else None
+        choice = {"index": place, "delta": delta, "logprobs": told, "finish_reason": reason}
+        return self.chunk(CHUNK, [choice])
+
+    def _logprobs(self, place: int, found: Iterable[TokenLogprobs]) -> dict[str, Any] | None:
+        if self.asked[place].logprobs is None:
+            return None
+        return {"content": [*map(_told, found)], "refusal": None}
 
 
-def routes(node: NodePort) -> list[Route]:
-    """Return the routes of a node."""
+def routes(service: Service) -> list[Route]:
+    """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body = await read(request, Chat)
-        asked = body.request()
-        require_model(node, body.model)
-        options = body.stream_options or StreamOptions()
-        reply = _Reply(body.model, options.include_usage)
+        body, _ = await read_fields(request, Chat)
+        asked, key = body.requests(), key_of(request)
+        model = await service.model(key, body.model)
+        reply = _ChatReply(
+            "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
+        )
+        events = service.answer(key, model, asked)
         if body.stream:
-            events = with_keep_alive(node.generate(asked), KEEP_ALIVE_S)
-            return Stream(events, "text/event-stream", reply.chunks, _failure)
-        return Stream(node.generate(asked), JSON, reply.completion, error_object)
+            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
+            return Stream(slow, STREAM, reply.chunks, failure)
+        return Stream(events, JSON, reply.completion, error_object)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
 
-def _failure(error: MeshError) -> bytes:
-    return _event(error_object(error))
+def _is_shown(piece: Piece) -> bool:
+    return bool(piece.text or piece.logprobs)
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _told(found: TokenLogprobs) -> dict[str, Any]:
+    top = [_entry(each) for each in found.top]
+    return {**_entry(found.chosen), "top_logprobs": top}
 
 
-def _reason(answer: Answer) -> str:
-    """Return OpenAI's finish reason of an answer."""
-    return "length" if answer.finish_reason is FinishReason.LENGTH else "stop"
-
-
-def _usage(answer: Answer) -> dict[str, Any]:
-    read, written = answer.prompt_tokens, len(answer.tokens)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }
+def _entry(found: Logprob) -> dict[str, Any]:
+    return {"token": found.text, "logprob": found.logprob, "bytes": list(found.bytes)}

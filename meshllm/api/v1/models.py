@@ -6,34 +6,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from meshllm.api.port import NodePort
-from meshllm.api.v1.failure import INVALID, Failure, Refused
+from meshllm.api.access.gate import key_of
+from meshllm.api.v1.service import Service
 
 
-def routes(node: NodePort) -> list[Route]:
-    """Return the routes of a node."""
+def routes(service: Service) -> list[Route]:
+    """Return the routes of a service."""
 
-    async def list_models(_: Request) -> Response:
-        listed = [_model(name) for name in node.models()]
-        return JSONResponse({"object": "list", "data": listed})
+    async def list_models(request: Request) -> Response:
+        served = await service.models(key_of(request))
+        return JSONResponse({"object": "list", "data": [_model(each.name) for each in served]})
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["name"]
-        require_model(node, name)
-        return JSONResponse(_model(name))
+        return JSONResponse(_model((await service.model(key_of(request), name)).name))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", show_model)]
-
-
-def require_model(node: NodePort, name: str) -> None:
-    """Raise `Refused` if a model is not served."""
-    if name not in (served := node.models()):
-        listed = ", ".join(f"`{each}`" for each in served) or "nothing yet"
-        raise Refused(
-            f"The model `{name[:100]}` is not served here",
-            Failure(404, INVALID, "model_not_found", "model"),
-            hint=f"served: {listed}",
-        )
 
 
 def _model(name: str) -> dict[str, Any]:

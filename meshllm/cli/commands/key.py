@@ -81,7 +81,7 @@ def create(
 def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     """List the keys, without their secrets."""
     with _accounts(settings(flags)) as accounts:
-        found = accounts.keys()
+        found = accounts.list_keys()
     now = time.time()
     if as_json:
         render.dump({"keys": [_fields(each, now) for each in found]})

@@ -4,13 +4,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
+from meshllm.cli.node.door import opened_door
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.events import Notice, notices
 from meshllm.cli.shared.local import import_heavy
@@ -24,6 +26,7 @@ from meshllm.names import Span
 
 if TYPE_CHECKING:
     from meshllm.api.port import NodePort
+    from meshllm.api.tcp import Door
     from meshllm.node.options import NodeOptions
     from meshllm.status import MeshStatus, RingStatus
 
@@ -53,14 +56,14 @@ SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a
 
 _POLL_S = 0.02
 _PASSED_ON = ("model", "join", "name", "policy", "members", "discovery", "context")
-_SETTINGS = (
+SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
     "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
-    "exact", "wire", "prefix_cache", "context", "state", "log_format",
+    "exact", "wire", "prefix_cache", "context", "state", "serve", *DOOR_SETTINGS, "log_format",
 )  # fmt: skip
 
 
-@takes(*_SETTINGS)
+@takes(*SETTINGS)
 def node(
     invocation: typer.Context,
     transport: Transports = None,
@@ -87,18 +90,30 @@ def node(
     if print_service:
         _print_unit(config)
         return
+    run_node(invocation, config, ticket_file)
+
+
+def run_node(
+    invocation: typer.Context,
+    config: Config,
+    ticket_file: Path | None = None,
+) -> None:
+    """Run a node until it stops."""
     is_json = config.settings.log_format == "json"
     verbosity = invocation.find_root().params.get("verbose") or 0
     setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: errors are records
     options = _options(config)
     _check_early(options)
-    with render.Status(sys.stderr) as status:
-        status.show("loading torch")
-        import_heavy("meshllm.node.node")
-    _log_all()
-    import asyncio
+    chosen, notify = config.settings, _log if is_json else _say
+    with ExitStack() as stack:  # errors of a door are shown before torch is loaded
+        door = chosen.serve and stack.enter_context(opened_door(chosen, chosen.serve))
+        with render.Status(sys.stderr) as status:
+            status.show("loading torch")
+            import_heavy("meshllm.node.node")
+        _log_all()
+        import asyncio
 
-    asyncio.run(_run(options, _log if is_json else _say, ticket_file))
+        asyncio.run(_run(options, notify, ticket_file, door or None))
 
 
 def _check_early(options: "NodeOptions") -> None:
@@ -141,7 +156,12 @@ def _log_all() -> None:
     library.propagate = True
 
 
-async def _run(options: "NodeOptions", notify: Callable[[Notice], None], file: Path | None) -> None:
+async def _run(
+    options: "NodeOptions",
+    notify: Callable[[Notice], None],
+    file: Path | None,
+    door: "Door | None",
+) -> None:
     import asyncio
 
     from meshllm.api.serve import serve
@@ -164,6 +184,8 @@ async def _run(options: "NodeOptions", notify: Callable[[Notice], None], file: P
                 await asyncio.sleep(_POLL_S)
             count = opened.ticket_uses
             text = f"ticket for {count} more machine{'s' if count > 1 else ''}, and the command:"
+            if door is not None:
+                tasks.append(group.create_task(door.serve(control)))
             _print_ticket(opened.ticket, Notice("ready", text), notify, file)
             tasks.append(group.create_task(_report(control, notify)))
             await opened.stopped
@@ -269,6 +291,6 @@ def transports_of(config: Config) -> tuple[str, ...]:
 def _print_unit(config: Config) -> None:
     from meshllm.cli.node.systemd import command, unit
 
-    render.out(unit(command(config, ("transport", *_SETTINGS, "discovery"))), end="")
+    render.out(unit(command(config, ("transport", *SETTINGS, "discovery"))), end="")
     if config.settings.join is not None:
         render.talk("the unit contains no ticket: join once by hand, then start the service")

@@ -7,6 +7,7 @@ from pathlib import Path
 from meshllm.cli.terminal.render import plain
 from meshllm.config import DEFAULT, Config, Scalar, current, files
 
+_PATHS = {"state", "key_file", "tls_cert", "tls_key"}
 STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
 
 
@@ -55,9 +56,9 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
         yield f"--{option}" if value else f"--no-{option}"
         return
     text = plain(value)
-    is_folder = name == "state" or (name in {"model", "draft"} and Path(text).is_dir())
+    is_path = name in _PATHS or (name in {"model", "draft"} and Path(text).is_dir())
     yield f"--{option}"
-    yield str(Path(text).expanduser().resolve()) if is_folder else text
+    yield str(Path(text).expanduser().resolve()) if is_path else text
 
 
 def _quoted(word: str) -> str:

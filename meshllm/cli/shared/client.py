@@ -14,7 +14,7 @@ from meshllm.request import Answer, Event, Request
 if TYPE_CHECKING:
     from httpx2 import Response
 
-    from meshllm.status import Change, Members, MeshStatus, Removed
+    from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed
 
 Fields = dict[str, Any]  # an undecoded JSON object
 
@@ -57,6 +57,12 @@ class NodeClient:
         from meshllm.status import MeshStatus, from_json
 
         return from_json(MeshStatus, await self._get("/mesh/status"))
+
+    async def models(self) -> "Sequence[ModelStatus]":
+        """Fetch the models that the node serves."""
+        from meshllm.status import Models, from_json
+
+        return from_json(Models, await self._get("/mesh/models")).models
 
     async def members(self) -> "Members":
         """Fetch the members of the mesh."""

@@ -34,6 +34,10 @@ class TextStream:
         self._stop = tuple(stop)
         self._held = ""
 
+    def push_prompt(self, token: int) -> str:
+        """Append a token of the prompt, in which no stop text is searched; return its text."""
+        return "" if token in self._silent else self._characters.push(token)
+
     def push(self, token: int) -> str:
         """Append a token; return the text that is now certain, often none."""
         if self.stopped or token in self._silent:

@@ -5,6 +5,7 @@ Generated text is data: nothing is escaped here (`meshllm.log.escape` is for ter
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,22 @@ _UNREADABLE = (
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
+_BYTE_WORD = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
+
+
+def _letters() -> dict[str, int]:
+    """Return the letters with which byte-level BPE writes bytes (GPT-2's bytes_to_unicode)."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    visible += range(ord("®"), ord("ÿ") + 1)
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + place): byte for place, byte in enumerate(hidden)
+    }
+
+
+_BYTES = _letters()
+
+
 class Text:
     """The tokenizer and chat template of one model; not thread-safe."""
 
@@ -44,6 +61,9 @@ class Text:
         special = {token for token, form in added if form.special}
         self._tokenizer = tokenizer
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
+        self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -101,6 +121,17 @@ class Text:
                 hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
         return list(encoding["input_ids"])
+
+    def spell(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        if token in self._added:
+            return self._added[token]
+        word = str(self._tokenizer.convert_ids_to_tokens(token) or "")
+        if self._is_byte_level and _BYTES.keys() >= set(word):
+            return bytes(_BYTES[letter] for letter in word)
+        if byte := _BYTE_WORD.fullmatch(word):
+            return bytes([int(byte[1], 16)])
+        return word.replace("▁", " ").encode()
 
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
         """Start the detokenizer of an answer, which ends at the first of the ``stop`` texts."""

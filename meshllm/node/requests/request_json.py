@@ -3,7 +3,7 @@
 ::
 
     {"prefilled": [128, 512]}                                 progress
-    {"piece": "text", "ids": [1]}                             new text and tokens
+    {"piece": "text", "ids": [1], "logprobs": [...]}          new text and tokens
     {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
     {"error": {"message": ..., "code": "link_lost", ...}}     the last line of a failure
@@ -33,7 +33,7 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.json_shape import check_shape
-from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, Piece, Prefilled, Request, TokenLogprobs
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
@@ -81,6 +81,7 @@ class _Line:
     prefilled: tuple[int, ...] | None = None
     piece: str | None = None
     ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     tokens: tuple[int, ...] | None = None
     answer: Answer | None = None
     error: _Failure | None = None
@@ -102,11 +103,12 @@ def request_from_json(data: bytes) -> Request:
     _check_size(data)
     check_shape(data, values=REQUEST_VALUES, number_bytes=REQUEST_NUMBER_BYTES)
     request = build(Request, parse(data), strict=False)
-    if request.raw is not None and request.turns:
-        raise WrongField("raw", "`raw` and `turns` cannot be combined", hint="omit one of them")
-    if request.max_tokens < 1:
+    if sum((request.raw is not None, bool(request.turns), bool(request.ids))) > 1:
+        text = "`raw`, `turns` and `ids` cannot be combined"
+        raise WrongField("raw", text, hint="give one of them")
+    if request.max_tokens < (0 if request.scores_prompt else 1):
         raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 1")
-    if len(request.given) > request.max_tokens:
+    if len(request.given) > request.max_tokens and not request.scores_prompt:
         text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
         raise WrongField("given", text)
     return request
@@ -117,8 +119,10 @@ def event_to_json(event: Event) -> bytes:
     match event:
         case Prefilled(done, total):
             return _write({"prefilled": [done, total]})
-        case Piece(text, ids):
-            return _write({"piece": text, "ids": ids} if ids else {"piece": text})
+        case Piece(text, ids, logprobs):
+            more = {"ids": ids} if ids else {}
+            told = {"logprobs": lay_out(logprobs)} if logprobs else {}
+            return _write({"piece": text, **more, **told})
         case Answer():
             return _write({"answer": lay_out(event)})
         case _:
@@ -128,11 +132,12 @@ def event_to_json(event: Event) -> bytes:
 def event_to_lines(event: Event) -> Iterator[bytes]:
     """Encode an event for `AnswerReader` as lines, each without newline."""
     match event:
-        case Piece(text, ids):
+        case Piece(text, ids, logprobs):
             for at in range(LINE_CHARS, len(text), LINE_CHARS):
                 yield event_to_json(Piece(text[at - LINE_CHARS : at]))
             if text or ids:
-                yield event_to_json(Piece(text[(len(text) - 1) // LINE_CHARS * LINE_CHARS :], ids))
+                last = text[(len(text) - 1) // LINE_CHARS * LINE_CHARS :]
+                yield event_to_json(Piece(last, ids, logprobs))
         case Answer(tokens=tokens):
             at = 0
             for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
@@ -203,7 +208,7 @@ def _event_of(line: _Line) -> Event | None:
         case _Line(prefilled=(done, total), piece=None, answer=None, error=None):
             return Prefilled(done, total)
         case _Line(prefilled=None, piece=str(text), answer=None, error=None):
-            return Piece(text, line.ids)
+            return Piece(text, line.ids, line.logprobs)
         case _Line(prefilled=None, piece=None, answer=Answer() as answer, error=None):
             return answer
         case _Line(prefilled=None, piece=None, answer=None, error=_Failure() as failure):
@@ -243,7 +248,10 @@ def _error_of(failure: _Failure) -> MeshError:
     # An unknown code comes from a newer version: its message still helps.
     kind = _ERRORS.get(failure.code, MeshError)
     hint = failure.hint[:MESSAGE_CHARS] if failure.hint else None
-    return kind(failure.message[:MESSAGE_CHARS], hint=hint)
+    message = failure.message[:MESSAGE_CHARS]
+    if kind is UserError and failure.param is not None:
+        return WrongField(failure.param[:MESSAGE_CHARS], message, hint=hint)
+    return kind(message, hint=hint)
 
 
 def _write(fields: dict[str, Any]) -> bytes:

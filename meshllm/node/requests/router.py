@@ -8,6 +8,9 @@ each line the other way until the answer or an error, and a `CancelRequest` if t
 before that. A client sends its request to any node, which is then the ingress. Only the entry
 serves the `Generate` of a node, so no request is forwarded in a circle.
 
+An ingress has at most `MAX_FORWARDED` requests at the entry. Further ones wait their turn here, in
+the order of arrival, and when `MAX_WAITING` wait, the next is refused.
+
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. A client repeats it only after losing the link to its ingress.
 """
@@ -41,11 +44,13 @@ from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.ring.failover import Failover
 from meshllm.request import Answer, Backend, Event, Request
 
-MAX_PER_PEER = 16  # concurrent requests of one node
 MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
 CLIENT_TOKENS = 4096  # most tokens of one answer to a client
 SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
+MAX_FORWARDED = 16  # concurrent requests of this node at the entry; further ones wait
+MAX_WAITING = 64  # of those
+MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 
 logger = logging.getLogger(__name__)
@@ -107,6 +112,8 @@ class RequestRouter:
         self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._of_clients: set[asyncio.Task[None]] = set()
         self._jobs = asyncio.TaskGroup()
+        self._slots = asyncio.Semaphore(MAX_FORWARDED)
+        self._waiting = 0  # for a slot
         self.counts = Counts()
 
     async def run(self) -> None:
@@ -172,12 +179,38 @@ class RequestRouter:
         """Open the event stream of the entry, local or remote; close it at the end."""
         entry = await self._entry()
         async with AsyncExitStack() as stack:
+            if entry != self._me:
+                await stack.enter_async_context(self._slot())
+                entry = await self._entry()  # it may have changed
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend())
                 events = backend.generate(request)
             else:
                 events = self._remote.generate(entry, request)
             yield await stack.enter_async_context(aclosing(events))
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Wait for a turn at the entry, and hold it inside the context.
+
+        Raises:
+            Busy: too many wait already.
+        """
+        if self._slots.locked() and self._waiting >= MAX_WAITING:
+            raise Busy(
+                f"The queue is full: {MAX_FORWARDED} requests of this node are in progress"
+                f" and {self._waiting} are waiting",
+                hint="retry later, or ask another node",
+            )
+        self._waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _entry(self) -> NodeId:
         try:

@@ -32,6 +32,7 @@ from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_bat
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
@@ -229,7 +230,10 @@ class EntryNode:
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
-            speculator = Speculator(self._speculation, order.known, clock, self._prepared)
+            shared = self._speculation
+            if order.forced:  # every draft is right
+                shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
+            speculator = Speculator(shared, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
         generation = Generation(order, machine, self._ends, encoder, now, speculator, start)
         self._sessions[session] = generation

@@ -56,6 +56,12 @@ class GenerationRequest:
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     is_last: Callable[[int], bool]
     """Called once per token, in order, on the compute thread: whether it ends the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
+    forced: tuple[int, ...] = field(default=(), kw_only=True)
+    """The first tokens of the answer, whatever sampling gives; they are part of the prompt for
+    penalties."""
+    on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
+    """Called before ``is_last``, with the logits [V] from which the token was sampled."""
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -293,19 +299,29 @@ class Generation:
         tokens: list[int] = []
         is_last = False
         for row, guess in zip_longest(logits, job.guesses):
-            token = pick(
-                row,
-                self._order.sampling,
-                position=job.pos + len(tokens),
-                history=self._history,
-                prompt_len=self.prompt_tokens,
-            )
+            token = self._forced_at(job.pos + len(tokens))
+            if token is None:
+                token = pick(
+                    row,
+                    self._order.sampling,
+                    position=job.pos + len(tokens),
+                    history=self._history,
+                    prompt_len=self.prompt_tokens + len(self._order.forced),
+                    bias=self._order.logit_bias,
+                )
+            if self._order.on_logits:
+                self._order.on_logits(row, token)
             tokens.append(token)
             self._history.append(token)
             is_last = self._order.is_last(token)
             if is_last or token != guess:
                 break
         return tuple(tokens), is_last
+
+    def _forced_at(self, position: int) -> int | None:
+        """Return the token that a position must have; None if it is to be sampled."""
+        place = position - self.prompt_tokens
+        return self._order.forced[place] if place < len(self._order.forced) else None
 
     def _look_ahead(self, tokens: tuple[int, ...], job: Pick, *, is_last: bool) -> Steps:
         """Draft what follows the tokens, and note the next step unless the answer ends."""

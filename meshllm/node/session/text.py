@@ -1,13 +1,15 @@
 """Answers text requests with the entry of a ring: chat template, tokenizer, detokenizer."""
 
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
+from torch import Tensor
+
 from meshllm.errors import ContextTooLong, UserError
-from meshllm.model.sampling import validate
+from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
 from meshllm.node.compute.gauge import GenerationTimes
@@ -16,8 +18,21 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
-from meshllm.request import Answer, Event, FinishReason, HopReport, Piece, Prefilled, Request
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    HopReport,
+    Logprob,
+    Piece,
+    Prefilled,
+    Request,
+    TokenLogprobs,
+)
+from meshllm.strict_json import WrongField
 
+MAX_LOGPROBS = 20  # OpenAI API reference, as the next one
+MAX_BIAS = 100
 MAX_TOKEN_CHARS = 64  # upper bound of characters per token; English averages about 4
 
 
@@ -35,22 +50,25 @@ class RingBackend:
         text = self.text
         validate(request.sampling)
         _check_length(request, self.entry.context)
-        _check_given(request, self.entry.vocabulary)
+        _check_tokens(request, self.entry.vocabulary)
         # Megabytes of text take seconds.
         prompt, stream = await self.worker.run(_prepare, text, request)
-        pieces: deque[str] = deque()
-
-        def is_last(token: int) -> bool:
-            ends = token in text.end_tokens
-            pieces.append("" if ends else stream.push(token))
-            return ends or stream.stopped
-
-        order = GenerationRequest(
-            prompt, request.sampling, request.max_tokens, is_last, given=request.given
+        _check_room(request, prompt, self.entry.context)
+        transcript = _Transcript(text, stream, request.logprobs)
+        order = _order(request, prompt, transcript)
+        is_scored = request.scores_prompt and not order.max_tokens  # a single token
+        finished = (
+            FinishReason.LENGTH
+            if is_scored
+            else _finished(order, stream, text.end_tokens, self.entry.context)
         )
-        finished = _finished(order, stream, text.end_tokens, self.entry.context)
         written: list[str] = []
         tokens: list[int] = []
+        if request.scores_prompt and not request.given:
+            first = transcript.first(prompt[0])
+            tokens += first.tokens
+            written.append(first.text)
+            yield first
         async with aclosing(
             _ended(finished) if finished else self.entry.generate(order)
         ) as outputs:
@@ -60,8 +78,9 @@ class RingBackend:
                         yield output
                     case Token(token):
                         tokens.append(token)
-                        written.append(pieces.popleft())
-                        yield Piece(written[-1], (token,))
+                        piece = transcript.next(token)
+                        written.append(piece.text)
+                        yield piece
                     case Ended(reason, measured):
                         written.append(stream.finish())
                         if written[-1]:
@@ -72,7 +91,7 @@ class RingBackend:
             text="".join(written),
             tokens=tuple(tokens),
             prompt_tokens=len(prompt),
-            cached_tokens=min(measured.reused, len(prompt)),
+            cached_tokens=min(measured.reused, len(order.prompt)),
             finish_reason=reason,
             ttft_ms=measured.ttft_s * 1e3,
             ms_per_token=measured.token_s * 1e3,
@@ -80,6 +99,71 @@ class RingBackend:
             tokens_per_step=measured.tokens_per_step,
             hops=_hops(measured, self.plan),
         )
+
+
+@dataclass(slots=True)
+class _Transcript:
+    """The text and the log probabilities of an answer."""
+
+    text: Text
+    stream: TextStream
+    top: int | None
+    """Likeliest tokens to report; None reports no log probabilities."""
+    forced: int = 0
+    """Tokens of the prompt that are still to come."""
+    _pieces: deque[str] = field(default_factory=deque)
+    _scored: deque[TokenLogprobs] = field(default_factory=deque)
+
+    def first(self, token: int) -> Piece:
+        """Return the piece of the first token of the prompt, which has no probability."""
+        told = () if self.top is None else (TokenLogprobs(self._told(token, 0.0)),)
+        return Piece(self.stream.push_prompt(token), (token,), told)
+
+    def next(self, token: int) -> Piece:
+        """Return the piece of the next token, after the two methods below have taken it."""
+        told = (self._scored.popleft(),) if self._scored else ()
+        return Piece(self._pieces.popleft(), (token,), told)
+
+    # On the compute thread, for each token in order.
+
+    def score(self, logits: Tensor, token: int) -> None:
+        """Take the logits [V] from which a token was sampled."""
+        own, likeliest = logprobs(logits, token, self.top or 0)
+        top = tuple(self._told(*each) for each in likeliest)
+        self._scored.append(TokenLogprobs(self._told(token, own), top))
+
+    def is_last(self, token: int) -> bool:
+        """Take a token; return whether it ends the answer."""
+        if self.forced:
+            self.forced -= 1
+            self._pieces.append(self.stream.push_prompt(token))
+            return False
+        ends = token in self.text.end_tokens
+        self._pieces.append("" if ends else self.stream.push(token))
+        return ends or self.stream.stopped
+
+    def _told(self, token: int, logprob: float) -> Logprob:
+        spelled = self.text.spell(token)
+        return Logprob(token, spelled.decode(errors="replace"), tuple(spelled), logprob)
+
+
+def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -> GenerationRequest:
+    """Return a request in token ids; a prompt to be scored is decoded behind its first token."""
+    forced: tuple[int, ...] = ()
+    given = request.given
+    if request.scores_prompt:
+        prompt, forced, given = prompt[:1], prompt[1:], given[1:]
+    transcript.forced = max(0, len(forced) - len(given))
+    return GenerationRequest(
+        prompt,
+        request.sampling,
+        len(forced) + request.max_tokens,
+        transcript.is_last,
+        given=given,
+        forced=forced,
+        logit_bias=request.logit_bias,
+        on_logits=None if request.logprobs is None else transcript.score,
+    )
 
 
 def _check_length(request: Request, context: int) -> None:
@@ -91,17 +175,37 @@ def _check_length(request: Request, context: int) -> None:
         )
 
 
-def _check_given(request: Request, vocabulary: int) -> None:
-    """Raise `UserError` for tokens that no ring of this model sampled."""
-    if unknown := [token for token in request.given if not 0 <= token < vocabulary]:
-        raise UserError(f"Token {unknown[0]} is not in the vocabulary of {vocabulary}")
+def _check_room(request: Request, prompt: Sequence[int], context: int) -> None:
+    """Raise `UserError` for a prompt to be scored that is empty or exceeds the context."""
+    if not request.scores_prompt:
+        return  # the entry checks it
+    most = context - min(1, request.max_tokens)
+    if not 0 < len(prompt) <= most:
+        raise ContextTooLong(
+            f"A prompt of {len(prompt)} tokens to score; the model takes 1 to {most}"
+        )
+
+
+def _check_tokens(request: Request, vocabulary: int) -> None:
+    """Raise `UserError` for tokens that the model does not have, and for invalid amounts."""
+    biased = [token for token, _ in request.logit_bias]
+    for name, tokens in (("given", request.given), ("ids", request.ids), ("logit_bias", biased)):
+        if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
+            text = f"Token {unknown[0]} of `{name}` is not in the vocabulary of {vocabulary}"
+            raise WrongField("prompt" if name == "ids" else name, text)
+    if any(abs(value) > MAX_BIAS for _, value in request.logit_bias):
+        raise WrongField("logit_bias", f"A value of `logit_bias` is not within {MAX_BIAS}")
+    if not 0 <= (request.logprobs or 0) <= MAX_LOGPROBS:
+        text = f"`top_logprobs` is {request.logprobs}, not between 0 and {MAX_LOGPROBS}"
+        raise WrongField("top_logprobs", text)
 
 
 def _prepare(text: Text, request: Request) -> tuple[tuple[int, ...], TextStream]:
     """Tokenize the prompt; make a stream that has read the given tokens."""
     prompt, stream = tuple(_encode(text, request)), text.stream(request.stop)
-    for token in request.given:
-        stream.push(token)
+    known = len(prompt) if request.scores_prompt else 0
+    for place, token in enumerate(request.given):
+        (stream.push_prompt if place < known else stream.push)(token)
     return prompt, stream
 
 
@@ -109,9 +213,9 @@ def _finished(
     order: GenerationRequest, stream: TextStream, ends: frozenset[int], context: int
 ) -> FinishReason | None:
     """Return why the given tokens are the whole answer; None if they are not."""
-    if stream.stopped or ends.intersection(order.given[-1:]):
-        return FinishReason.STOP
     prompt, given = len(order.prompt), len(order.given)
+    if stream.stopped or (given > len(order.forced) and ends.intersection(order.given[-1:])):
+        return FinishReason.STOP
     is_full = given >= order.max_tokens or prompt + given >= context > prompt
     return FinishReason.LENGTH if given and is_full else None
 
@@ -121,6 +225,8 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
 
 
 def _encode(text: Text, request: Request) -> list[int]:
+    if request.ids:
+        return list(request.ids)
     if request.raw is not None:
         return text.encode(request.raw)
     if not request.turns:

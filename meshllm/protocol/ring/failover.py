@@ -73,15 +73,16 @@ class Failover:
         match event:
             case Prefilled():
                 return None if self._tokens else event
-            case Piece(text, tokens):
-                return self._piece(text, tokens)
+            case Piece():
+                return self._piece(event)
             case Answer(tokens=tokens):
                 known = self._tokens[: self.resumed]
                 return replace(event, text=self._text, tokens=(*known, *tokens))
             case _:
                 assert_never(event)
 
-    def _piece(self, text: str, tokens: tuple[int, ...]) -> Piece | None:
+    def _piece(self, piece: Piece) -> Piece | None:
+        text, tokens = piece.text, piece.tokens
         if tokens:
             self._tokens += tokens
             self._attempts = 1
@@ -89,4 +90,4 @@ class Failover:
             text, self._skip = text[self._skip :], max(0, self._skip - len(text))
             self._tail += text
         self._text += text
-        return Piece(text, tokens) if text or tokens else None
+        return replace(piece, text=text) if text or tokens else None

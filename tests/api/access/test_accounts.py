@@ -25,7 +25,7 @@ def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:
     found = accounts.find(key)
     assert found
     assert (found.name, found.limits, found.state(NOW)) == ("laptop", limits, "active")
-    assert accounts.keys() == [found]
+    assert accounts.list_keys() == [found]
 
 
 def test_another_secret_of_the_same_id_is_not_found(accounts: Accounts) -> None:
@@ -81,7 +81,7 @@ def test_a_revoked_key_stays_known(accounts: Accounts) -> None:
 def test_a_key_expires_at_its_time(accounts: Accounts) -> None:
     accounts.create("laptop", KeyLimits(expires_s=int(NOW) + 1), NOW)
 
-    (key,) = accounts.keys()
+    (key,) = accounts.list_keys()
     assert [key.state(NOW), key.state(NOW + 1)] == ["active", "expired"]
 
 
@@ -140,4 +140,4 @@ def test_the_connection_is_closed_at_the_end(tmp_path: Path) -> None:
         pass
 
     with pytest.raises(sqlite3.ProgrammingError):
-        accounts.keys()
+        accounts.list_keys()

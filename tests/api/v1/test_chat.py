@@ -6,8 +6,16 @@ from typing import Any
 import httpx2
 import pytest
 
-from meshllm.api.v1 import chat
-from meshllm.request import FinishReason, Request, Sampling
+from meshllm.api.v1 import reply
+from meshllm.request import (
+    FinishReason,
+    Logprob,
+    Piece,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    Turn,
+)
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
 
@@ -24,13 +32,15 @@ def chunks_of(said: httpx2.Response) -> list[Any]:
 
 
 async def test_a_completion_without_streaming(client: httpx2.AsyncClient) -> None:
-    said = (await client.post(PATH, json=BODY)).json()
+    said = (await client.post(PATH, json=BODY | {"seed": 7})).json()
 
     assert said.pop("id").startswith("chatcmpl-")
     assert type(said.pop("created")) is int
     assert said == {
         "object": "chat.completion",
         "model": "builtin",
+        "system_fingerprint": "fp_0123456789ab",
+        "meshllm": {"seed": 7},
         "choices": [
             {
                 "index": 0,
@@ -108,7 +118,7 @@ async def test_comments_keep_a_silent_stream_open(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.waits_at = 1
-    monkeypatch.setattr(chat, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.01)
     asyncio.get_running_loop().call_later(0.05, door.go.set)
 
     said = await client.post(PATH, json=STREAM)
@@ -134,6 +144,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
         "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts}],
         "n": 1, "max_completion_tokens": 9, "max_tokens": 9, "stop": ["x", "y"],
         "temperature": 0.5, "top_p": 0.9, "seed": 7, "frequency_penalty": 0.1,
+        "logit_bias": {"5": -100, "6": 1.5},
         "presence_penalty": 0.2, "top_k": 4, "min_p": 0.3, "repetition_penalty": 1.5,
     }  # fmt: skip
 
@@ -146,6 +157,7 @@ async def test_every_parameter_reaches_the_mesh(client: httpx2.AsyncClient, door
             sampling=Sampling(0.5, 4, 0.9, 0.3, 1.5, 0.1, 0.2, 7),
             max_tokens=9,
             stop=("x", "y"),
+            logit_bias=((5, -100.0), (6, 1.5)),
         )
     ]
 
@@ -155,24 +167,156 @@ async def test_a_null_field_is_ignored(client: httpx2.AsyncClient, door: FakeNod
 
     await client.post(PATH, json=BODY | dict.fromkeys(names))
 
-    assert door.requests == [Request(turns=({"role": "user", "content": "hi"},))]
+    (request,) = door.requests
+    assert replace(request, sampling=Sampling()) == Request(turns=(TURN,))
 
 
-def test_a_random_seed_is_used_when_sampling_without_a_seed() -> None:
-    seeds = {chat.Chat("m", (), temperature=1.0).request().sampling.seed for _ in range(3)}
+async def test_a_seed_is_drawn_and_shown(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    shown = [(await client.post(PATH, json=BODY)).json()["meshllm"]["seed"] for _ in range(3)]
+    again = await client.post(PATH, json=BODY | {"seed": shown[0]})
 
-    assert len(seeds) == 3
-    assert chat.Chat("m", (), temperature=0.0).request().sampling.seed == 0
+    assert len(set(shown)) == 3
+    assert [each.sampling.seed for each in door.requests] == [*shown, shown[0]]
+    assert again.json()["meshllm"] == {"seed": shown[0]}
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63, 2**64 - 1])
+async def test_every_seed_of_64_bits_is_accepted(
+    client: httpx2.AsyncClient, door: FakeNode, seed: int
+) -> None:
+    said = await client.post(PATH, json=BODY | {"seed": seed})
+
+    assert said.status_code == 200
+    assert 0 <= door.requests[0].sampling.seed < 2**63
+
+
+async def test_the_default_temperature_is_openais(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    await client.post(PATH, json=BODY)
+    await client.post(PATH, json=BODY | {"temperature": 0})
+
+    assert [each.sampling.temperature for each in door.requests] == [1.0, 0.0]
+
+
+async def test_several_choices_have_seeds_of_their_own(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    said = (await client.post(PATH, json=BODY | {"n": 3, "seed": 2**63 - 1})).json()
+
+    assert [each["index"] for each in said["choices"]] == [0, 1, 2]
+    assert [each["message"]["content"] for each in said["choices"]] == ["hello"] * 3
+    assert [each.sampling.seed for each in door.requests] == [2**63 - 1, 0, 1]
+    assert said["usage"]["prompt_tokens"] == 2
+    assert said["usage"]["completion_tokens"] == 15
+
+
+async def test_a_stream_of_several_choices_ends_once(client: httpx2.AsyncClient) -> None:
+    options = {"n": 2, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = chunks_of(await client.post(PATH, json=STREAM | options))
+
+    for index in (0, 1):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [each["delta"] for each in own] == [
+            {"role": "assistant", "content": ""},
+            {"content": "hello"},
+            {"content": " w\u2028rld"},
+            {},
+        ]
+        assert own[-1]["finish_reason"] == "stop"
+    assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], 10, "[DONE]")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"safety_identifier": "x", "prompt_cache_key": "y", "prediction": {"type": "content"}},
+        {"modalities": ["text"], "response_format": {"type": "text"}, "tools": []},
+        {"tool_choice": "none", "parallel_tool_calls": True, "logprobs": False},
+    ],
+    ids=range(4),
+)
+async def test_what_changes_no_answer_is_ignored(
+    client: httpx2.AsyncClient, door: FakeNode, extra: dict[str, Any]
+) -> None:
+    said = await client.post(PATH, json=BODY | {"temperature": 0, "seed": 0} | extra)
+
+    assert said.status_code == 200
+    assert door.requests == [Request(turns=(TURN,))]
+
+
+TURN: Turn = {"role": "user", "content": "hi"}
+
+
+async def test_a_developers_message_is_a_system_message(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    first = {"role": "developer", "content": "be kind"}
+    await client.post(PATH, json=BODY | {"messages": [first, HI]})
+
+    assert door.requests[0].turns[0] == {"role": "system", "content": "be kind"}
+
+
+LIKELY = TokenLogprobs(
+    Logprob(5, "hel", (104, 101, 108), -0.5), (Logprob(6, "\ufffd", (240,), -0.1),)
+)
+ENTRY = {
+    "token": "hel",
+    "logprob": -0.5,
+    "bytes": [104, 101, 108],
+    "top_logprobs": [{"token": "\ufffd", "logprob": -0.1, "bytes": [240]}],
+}
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every piece of the fake node have a token with its log probability."""
+    monkeypatch.setattr("tests.builders.fake_node.Piece", lambda text: Piece(text, (5,), (LIKELY,)))
+
+
+async def test_log_probabilities_come_with_a_completion(
+    client: httpx2.AsyncClient, door: FakeNode, scored: None
+) -> None:
+    said = await client.post(PATH, json=BODY | {"logprobs": True, "top_logprobs": 1})
+
+    told = said.json()["choices"][0]["logprobs"]
+    assert told == {"content": [ENTRY, ENTRY], "refusal": None}
+    assert door.requests[0].logprobs == 1
+
+
+async def test_log_probabilities_come_with_their_chunk(
+    client: httpx2.AsyncClient, door: FakeNode, scored: None
+) -> None:
+    *chunks, _ = chunks_of(await client.post(PATH, json=STREAM | {"logprobs": True}))
+
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    expected = {"content": [ENTRY], "refusal": None}
+    assert told == [None, expected, expected, None]
+    assert door.requests[0].logprobs == 0
+
+
+async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) -> None:
+    said = (await client.post(PATH, json=BODY)).json()
+
+    assert said["system_fingerprint"] == "fp_0123456789ab"
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"n": 2}, "n"),
-        ({"tools": []}, "tools"),
-        ({"logprobs": False}, "logprobs"),
-        ({"response_format": {"type": "text"}}, "response_format"),
-        ({"user": "me"}, "user"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
+        ({"logit_bias": {str(each): 1 for each in range(1025)}}, "logit_bias"),
+        ({"messages": []}, "messages"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": 1}, "stop"),

@@ -2,14 +2,16 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, Text, quieten
 from meshllm.request import Turn
-from tests.builders.small_tokenizers import byte_fallback, byte_level
+from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace
 
 TEMPLATE = (
     "{% for turn in messages %}"
@@ -241,3 +243,18 @@ def test_special_and_end_tokens_produce_no_text() -> None:
     text = "".join(map(stream.push, [1, a, 1, 1, a, ab]))
 
     assert text == "a a"
+
+
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback, metaspace])
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: Callable[[], Any]) -> None:
+    text = Text(kind(), frozenset())
+    words = "a ab é🙂 ."
+
+    spelled = b"".join(map(text.spell, text.encode(words)))
+
+    assert spelled.decode().strip() == words
+
+
+def test_control_tokens_are_spelled_as_they_are_written() -> None:
+    assert Text(byte_level(), frozenset()).spell(0) == b"<|end|>"
+    assert Text(byte_level(), frozenset()).spell(10**6) == b""

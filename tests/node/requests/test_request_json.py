@@ -36,11 +36,24 @@ from meshllm.node.requests.request_json import (
     request_from_json,
     request_to_json,
 )
-from meshllm.request import Event, FinishReason, Piece, Prefilled, Request, Sampling, Turn
+from meshllm.request import (
+    Event,
+    FinishReason,
+    Logprob,
+    Piece,
+    Prefilled,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    Turn,
+)
 from meshllm.strict_json import WrongField
 from tests.builders.fake_ring import answer_of
 
-EVENTS: list[Event] = [Prefilled(1, 2), Piece("a\u2028\nb"), answer_of("hello", 2)]
+_TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
+EVENTS: list[Event] = [
+    Prefilled(1, 2), Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2)
+]  # fmt: skip
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
 
@@ -115,7 +128,7 @@ def test_unknown_fields_are_ignored_and_an_unknown_finish_is_a_stop() -> None:
     line = json.loads(event_to_json(answer_of("hello", 2)))
     line["answer"] |= {"finish_reason": "tool_calls", "energy_j": 3}
     line["answer"]["hops"] = [{**hop, "joules": 1} for hop in line["answer"]["hops"]]
-    request = json.loads(request_to_json(Request(raw="a"))) | {"logit_bias": {"5": 1}}
+    request = json.loads(request_to_json(Request(raw="a"))) | {"unheard_of": {"5": 1}}
 
     event = event_from_json(json.dumps(line | {"more": 1}).encode())
 
@@ -204,3 +217,22 @@ def test_it_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "set()\n"
+
+
+def test_a_wrong_field_keeps_its_name() -> None:
+    with pytest.raises(WrongField, match="It is wrong") as raised:
+        event_from_json(error_to_json(WrongField("logit_bias", "It is wrong", hint="mend it")))
+
+    assert (raised.value.name, raised.value.hint) == ("logit_bias", "mend it")
+
+
+def test_log_probabilities_are_sent_once_with_a_long_piece() -> None:
+    lines = [*event_to_lines(Piece("x" * (LINE_CHARS + 1), (5,), (_TOLD,)))]
+
+    found = [event_from_json(line) for line in lines]
+    assert [each.logprobs for each in found if isinstance(each, Piece)] == [(), (_TOLD,)]
+
+
+def test_one_kind_of_prompt_is_accepted() -> None:
+    with pytest.raises(WrongField, match="cannot be combined"):
+        request_from_json(request_to_json(Request(raw="a", ids=(1,))))

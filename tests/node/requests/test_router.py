@@ -15,9 +15,11 @@ from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import (
     CLIENT_TOKENS,
+    MAX_FORWARDED,
     MAX_OF_CLIENTS,
     MAX_PER_CLIENT,
     MAX_PER_PEER,
+    MAX_WAITING,
     RING_S,
     SHORT_BYTES,
     RequestRouter,
@@ -662,3 +664,68 @@ def test_a_prompt_with_a_surrogate_is_not_sent(world: World) -> None:
 
     world.run(story)
     assert not any(isinstance(message, Generate) for _, _, message in world.sent)
+
+
+def test_requests_beyond_the_limit_wait_their_turn(world: World) -> None:
+    count = MAX_FORWARDED + MAX_WAITING
+    router = world.add(ME, FakeRing(at=ENTRY))
+    entry = world.add(ENTRY, FakeRing(attempts=[answer()] * count))
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(entry._served))
+            await asyncio.sleep(0)
+
+    async def story() -> None:
+        watching = asyncio.ensure_future(watch())
+        answers = await asyncio.gather(*(all_of(router) for _ in range(count)))
+        watching.cancel()
+        assert [text_of(each) for each in answers] == [TEXT] * count
+
+    world.run(story)
+    assert most == MAX_FORWARDED
+    assert (router.counts.served, router.counts.failed) == (count, 0)
+
+
+def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()]))
+
+    async def story() -> None:
+        asking = [asyncio.ensure_future(all_of(router)) for _ in range(MAX_FORWARDED + MAX_WAITING)]
+        await asyncio.sleep(1)
+        with pytest.raises(Busy, match=f"{MAX_WAITING} are waiting"):
+            await all_of(router)
+        for each in asking[1:]:
+            each.cancel()
+        await asyncio.wait(asking[1:])
+        assert text_of(await all_of(router)) == TEXT
+        asking[0].cancel()
+        await asyncio.wait(asking)
+
+    world.run(story)
+    assert router._waiting == 0
+
+
+def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
+    ring = FakeRing(at=ENTRY)
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED))
+    world.add(OTHER, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        first = [asyncio.ensure_future(all_of(router)) for _ in range(MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        last = asyncio.ensure_future(all_of(router))
+        await asyncio.sleep(1)
+        ring.at = OTHER
+        first[0].cancel()
+        assert text_of(await last) == TEXT
+        for each in first:
+            each.cancel()
+        await asyncio.wait(first)
+
+    world.run(story)
+    assert len(world.rings[OTHER].asked) == 1

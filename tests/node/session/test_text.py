@@ -2,10 +2,13 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from meshllm.errors import UserError
+from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -19,6 +22,7 @@ from meshllm.request import (
     Sampling,
     Turn,
 )
+from meshllm.strict_json import WrongField
 
 ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),), max_tokens=40)
 
@@ -165,5 +169,136 @@ async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> Non
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])
 async def test_given_tokens_outside_the_vocabulary_are_refused(ring: LocalRing, token: int) -> None:
-    with pytest.raises(UserError, match=f"Token {token} is not in the vocabulary of"):
+    with pytest.raises(UserError, match=f"Token {token} of `given` is not in the vocabulary of"):
         await events_of(ring, replace(ASKED, given=(3, token)))
+
+
+async def test_log_probabilities_are_the_same_on_every_ring_and_with_speculation(
+    ring: LocalRing,
+) -> None:
+    asked = replace(SAMPLED, logprobs=3)
+    events, answer = await events_of(ring, asked)
+    told = [each for event in events if isinstance(event, Piece) for each in event.logprobs]
+
+    _, plain = await events_of(ring, SAMPLED)
+    assert answer.tokens == plain.tokens == tuple(each.chosen.token for each in told)
+    assert b"".join(bytes(each.chosen.bytes) for each in told).decode().strip() == answer.text
+    for each in told:
+        assert [top.logprob for top in each.top] == sorted(t.logprob for t in each.top)[::-1]
+        assert each.chosen.logprob <= each.top[0].logprob
+    alone = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
+    async with open_local_ring(resolve("builtin"), alone) as one:
+        again, _ = await events_of(one, asked)
+    others = [each for event in again if isinstance(event, Piece) for each in event.logprobs]
+    assert [each.chosen.logprob for each in others] == pytest.approx(
+        [each.chosen.logprob for each in told], abs=1e-3
+    )
+
+
+async def test_token_ids_are_a_prompt(ring: LocalRing) -> None:
+    ids = tuple(ring.text.encode("Once upon a time"))
+
+    _, answer = await events_of(ring, Request(ids=ids, max_tokens=5))
+    _, same = await events_of(ring, Request(raw="Once upon a time", max_tokens=5))
+
+    assert (answer.tokens, answer.prompt_tokens) == (same.tokens, len(ids))
+
+
+async def test_a_bias_decides_the_text(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, replace(ASKED, logit_bias=((300, 100.0),), max_tokens=3))
+
+    assert answer.tokens == (300, 300, 300)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"ids": (10**6,), "turns": ()}, "prompt"),
+        ({"ids": (-1,), "turns": ()}, "prompt"),
+        ({"given": (10**6,)}, "given"),
+        ({"logit_bias": ((10**6, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((1, 100.5),)}, "logit_bias"),
+        ({"logprobs": 21}, "top_logprobs"),
+        ({"logprobs": -1}, "top_logprobs"),
+    ],
+)
+async def test_an_invalid_token_or_amount_is_refused_by_name(
+    ring: LocalRing, change: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(WrongField) as raised:
+        await events_of(ring, replace(ASKED, **change))
+
+    assert raised.value.name == name
+
+
+STORY = "Once upon a time there was a fox. The fox"
+
+
+@pytest.mark.parametrize("speculation", [True, False], ids=["drafts", "steps"])
+@pytest.mark.parametrize("nodes", [1, 3])
+async def test_a_prompt_is_scored_as_the_whole_model_does(nodes: int, speculation: bool) -> None:
+    config = InferenceConfig(threads=1, speculation=speculation)
+    async with open_local_ring(resolve("builtin"), RingOptions(nodes, inference=config)) as ring:
+        ids = tuple(ring.text.encode(STORY))
+        asked = Request(ids=ids, logprobs=2, max_tokens=3, scores_prompt=True)
+        events, answer = await events_of(ring, asked)
+        _, plain = await events_of(ring, replace(asked, scores_prompt=False, logprobs=None))
+
+    told = [each for event in events if isinstance(event, Piece) for each in event.logprobs]
+    assert answer.tokens == (*ids, *plain.tokens)
+    assert tuple(each.chosen.token for each in told) == answer.tokens
+    assert answer.text.startswith(STORY)
+    assert (answer.prompt_tokens, answer.finish_reason) == (len(ids), FinishReason.LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(resolve("builtin").folder, dtype=ring_dtype())
+    with torch.inference_mode():
+        logits = model(torch.tensor([answer.tokens])).logits[0, :-1].float().log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(answer.tokens[1:])[:, None])[:, 0].tolist()
+    assert [each.chosen.logprob for each in told[1:]] == pytest.approx(expected, abs=0.15)
+
+
+def ring_dtype() -> torch.dtype:
+    return torch.bfloat16  # as stored
+
+
+async def test_a_scored_prompt_needs_no_answer_and_continues_anywhere(ring: LocalRing) -> None:
+    asked = Request(raw=STORY, logprobs=0, max_tokens=0, scores_prompt=True)
+    events, whole = await events_of(ring, asked)
+
+    assert whole.tokens == tuple(ring.text.encode(STORY))
+    for given in (1, 5, len(whole.tokens) - 1):
+        again, rest = await events_of(ring, replace(asked, given=whole.tokens[:given]))
+        told = [event for event in again if isinstance(event, Piece) and event.tokens]
+        assert rest.tokens == whole.tokens[given:]
+        assert told == [e for e in events if isinstance(e, Piece) and e.tokens][given:]
+    one = Request(ids=whole.tokens[:1], logprobs=0, max_tokens=0, scores_prompt=True)
+    assert (await events_of(ring, one))[1].tokens == whole.tokens[:1]
+
+
+async def test_stop_texts_and_end_tokens_of_a_scored_prompt_do_not_end_it(
+    ring: LocalRing,
+) -> None:
+    end = min(ring.text.end_tokens)
+    ids = (*ring.text.encode(STORY), end, *ring.text.encode("fox"))
+    asked = Request(ids=ids, max_tokens=2, scores_prompt=True, stop=("fox",))
+
+    _, answer = await events_of(ring, asked)
+
+    assert answer.tokens[: len(ids)] == ids
+    assert len(answer.tokens) > len(ids)
+
+
+async def test_penalties_do_not_count_a_scored_prompt(ring: LocalRing) -> None:
+    sampling = Sampling(temperature=0.8, seed=4, frequency_penalty=2, presence_penalty=2)
+    asked = Request(raw=STORY, sampling=sampling, max_tokens=12)
+
+    _, plain = await events_of(ring, asked)
+    _, scored = await events_of(ring, replace(asked, scores_prompt=True))
+
+    assert scored.tokens[scored.prompt_tokens :] == plain.tokens
+
+
+async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
+    longest = ring.entry.context
+    for ids in ((5,) * longest, (5,) * (longest + 7)):
+        with pytest.raises(ContextTooLong, match="tokens to score"):
+            await events_of(ring, Request(ids=ids, max_tokens=1, scores_prompt=True))

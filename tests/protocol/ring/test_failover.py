@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import Busy, LinkLost
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
-from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, Logprob, Piece, Prefilled, Request, TokenLogprobs
 from tests.builders.fake_ring import answer_of
 
 REQUEST = Request(raw="What is a ring?", max_tokens=9, given=(7,))
@@ -106,3 +106,11 @@ def test_a_ring_that_is_busy_with_the_lost_attempt_is_retried() -> None:
     assert failover.failed(Busy("full")) == RETRY_DELAY_S
     failover.take(Piece("x", (1,)))
     assert failover.failed(Busy("full")) == 0.0
+
+
+def test_log_probabilities_are_passed_on() -> None:
+    told = (TokenLogprobs(Logprob(1, "a", (97,), -0.5)),)
+
+    shown = Failover(REQUEST).take(Piece("a", (1,), told))
+
+    assert shown == Piece("a", (1,), told)

@@ -4,8 +4,8 @@ import httpx2
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+from meshllm.api.failure import Failure, Refused, error_object, failure_of, on_error, response_of
 from meshllm.api.respond import BodyTooLarge, BodyTooSlow
-from meshllm.api.v1.failure import Failure, Refused, error_object, failure_of, on_error, response_of
 from meshllm.errors import (
     Busy,
     ContextTooLong,
@@ -88,7 +88,7 @@ async def test_unknown_urls_and_methods_are_named(client: httpx2.AsyncClient) ->
 async def test_only_the_type_of_a_bug_is_sent(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> list[str]:
+    async def broken() -> list[str]:
         raise KeyError("canary")
 
     monkeypatch.setattr(door, "models", broken)

@@ -1,0 +1,138 @@
+"""Who may enter the public application: Host, Origin and key of a request.
+
+Theory of operation
+-------------------
+A browser sends requests to loopback addresses for any page. Without a key a page could use the
+model, so where no key is needed the Host must name this machine (against DNS rebinding), and where
+an Origin is sent it must be the server's own or one that the owner named. Where a key is needed, a
+page does not have it, and any Host will do. CORS headers go to named origins only.
+
+A known key is refused when it has expired or was revoked, needed or not. Unknown ones are refused
+where one is needed; elsewhere clients send any text, as OpenAI's libraries insist on a key.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meshllm.api.access.accounts import Accounts, ApiKey
+from meshllm.api.failure import INVALID, Failure, Refused, response_of
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+MAX_KEY_CHARS = 256
+
+_SCOPE = "meshllm.key"
+_UNKNOWN = Failure(401, INVALID, "invalid_api_key")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a request must show."""
+
+    needs_key: bool = False
+    hosts: frozenset[str] = LOOPBACK
+    """Allowed names in the Host header while no key is needed."""
+    origins: tuple[str, ...] = ()
+    """Origins of web pages that may use the API, such as `https://example.org`."""
+    file_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Valid keys besides the stored ones."""
+
+
+def guards_of(policy: Policy, accounts: Accounts | None) -> Sequence[Middleware]:
+    """Return the middleware that enforces a policy, outermost first."""
+    return [
+        Middleware(_Site, policy=policy),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=policy.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        ),
+        Middleware(_Gate, policy=policy, accounts=accounts),
+    ]
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """Return the key of a request that has entered; None if it came without one."""
+    key: ApiKey | None = request.scope.get(_SCOPE)
+    return key
+
+
+class _Site:
+    """Refuses requests of web pages that may not use the API."""
+
+    def __init__(self, app: ASGIApp, policy: Policy) -> None:
+        self._app, self._policy = app, policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        refused = self._refused(Headers(scope=scope), scope["scheme"])
+        await (response_of(refused) if refused else self._app)(scope, receive, send)
+
+    def _refused(self, headers: Headers, scheme: str) -> Refused | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._policy.needs_key and _name(host) not in self._policy.hosts:
+            text = f"The host `{host[:100]}` is not served here"
+            return Refused(text, Failure(421, INVALID, "unknown_host"))
+        if origin is None or origin == f"{scheme}://{host}" or origin in self._policy.origins:
+            return None
+        hint = "its owner can allow it with `--origins`"
+        text = f"The origin `{origin[:100]}` may not use this server"
+        return Refused(text, Failure(403, INVALID, "origin_not_allowed"), hint=hint)
+
+
+class _Gate:
+    """Identifies the key of a request, or refuses it."""
+
+    def __init__(self, app: ASGIApp, policy: Policy, accounts: Accounts | None) -> None:
+        self._app, self._policy, self._accounts = app, policy, accounts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its key, or refuse it."""
+        try:
+            scope[_SCOPE] = await self._identify(_sent(Headers(scope=scope)))
+        except Refused as refused:
+            await response_of(refused)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _identify(self, sent: str) -> ApiKey | None:
+        key = await self._find(sent) if 0 < len(sent) <= MAX_KEY_CHARS else None
+        if key is None and self._policy.needs_key:
+            text = "The API key is invalid" if sent else "An API key is required"
+            raise Refused(text, _UNKNOWN, hint="send it as `Authorization: Bearer KEY`")
+        if key is not None and (state := key.state(time.time())) != "active":
+            raise Refused(f"The API key `{key.name}` is {state}", _UNKNOWN)
+        return key
+
+    async def _find(self, sent: str) -> ApiKey | None:
+        secret = sent.encode()
+        # All are compared, in the same time wherever the right one is.
+        right = [compare_digest(secret, each.encode()) for each in self._policy.file_keys]
+        if True in right:
+            return ApiKey(f"key-file:{right.index(True) + 1}", "", 0)
+        return await asyncio.to_thread(self._accounts.find, sent) if self._accounts else None
+
+
+def _sent(headers: Headers) -> str:
+    """Return the key that a request carries, as OpenAI's or Anthropic's clients send it."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

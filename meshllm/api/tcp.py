@@ -1,0 +1,174 @@
+"""The public application on TCP: the door that OpenAI's clients use."""
+
+import os
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+
+from meshllm.api.access.accounts import Accounts
+from meshllm.api.access.gate import LOOPBACK, MAX_KEY_CHARS, Policy
+from meshllm.api.app import public_application
+from meshllm.api.connection import MAX_OPEN, PublicProtocol
+from meshllm.api.port import ModelPort
+from meshllm.api.serve import run_server
+from meshllm.api.v1.service import Service
+from meshllm.errors import UserError
+
+MIN_KEY_CHARS = 16
+MAX_FILE_KEYS = 1024
+
+_CREATE = "create one with `meshllm key create NAME`"
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """Where to listen, and whom to let in."""
+
+    host: str
+    port: int
+    """0 is any free one."""
+    require_key: bool = False
+    """Require a key on a loopback address, too."""
+    key_file: Path | None = None
+    """File of further keys, one on a line; it makes keys required."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    """None: it is in the file of the certificate."""
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A bound socket, and the policy for its requests."""
+
+    bound: socket.socket
+    policy: Policy
+    accounts: Accounts
+    tls: dict[str, Path | None] = field(default_factory=dict)
+    """Settings of uvicorn."""
+
+    @property
+    def url(self) -> str:
+        """The base URL of OpenAI's clients; a wildcard address is shown as loopback."""
+        host, port = self.bound.getsockname()[:2]
+        address = ip_address(host)
+        if address.is_unspecified:
+            host = "::1" if address.version == 6 else "127.0.0.1"
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{'https' if self.tls else 'http'}://{place}/v1"
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether others on the network can read what is sent."""
+        return not (self.tls or ip_address(self.bound.getsockname()[0]).is_loopback)
+
+    async def serve(self, node: ModelPort) -> None:
+        """Serve until cancelled."""
+        await run_server(
+            public_application(Service(node, self.accounts), self.policy),
+            self.bound,
+            http=PublicProtocol,
+            limit_concurrency=2 * MAX_OPEN,  # idle ones are closed before
+            ssl_certfile=self.tls.get("cert"),
+            ssl_keyfile=self.tls.get("key"),
+        )
+
+
+@contextmanager
+def open_door(options: DoorOptions, accounts: Accounts) -> Iterator[Door]:
+    """Bind the socket of a door; it is closed at the end.
+
+    Raises:
+        UserError: the address cannot be used, a key is needed and there is none, or a file is
+            missing or invalid.
+    """
+    tls = _tls(options)
+    file_keys = read_keys(options.key_file) if options.key_file else ()
+    with _bound(options.host, options.port) as bound:
+        is_local = ip_address(bound.getsockname()[0]).is_loopback
+        needs_key = options.require_key or options.key_file is not None or not is_local
+        if needs_key and not file_keys and not _has_key(accounts):
+            place = "this address" if not is_local else "`--require-key`"
+            raise UserError(f"The API needs a key for {place}, and there is none", hint=_CREATE)
+        hosts = LOOPBACK | {options.host.lower()}
+        yield Door(bound, Policy(needs_key, hosts, options.origins, file_keys), accounts, tls)
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse `HOST:PORT` or `[IPV6]:PORT`; raise `UserError` for anything else."""
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    is_valid = colon and port.isdecimal() and int(port) <= 65535 and host
+    if not is_valid or (":" in host and not is_bracketed):
+        hint = "write it as `HOST:PORT`, such as `127.0.0.1:7780`, or `[IPV6]:PORT`"
+        raise UserError(f"Invalid address `{text}`", hint=hint)
+    return host.strip("[]"), int(port)
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read a private file of keys, one on a line; `#` begins a comment.
+
+    Raises:
+        UserError: others can read the file, or a key is too short or too long.
+    """
+    try:
+        mode, text = path.stat().st_mode, path.read_text("ascii")
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read the key file `{path}`: {error}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(f"Other users can read the key file `{path}`", hint=f"`chmod 600 {path}`")
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    keys = tuple(filter(None, lines))
+    if not 0 < len(keys) <= MAX_FILE_KEYS:
+        raise UserError(f"The key file `{path}` has {len(keys)} keys, not 1 to {MAX_FILE_KEYS}")
+    if any(not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS for key in keys):
+        text = f"A key in `{path}` does not have {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
+        raise UserError(text)
+    return keys
+
+
+def _has_key(accounts: Accounts) -> bool:
+    now = time.time()
+    return any(each.state(now) == "active" for each in accounts.list_keys())
+
+
+def _tls(options: DoorOptions) -> dict[str, Path | None]:
+    if options.tls_cert is None:
+        if options.tls_key is not None:
+            raise UserError("`--tls-key` needs `--tls-cert`")
+        return {}
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = f"`{options.tls_cert}`, `{options.tls_key or options.tls_cert}`"
+        raise UserError(f"Cannot use the certificate and its key ({files}): {error}") from None
+    return {"cert": options.tls_cert, "key": options.tls_key}
+
+
+def _no_password() -> str:
+    """Prevent a prompt for the password of an encrypted key."""
+    raise ValueError("the key is encrypted")
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        bound = socket.create_server((str(address[0]), port), family=family)
+    except OSError as error:
+        code = error.errno or 0  # resolver errors are negative
+        reason = os.strerror(code).lower() if code > 0 else str(error.strerror)
+        raise UserError(
+            f"Cannot listen on `{host}:{port}`: {reason}",
+            hint="choose another port, or an address of this machine",
+        ) from None
+    with bound:
+        yield bound

@@ -1,0 +1,181 @@
+"""`/v1/completions`: OpenAI's text completions, which score prompts with `echo` and `logprobs`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meshllm.api.access.gate import key_of
+from meshllm.api.failure import JSON, error_object
+from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.v1 import reply as base
+from meshllm.api.v1.generating import Generating, read_fields, variants
+from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.v1.service import Choices, Service
+from meshllm.request import Answer, Piece, TokenLogprobs
+from meshllm.request import Request as Asked
+from meshllm.strict_json import WrongField
+
+KIND = "text_completion"
+MAX_PROMPTS = 256  # of one request
+MAX_ANSWERS = 256  # of one request, over all prompts
+DEFAULT_MAX_TOKENS = 16  # OpenAI API reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Generating):
+    """The body of a request but its prompt; null is the same as absent."""
+
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def requests(self, prompts: Sequence[str | tuple[int, ...]]) -> list[Asked]:
+        """Convert to requests of the mesh, ``n`` for each prompt; raise `WrongField` if invalid."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        if limit < (0 if self.echo else 1):
+            least = "0 with `echo`, and 1 without"
+            raise WrongField("max_tokens", f"`max_tokens` is {limit}, not at least {least}")
+        if len(prompts) * self.choices > MAX_ANSWERS:
+            text = f"{len(prompts)} prompts with `n` of {self.choices}: more than {MAX_ANSWERS}"
+            raise WrongField("n", f"{text} answers")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise WrongField("logprobs", f"`logprobs` is {self.logprobs}, not at least 0")
+        common = replace(self.request(limit), logprobs=self.logprobs, scores_prompt=bool(self.echo))
+        return [
+            each
+            for prompt in prompts
+            for each in variants(
+                replace(common, raw=prompt)
+                if isinstance(prompt, str)
+                else replace(common, ids=prompt),
+                self.choices,
+            )
+        ]
+
+
+@dataclass(slots=True)
+class _TextReply(Reply):
+    """Writes the JSON objects of a text completion."""
+
+    texts: dict[int, int] = field(default_factory=dict)
+    """Characters of each choice that its log probabilities cover, for `text_offset`."""
+
+    def completion(self, news: Choices) -> bytes:
+        """Write the completion once it is complete; no bytes before."""
+        if not self._take(news) or not self.is_complete:
+            return b""
+        return self.write(KIND, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
+
+    def chunks(self, news: Choices | None) -> bytes:
+        """Write server-sent events: a comment for None, nothing for progress."""
+        if news is None:
+            return PATIENCE
+        place, happened = news
+        if isinstance(happened, Piece) and (happened.text or happened.logprobs):
+            told = self._logprobs(place, happened.logprobs) if happened.logprobs else None
+            return self.chunk(KIND, [_choice(place, happened.text, told, None)])
+        if not self._take(news):
+            return b""
+        answer = self.choices[place].answer
+        assert answer  # just taken
+        end = self.chunk(KIND, [_choice(place, "", None, reason(answer))])
+        return end + (self.end(KIND) if self.is_complete else b"")
+
+    def _take(self, news: Choices) -> bool:
+        """Take an event; return whether it completes a choice."""
+        place, happened = news
+        match happened:
+            case Piece(logprobs=logprobs):
+                self.choices[place].logprobs += logprobs
+            case Answer():
+                self.choices[place].answer = happened
+        return isinstance(happened, Answer)
+
+    def _whole(self, place: int) -> dict[str, Any]:
+        choice = self.choices[place]
+        assert choice.answer  # the reply is complete
+        told = self._logprobs(place, choice.logprobs)
+        return _choice(place, choice.answer.text, told, reason(choice.answer))
+
+    def _logprobs(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        """Lay out log probabilities; the first token of an echoed prompt has none."""
+        asked, begin = self.asked[place], self.texts.get(place)
+        if asked.logprobs is None:
+            return None
+        offsets, at = [], begin or 0
+        for each in found:
+            offsets.append(at)
+            at += len(each.chosen.text)
+        self.texts[place] = at
+        values: list[float | None] = [each.chosen.logprob for each in found]
+        tops: list[dict[str, float] | None] = [_top(each) for each in found]
+        if begin is None and asked.scores_prompt and found:
+            values[0] = tops[0] = None
+        return {
+            "tokens": [each.chosen.text for each in found],
+            "token_logprobs": values,
+            "top_logprobs": tops if asked.logprobs else None,
+            "text_offset": offsets,
+        }
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of a service."""
+
+    async def complete(request: Request) -> Response:
+        body, prompt = await read_fields(request, Completion, apart="prompt")
+        asked, key = body.requests(read_prompts(prompt)), key_of(request)
+        model = await service.model(key, body.model)
+        head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
+        reply, events = _TextReply("cmpl", *head), service.answer(key, model, asked)
+        if body.stream:
+            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
+            return Stream(slow, STREAM, reply.chunks, failure)
+        return Stream(events, JSON, reply.completion, error_object)
+
+    return [Route("/v1/completions", complete, methods=["POST"])]
+
+
+def read_prompts(value: object) -> list[str | tuple[int, ...]]:
+    """Read a text, a list of texts, a list of token ids, or a list of such lists.
+
+    Raises:
+        WrongField: it is anything else, or a prompt is empty.
+    """
+    if value is None:
+        raise WrongField("prompt", "`prompt` is missing", code="missing_required_parameter")
+    several = value if isinstance(value, list) and not _are_ids(value) else [value]
+    prompts = [_read_prompt(each) for each in several]
+    if not all(prompts) or not 0 < len(prompts) <= MAX_PROMPTS:
+        text = f"`prompt` must be 1 to {MAX_PROMPTS} prompts, none of them empty"
+        raise WrongField("prompt", text)
+    return prompts
+
+
+def _read_prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and (_are_ids(value) or not value):
+        return tuple(value)
+    text = "`prompt` must be text, token ids, or a list of one of them"
+    raise WrongField("prompt", text, code="invalid_type")
+
+
+def _are_ids(value: list[object]) -> bool:
+    return bool(value) and all(type(each) is int for each in value)
+
+
+def _choice(
+    place: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {
+        "index": place, "text": text, "logprobs": logprobs, "finish_reason": finish_reason
+    }  # fmt: skip
+
+
+def _top(found: TokenLogprobs) -> dict[str, float]:
+    """Return the likeliest tokens by their text; of those with one text, the likeliest."""
+    return {each.text: each.logprob for each in (found.chosen, *reversed(found.top))}

@@ -1,0 +1,149 @@
+"""The one internal request behind every dialect: who asks which model, within which limits."""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyUsage
+from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
+from meshllm.api.port import ModelPort
+from meshllm.api.v1.merge import merge
+from meshllm.errors import MeshError
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.status import ModelStatus
+
+DAY_S = 86_400
+MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
+
+Choices: TypeAlias = tuple[int, Event]
+"""An event, and the place of the request to which it belongs."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The usage of one generation, known so far."""
+
+    scores_prompt: bool = False
+    read: int = 0
+    cached: int = 0
+    written: int = 0
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Prefilled(total=total):
+                self.read = total
+            case Piece(tokens=tokens):
+                self.written += len(tokens)
+            case Answer():
+                self.read, self.written = event.prompt_tokens, len(event.tokens)
+                self.cached = event.cached_tokens
+                if self.scores_prompt:
+                    self.written -= self.read
+
+
+@dataclass(slots=True)
+class Service:
+    """Models that answer, to keys within their limits; counts what they use."""
+
+    node: ModelPort
+    accounts: Accounts | None = None
+    """None keeps no account: the owner's own requests."""
+    _running: Counter[str] = field(default_factory=Counter)
+
+    async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
+        """List the models that a key may use."""
+        allowed = key.limits.models if key else ()
+        return [each for each in await self.node.models() if not allowed or each.name in allowed]
+
+    async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
+        """Return a model by name; raise `Refused` if it is not served, or not to this key."""
+        served = await self.models(key)
+        for each in served:
+            if each.name == name:
+                return each
+        listed = ", ".join(f"`{each.name}`" for each in served) or "nothing yet"
+        raise Refused(
+            f"The model `{name[:100]}` is not served here",
+            Failure(404, INVALID, "model_not_found", "model"),
+            hint=f"served: {listed}",
+        )
+
+    async def answer(
+        self, key: ApiKey | None, model: ModelStatus, asked: Sequence[Request]
+    ) -> AsyncGenerator[Choices, None]:
+        """Yield the events of all requests, each with the place of its own, see `Backend`.
+
+        They are one request of the key, accounted for at its end; an error in one ends all.
+
+        Raises:
+            Refused: the key has reached a limit.
+        """
+        tallies, errors = [_Tally(each.scores_prompt) for each in asked], 0
+        try:
+            await self._check_quota(key)
+            with self._counted(key):
+                streams = [self.node.generate(each) for each in asked]
+                async with aclosing(merge(streams, MAX_TOGETHER)) as events:
+                    async for place, event in events:
+                        tallies[place].take(event)
+                        yield place, event
+        except MeshError:
+            errors = 1
+            raise
+        finally:
+            read, cached, written = (
+                sum(getattr(each, name) for each in tallies)
+                for name in ("read", "cached", "written")
+            )
+            await self._record(key, model, KeyUsage(1, errors, read, cached, written))
+
+    async def _check_quota(self, key: ApiKey | None) -> None:
+        most = key.limits.tokens_per_day if key else None
+        if key is None or most is None or self.accounts is None:
+            return
+        now = time.time()
+        used = await asyncio.to_thread(self.accounts.tokens, day_of(now), key.name)
+        if used >= most:
+            wait_s = DAY_S - int(now) % DAY_S
+            raise Refused(
+                f"The key `{key.name}` has used {used} of {most} tokens of today (UTC)",
+                Failure(429, "tokens", "rate_limit_exceeded", retry_s=wait_s),
+            )
+
+    @contextmanager
+    def _counted(self, key: ApiKey | None) -> Iterator[None]:
+        """Count a running request; refuse it if the key has too many."""
+        name = key.name if key else ""
+        most = key.limits.concurrency if key else None
+        if most is not None and self._running[name] >= most:
+            raise Refused(
+                f"The key `{name}` has {most} requests in progress, its limit",
+                Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S),
+            )
+        self._running[name] += 1
+        try:
+            yield
+        finally:
+            self._running[name] -= 1
+
+    async def _record(self, key: ApiKey | None, model: ModelStatus, used: KeyUsage) -> None:
+        if self.accounts is None:
+            return
+        day, name = day_of(time.time()), key.name if key else ""
+        try:
+            await asyncio.to_thread(self.accounts.record, day, name, model.name, used)
+        except sqlite3.Error as error:  # such as a full disk: the answer is worth more
+            logger.warning("the usage of a request is not recorded: %s", error)
+
+
+def day_of(seconds: float) -> str:
+    """Return the day of a Unix time in UTC, as `2026-11-25`."""
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds))

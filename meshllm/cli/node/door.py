@@ -1,0 +1,61 @@
+"""The TCP door of the API, from the settings of `meshllm serve` and `meshllm node --serve`."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshllm.cli.shared.units import listed
+from meshllm.cli.terminal import render
+from meshllm.config import Settings, state_path
+
+if TYPE_CHECKING:
+    from meshllm.api.tcp import Door
+
+SETTINGS = ("key_file", "require_key", "tls_cert", "tls_key", "origins")
+
+
+@contextmanager
+def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
+    """Open the door of the settings at `HOST:PORT`, and print how to use it.
+
+    stdout is the URL, the variables of OpenAI's clients, and a request to try.
+    """
+    from meshllm.api.access.accounts import Accounts
+    from meshllm.api.tcp import DoorOptions, open_door, parse_address
+
+    options = DoorOptions(
+        *parse_address(address),
+        require_key=chosen.require_key,
+        key_file=_path(chosen.key_file),
+        tls_cert=_path(chosen.tls_cert),
+        tls_key=_path(chosen.tls_key),
+        origins=listed(chosen.origins) or (),
+    )
+    with Accounts.open(state_path(chosen)) as accounts, open_door(options, accounts) as door:
+        if door.is_readable:
+            render.talk(
+                "warning: without `--tls-cert` others on the network can read keys and text"
+            )
+        render.out(_announcement(door, chosen.model))
+        yield door
+
+
+def _announcement(door: "Door", model: str) -> str:
+    needs_key = door.policy.needs_key
+    key = "$OPENAI_API_KEY" if needs_key else "none"
+    chat = {"model": model, "messages": [{"role": "user", "content": "What is a ring?"}]}
+    shown = f" -H 'authorization: Bearer {key}'".replace("'", '"') if needs_key else ""
+    return "\n".join(
+        (
+            door.url,
+            f"OPENAI_BASE_URL={door.url} OPENAI_API_KEY={'KEY' if needs_key else key}",
+            f"curl {door.url}/chat/completions{shown} -H 'content-type: application/json'"
+            f" -d '{json.dumps(chat, ensure_ascii=True)}'",
+        )
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser()

@@ -1,0 +1,183 @@
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.access.gate import Policy
+from meshllm.api.app import public_application
+from meshllm.api.v1.service import Service
+from tests.builders.fake_node import FakeNode
+
+MODELS = "/v1/models"
+OPEN = Policy()
+SHUT = Policy(needs_key=True, file_keys=("0123456789abcdef", "fedcba9876543210"))
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+@asynccontextmanager
+async def entering(
+    policy: Policy, accounts: Accounts, host: str = "localhost:7780"
+) -> AsyncIterator[httpx2.AsyncClient]:
+    application = public_application(Service(FakeNode(), accounts), policy)
+    transport = httpx2.ASGITransport(application)
+    async with httpx2.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:7780", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:7780", 200),
+        ("LOCALHOST", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example:7780", 421),
+        ("127.0.0.1.nip.example", 421),
+    ],
+)
+async def test_without_a_key_only_names_of_this_machine_are_served(
+    accounts: Accounts, host: str, status: int
+) -> None:
+    async with entering(OPEN, accounts, host) as client:
+        said = await client.get(MODELS)
+
+    assert said.status_code == status
+    assert status == 200 or said.json()["error"]["code"] == "unknown_host"
+
+
+@pytest.mark.parametrize("host", ["", "[", "user@evil.example", "localhost@evil.example"])
+async def test_a_malformed_host_is_refused(accounts: Accounts, host: str) -> None:
+    async with entering(OPEN, accounts) as client:
+        said = await client.get(MODELS, headers={"host": host})
+
+    assert said.status_code == 421
+
+
+async def test_with_a_key_any_host_is_served(accounts: Accounts) -> None:
+    async with entering(SHUT, accounts, "mesh.example") as client:
+        said = await client.get(MODELS, headers=bearer(SHUT.file_keys[1]))
+
+    assert said.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://localhost:7780", 200),
+        ("https://chat.example", 200),
+        ("https://localhost:7780", 403),
+        ("http://localhost:1", 403),
+        ("https://chat.example.evil.example", 403),
+        ("null", 403),
+        ("", 403),
+    ],
+)
+async def test_only_named_origins_may_use_the_api(
+    accounts: Accounts, origin: str, status: int
+) -> None:
+    policy = Policy(origins=("https://chat.example",))
+    async with entering(policy, accounts) as client:
+        said = await client.get(MODELS, headers={"origin": origin})
+
+    assert said.status_code == status
+    allowed = said.headers.get("access-control-allow-origin")
+    assert allowed == (origin if origin == "https://chat.example" else None)
+
+
+async def test_a_preflight_of_a_named_origin_needs_no_key(accounts: Accounts) -> None:
+    policy = Policy(needs_key=True, origins=("https://chat.example",))
+    asked = {
+        "origin": "https://chat.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    async with entering(policy, accounts) as client:
+        said = await client.options("/v1/chat/completions", headers=asked)
+        other = await client.options(
+            "/v1/chat/completions", headers=asked | {"origin": "https://evil.example"}
+        )
+
+    assert said.status_code == 200
+    assert "authorization" in said.headers["access-control-allow-headers"]
+    assert other.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer(""),
+        bearer("wrong"),
+        bearer("0123456789abcdeF"),
+        bearer("x" * 100_000),
+        {"authorization": "Basic 0123456789abcdef"},
+        {"authorization": "0123456789abcdef"},
+        {"x-api-key": "wrong"},
+    ],
+    ids=range(8),
+)
+async def test_a_missing_or_wrong_key_is_refused(
+    accounts: Accounts, headers: dict[str, str]
+) -> None:
+    async with entering(SHUT, accounts) as client:
+        said = await client.get(MODELS, headers=headers)
+
+    assert (said.status_code, said.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert said.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_refusal_repeats_no_key(accounts: Accounts) -> None:
+    async with entering(SHUT, accounts) as client:
+        said = await client.get(MODELS, headers=bearer("canary-canary-canary"))
+
+    assert "canary" not in said.text + str(said.headers)
+
+
+async def test_both_headers_carry_a_key(accounts: Accounts) -> None:
+    key = accounts.create("laptop", KeyLimits(), 0)
+    async with entering(Policy(needs_key=True), accounts) as client:
+        statuses = [
+            (await client.get(MODELS, headers=each)).status_code
+            for each in (bearer(key), {"x-api-key": key}, {"authorization": f"bearer  {key} "})
+        ]
+
+    assert statuses == [200, 200, 200]
+
+
+@pytest.mark.parametrize("policy", [OPEN, SHUT], ids=["open", "shut"])
+async def test_expired_and_revoked_keys_are_refused(accounts: Accounts, policy: Policy) -> None:
+    expired = accounts.create("old", KeyLimits(expires_s=1), 0)
+    revoked = accounts.create("gone", KeyLimits(), 0)
+    async with entering(policy, accounts) as client:
+        before = await client.get(MODELS, headers=bearer(revoked))
+        accounts.revoke("gone", 1)
+        said = [await client.get(MODELS, headers=bearer(each)) for each in (expired, revoked)]
+
+    assert before.status_code == 200
+    assert [each.status_code for each in said] == [401, 401]
+    assert said[0].json()["error"]["message"] == "The API key `old` is expired"
+    assert said[1].json()["error"]["message"] == "The API key `gone` is revoked"
+
+
+async def test_any_text_is_accepted_where_no_key_is_needed(accounts: Accounts) -> None:
+    async with entering(OPEN, accounts) as client:
+        said = await client.get(MODELS, headers=bearer("not-needed"))
+
+    assert said.status_code == 200
+
+
+def test_a_policy_shows_no_key() -> None:
+    assert SHUT.file_keys[0] not in repr(SHUT)

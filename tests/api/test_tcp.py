@@ -1,0 +1,271 @@
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api import connection
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
+from meshllm.errors import UserError
+from meshllm.request import Piece
+from tests.builders.certificates import certificate
+from tests.builders.fake_node import FakeNode
+
+pytestmark = pytest.mark.socket
+
+LOCAL = DoorOptions("127.0.0.1", 0)
+CHAT = "/chat/completions"
+BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+@asynccontextmanager
+async def serving(
+    accounts: Accounts, node: FakeNode, options: DoorOptions = LOCAL
+) -> AsyncIterator[Door]:
+    with open_door(options, accounts) as door:
+        task = asyncio.ensure_future(door.serve(node))
+        try:
+            async with asyncio.timeout(20):
+                yield door
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def connect(door: Door) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(*door.bound.getsockname()[:2])
+
+
+async def closed(reader: asyncio.StreamReader) -> bool:
+    """Wait until the server has closed a connection."""
+    with suppress(ConnectionError):
+        while await reader.read(1 << 16):
+            pass
+    return True
+
+
+async def test_it_answers_on_loopback_without_a_key(door: FakeNode, accounts: Accounts) -> None:
+    async with serving(accounts, door) as open_one, httpx2.AsyncClient() as client:
+        said = await client.post(f"{open_one.url}{CHAT}", json=BODY)
+
+    assert said.json()["choices"][0]["message"]["content"] == "hello"
+    assert "server" not in said.headers
+
+
+@pytest.mark.parametrize("path", ["/mesh/status", "/mesh/remove", "/metrics", "/v1/../mesh/status"])
+async def test_the_owners_routes_are_not_served(
+    door: FakeNode, accounts: Accounts, path: str
+) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        said = await reader.readline()
+        writer.close()
+
+    assert said.startswith(b"HTTP/1.1 404 ")
+
+
+async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path) -> None:
+    cert = certificate(tmp_path)
+    options = replace(LOCAL, tls_cert=cert, tls_key=cert)
+    context = ssl.create_default_context(cafile=str(cert))
+    async with (
+        serving(accounts, door, options) as open_one,
+        httpx2.AsyncClient(verify=context) as client,
+    ):
+        url = open_one.url
+        said = await client.get(f"{url}/models")
+
+    assert url.startswith("https://127.0.0.1:")
+    assert said.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_addresses_need_a_key(accounts: Accounts, host: str) -> None:
+    with (
+        pytest.raises(UserError, match="needs a key") as raised,
+        open_door(DoorOptions(host, 0), accounts),
+    ):
+        pass
+
+    assert raised.value.hint == "create one with `meshllm key create NAME`"
+
+
+def test_a_stored_key_or_a_file_of_keys_will_do(accounts: Accounts, tmp_path: Path) -> None:
+    path = _file(tmp_path, KEY)
+    with open_door(DoorOptions("0.0.0.0", 0, key_file=path), accounts) as door:
+        assert (door.policy.needs_key, door.policy.file_keys) == (True, (KEY,))
+        assert (door.is_readable, door.url.startswith("http://127.0.0.1:")) == (True, True)
+
+    accounts.create("old", KeyLimits(expires_s=1), 0)
+    with pytest.raises(UserError, match="needs a key"), open_door(DoorOptions("::", 0), accounts):
+        pass
+    accounts.create("laptop", KeyLimits(), 0)
+    with open_door(DoorOptions("::", 0), accounts) as door:
+        assert (door.policy.needs_key, door.url.startswith("http://[::1]:")) == (True, True)
+
+
+def test_loopback_needs_a_key_on_request(accounts: Accounts, tmp_path: Path) -> None:
+    accounts.create("laptop", KeyLimits(), 0)
+    for options in (
+        replace(LOCAL, require_key=True),
+        replace(LOCAL, key_file=_file(tmp_path, KEY)),
+    ):
+        with open_door(options, accounts) as door:
+            assert (door.policy.needs_key, door.is_readable) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# none\n\n", "has 0 keys"),
+        ("short", "does not have 16 to 256 characters"),
+        ("x" * 257, "does not have 16 to 256 characters"),
+        (f"{KEY}\n" * 1025, "has 1025 keys"),
+        ("é" * 20, "Cannot read the key file"),
+    ],
+    ids=["none", "short", "long", "many", "text"],
+)
+def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_keys(_file(tmp_path, text))
+
+
+def test_a_key_file_has_comments_and_is_private(tmp_path: Path) -> None:
+    path = _file(tmp_path, f"# of the office\n{KEY}  # laptop\n")
+    assert read_keys(path) == (KEY,)
+
+    path.chmod(0o640)
+    with pytest.raises(UserError, match="Other users can read") as raised:
+        read_keys(path)
+    assert raised.value.hint == f"`chmod 600 {path}`"
+
+
+def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(UserError, match="address already in use"),
+            open_door(DoorOptions("127.0.0.1", port), accounts),
+        ):
+            pass
+    for options, told in (
+        (DoorOptions("no.such.invalid", 0), "Cannot listen on `no.such.invalid:0`"),
+        (DoorOptions("192.0.2.1", 0), "Cannot listen on `192.0.2.1:0`"),
+        (replace(LOCAL, tls_key=tmp_path), "needs `--tls-cert`"),
+        (replace(LOCAL, tls_cert=tmp_path / "none.pem"), "Cannot use the certificate"),
+        (replace(LOCAL, tls_cert=_file(tmp_path, "no PEM")), "Cannot use the certificate"),
+        (replace(LOCAL, key_file=tmp_path / "none"), "Cannot read the key file"),
+    ):
+        with pytest.raises(UserError, match=told), open_door(options, accounts):
+            pass
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    assert parse_address("127.0.0.1:7780") == ("127.0.0.1", 7780)
+    assert parse_address("[::1]:0") == ("::1", 0)
+    for text in ("", "7780", ":7780", "host", "host:", "host:x", "host:65536", "::1:7780"):
+        with pytest.raises(UserError, match="Invalid address"):
+            parse_address(text)
+
+
+async def test_a_connection_without_headers_is_closed(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.05)
+    async with serving(accounts, door) as open_one:
+        for start in (b"", b"GET /v1/models HT", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"):
+            reader, writer = await connect(open_one)
+            writer.write(start)
+
+            assert await closed(reader)
+            writer.close()
+
+
+async def test_a_rest_of_headers_after_a_response_counts_too(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.2)
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\nGET /v1")
+        said = await reader.readline()
+
+        assert await closed(reader)
+        writer.close()
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_in_progress_is_not_idle(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.05)
+    door.waits_at = 1
+    async with serving(accounts, door) as open_one, httpx2.AsyncClient() as client:
+        asking = asyncio.ensure_future(client.post(f"{open_one.url}{CHAT}", json=BODY))
+        await door.begun.wait()
+        asyncio.get_running_loop().call_later(0.2, door.go.set)
+
+        assert (await asking).status_code == 200
+
+
+async def test_a_client_that_does_not_read_is_dropped(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALL_S", 0.05)
+    monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (16 << 20)))
+    body = b'{"model":"builtin","stream":true,"messages":[{"role":"user","content":"hi"}]}'
+    head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with serving(accounts, door) as open_one:
+        _, writer = await connect(open_one)
+        writer.write(head.encode() + body)
+
+        await door.closed.wait()
+        writer.transport.abort()
+
+
+async def test_many_idle_connections_make_room(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_OPEN", 3)
+    async with serving(accounts, door) as open_one:
+        idle = [await connect(open_one) for _ in range(3)]
+        async with httpx2.AsyncClient() as client:
+            said = await client.get(f"{open_one.url}/models")
+
+        assert said.status_code == 200
+        assert await closed(idle[0][0])
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (10 << 20))
+
+        said = await reader.readline()
+        writer.transport.abort()
+
+    assert said.startswith(b"HTTP/1.1 400 ")
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "keys"
+    path.write_text(text, "utf-8")
+    path.chmod(0o600)
+    return path

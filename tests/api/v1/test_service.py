@@ -1,0 +1,156 @@
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
+from meshllm.api.access.gate import Policy
+from meshllm.api.app import public_application
+from meshllm.api.failure import Refused
+from meshllm.api.v1.service import Service, day_of
+from meshllm.request import Request
+from tests.builders.fake_node import FakeNode
+
+PATH = "/v1/chat/completions"
+BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
+NOON = 1_795_003_200.0  # of 2026-11-18
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+@pytest.fixture
+def service(door: FakeNode, accounts: Accounts) -> Service:
+    return Service(door, accounts)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(public_application(service, Policy(needs_key=True)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_request_is_accounted_for_by_key(
+    client: httpx2.AsyncClient, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(), 0)
+
+    for stream in (False, True):
+        await client.post(PATH, json=BODY | {"stream": stream}, headers=bearer(key))
+
+    assert accounts.usage("key") == [("laptop", KeyUsage(2, 0, 4, 0, 10))]
+    assert accounts.usage("model") == [("builtin", KeyUsage(2, 0, 4, 0, 10))]
+
+
+async def test_a_failed_request_is_an_error(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(), 0)
+    door.fails_at = 1
+
+    await client.post(PATH, json=BODY, headers=bearer(key))
+
+    assert accounts.usage("key") == [("laptop", KeyUsage(1, 1, 2, 0, 0))]
+
+
+async def test_a_cancelled_request_counts_what_was_read(
+    service: Service, door: FakeNode, accounts: Accounts
+) -> None:
+    (model,) = await service.models(None)
+    async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
+        await anext(events)
+
+    assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 0))]
+    assert door.closed.is_set()
+
+
+async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: Accounts) -> None:
+    other = accounts.create("other", KeyLimits(models=("gpt-5",)), 0)
+    right = accounts.create("right", KeyLimits(models=("gpt-5", "builtin")), 0)
+
+    listed = [
+        (await client.get("/v1/models", headers=bearer(key))).json()["data"]
+        for key in (other, right)
+    ]
+    refused = await client.post(PATH, json=BODY, headers=bearer(other))
+
+    assert [len(each) for each in listed] == [0, 1]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_key_has_so_many_requests_at_a_time(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    door.waits_at = 1
+    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
+    await door.begun.wait()
+
+    second = await client.post(PATH, json=BODY, headers=bearer(key))
+
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert second.headers["retry-after"] == "2"
+    door.go.set()
+    assert (await first).status_code == 200
+    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
+
+
+async def test_a_key_has_so_many_tokens_a_day(
+    client: httpx2.AsyncClient, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [NOON]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=7), 0)
+
+    statuses = [
+        (await client.post(PATH, json=BODY, headers=bearer(key))).status_code for _ in range(2)
+    ]
+    refused = await client.post(PATH, json=BODY, headers=bearer(key))
+    now[0] += float(refused.headers["retry-after"])
+    later = await client.post(PATH, json=BODY, headers=bearer(key))
+
+    assert statuses == [200, 429]
+    assert refused.json()["error"]["type"] == "tokens"
+    assert refused.headers["retry-after"] == str(12 * 3600)
+    assert later.status_code == 200
+
+
+async def test_an_answer_is_worth_more_than_its_account(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Accounts, "record", full)
+    (model,) = await service.models(None)
+
+    events = [event async for event in service.answer(None, model, [Request(raw="hi")])]
+
+    assert len(events) == 4
+    assert "disk is full" in caplog.text
+
+
+async def test_a_limit_is_checked_before_the_mesh_is_asked(
+    service: Service, door: FakeNode, accounts: Accounts
+) -> None:
+    key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=1))
+    accounts.record(day_of(time.time()), "laptop", "builtin", KeyUsage(1, 0, 1))
+    (model,) = await service.models(key)
+
+    with pytest.raises(Refused, match="has used 1 of 1 tokens"):
+        await anext(service.answer(key, model, [Request(raw="hi")]))
+
+    assert door.requests == []

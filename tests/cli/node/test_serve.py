@@ -1,0 +1,134 @@
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.serve import serve
+from meshllm.api.unix import is_answered
+from meshllm.config import Settings
+from tests.builders.fake_node import FakeNode
+from tests.cli.conftest import Invoke
+
+pytestmark = pytest.mark.socket
+
+
+@asynccontextmanager
+async def running(node: FakeNode, path: Path) -> AsyncIterator[None]:
+    """Serve a node on the socket of a state folder."""
+    task = asyncio.ensure_future(serve(node, path))
+    while not is_answered(path):  # noqa: ASYNC110  # polls for the socket
+        await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def command(*words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
+    """Run `meshllm serve`; yield it and the three lines that it prints."""
+    program = (sys.executable, "-m", "meshllm", "serve", "--port", "0", *words)
+    pipe = subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*program, stdout=pipe, stderr=pipe)
+    assert process.stdout
+    try:
+        async with asyncio.timeout(30):
+            lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(3)]
+            yield process, lines
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
+
+
+async def test_the_running_node_is_served(tmp_path: Path) -> None:
+    node, state = FakeNode(), tmp_path / "state"
+    async with running(node, state / "door.sock"), command("--state", str(state)) as (it, lines):
+        url, variables, curl = lines
+        async with httpx2.AsyncClient() as client:
+            words = curl.partition(" -d ")[2].strip("'")
+            said = await client.post(f"{url}/chat/completions", json=json.loads(words))
+        it.send_signal(signal.SIGINT)
+        code = await it.wait()
+
+    assert said.json()["choices"][0]["message"]["content"] == "hello"
+    assert variables == f"OPENAI_BASE_URL={url} OPENAI_API_KEY=none"
+    assert curl.startswith(f"curl {url}/chat/completions -H 'content-type: application/json' -d ")
+    assert code == 0
+    assert len(node.requests) == 1
+    with Accounts.open(state) as accounts:
+        assert [(name, used.requests) for name, used in accounts.usage("model")] == [("builtin", 1)]
+
+
+async def test_the_door_outlives_its_node(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    socket = state / "door.sock"
+    async with running(FakeNode(), socket):
+        opening = command("--state", str(state))
+        _, lines = await opening.__aenter__()
+    async with httpx2.AsyncClient() as client:
+        gone = await client.get(f"{lines[0]}/models")
+        async with running(FakeNode(), socket):
+            back = await client.get(f"{lines[0]}/models")
+    await opening.__aexit__(None, None, None)
+
+    assert (gone.status_code, gone.headers["retry-after"], back.status_code) == (503, "2", 200)
+    assert "No node is running" in gone.json()["error"]["message"]
+
+
+async def test_a_key_is_shown_where_it_is_needed(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with Accounts.open(state) as accounts:
+        accounts.create("laptop", KeyLimits(), 0)
+    async with (
+        running(FakeNode(), state / "door.sock"),
+        command("--state", str(state), "--require-key") as (_, lines),
+    ):
+        pass
+
+    assert lines[1].endswith("OPENAI_API_KEY=KEY")
+    assert '-H "authorization: Bearer $OPENAI_API_KEY"' in lines[2]
+
+
+async def test_a_setting_of_the_node_has_no_effect(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    async with running(FakeNode(), state / "door.sock"):
+        program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state))
+        done = await asyncio.create_subprocess_exec(
+            *program, "--prefix-cache", "1GiB", stderr=subprocess.PIPE
+        )
+        _, told = await done.communicate()
+
+    assert (done.returncode, b"`--prefix-cache` has no effect" in told) == (2, True)
+
+
+def test_without_a_key_other_addresses_are_refused(meshllm: Invoke) -> None:
+    result = meshllm("serve", "--host", "0.0.0.0", "--port", "0")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "hint: create one with `meshllm key create NAME`" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["7780", "0.0.0.0"])
+def test_a_node_names_host_and_port(meshllm: Invoke, address: str) -> None:
+    result = meshllm("node", "--serve", address)
+
+    assert (result.exit_code, f"Invalid address `{address}`" in result.stderr) == (2, True)
+
+
+def test_the_door_has_settings() -> None:
+    settings = Settings()
+
+    assert (settings.serve, settings.require_key, settings.origins) == (None, False, None)
+    assert "MESHLLM_SERVE" not in os.environ

@@ -1,0 +1,122 @@
+"""OpenAI's own library for Python."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+
+MODEL = "builtin"
+ASKED = "What is a ring?"
+STORY = "Once upon a time there was a fox."
+
+client: Any = openai.OpenAI(max_retries=0)
+
+
+def models() -> None:
+    assert [each.id for each in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "meshllm"
+
+
+def chat() -> None:
+    reply = ask(temperature=0)
+    assert reply.choices[0].message.content.startswith("A ring is")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.system_fingerprint.startswith("fp_")
+
+
+def seeds() -> None:
+    first = ask(temperature=1.5)
+    again = ask(temperature=1.5, seed=first.meshllm["seed"])
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def stream() -> None:
+    chunks = list(ask(stream=True, temperature=0, stream_options={"include_usage": True}))
+    text = "".join(each.choices[0].delta.content or "" for each in chunks[:-1])
+    assert text == ask(temperature=0).choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens > 0) == ([], True)
+
+
+def stream_helper() -> None:
+    turns = [{"role": "user", "content": ASKED}]
+    with client.chat.completions.stream(model=MODEL, messages=turns, temperature=0) as events:
+        final = events.get_final_completion()
+    assert final.choices[0].message.content.startswith("A ring is")
+
+
+def choices() -> None:
+    reply = ask(n=3, seed=5, temperature=1.2, max_completion_tokens=12)
+    assert [each.index for each in reply.choices] == [0, 1, 2]
+    second = ask(seed=6, temperature=1.2, max_completion_tokens=12)
+    assert reply.choices[1].message.content == second.choices[0].message.content
+
+
+def logprobs() -> None:
+    told = ask(logprobs=True, top_logprobs=5, temperature=0).choices[0].logprobs.content
+    assert all(len(each.top_logprobs) == 5 for each in told)
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in told)
+
+
+def completion() -> None:
+    reply = client.completions.create(
+        model=MODEL, prompt=[STORY, "A"], max_tokens=4, temperature=0, n=2
+    )
+    assert [each.index for each in reply.choices] == [0, 1, 2, 3]
+    assert reply.choices[0].text == reply.choices[1].text
+
+
+def scored_prompt() -> None:
+    reply = client.completions.create(
+        model=MODEL, prompt=STORY, max_tokens=0, echo=True, logprobs=1, temperature=0
+    )
+    (choice,) = reply.choices
+    told = choice.logprobs
+    assert choice.text == STORY
+    assert told.token_logprobs[0] is None
+    assert all(value < 0 for value in told.token_logprobs[1:])
+    assert len(told.tokens) == reply.usage.prompt_tokens
+    assert reply.usage.completion_tokens == 0
+
+
+def errors() -> None:
+    for wrong, kind, code in (
+        ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found"),
+        ({"max_tokens": 0}, openai.BadRequestError, "invalid_value"),
+        ({"temperature": "hot"}, openai.BadRequestError, "invalid_type"),
+        ({"extra_body": {"unheard_of": 1}}, openai.BadRequestError, "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "ring " * 20_000}]},
+         openai.BadRequestError, "context_length_exceeded"),
+    ):  # fmt: skip
+        told = refusal(wrong, kind)
+        assert (told.code, told.type) == (code, "invalid_request_error"), told
+
+
+def refusal(wrong: dict[str, Any], kind: type[Exception]) -> Any:
+    """Return the error with which a request is refused."""
+    try:
+        ask(**wrong)
+    except kind as error:
+        return error
+    raise AssertionError(f"{wrong} is not refused")
+
+
+def ask(**more: Any) -> Any:
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": ASKED}]}
+    return client.chat.completions.create(**asked | more)
+
+
+CALLS: list[Callable[[], None]] = [
+    models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt, errors
+]  # fmt: skip
+
+if __name__ == "__main__":
+    for call in CALLS:
+        try:
+            call()
+            problem = ""
+        except Exception as error:  # each call is reported
+            problem = f"{type(error).__name__}: {error}"
+        print(json.dumps({"call": call.__name__, "problem": problem}))
