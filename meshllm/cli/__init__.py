@@ -1,1 +1,3 @@
 """The command line: each command parses, calls one function of a lower layer and prints."""
+
+__all__ = ["app"]

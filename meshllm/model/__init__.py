@@ -1,1 +1,3 @@
 """Models: synchronous code over torch and transformers."""
+
+__all__ = ["capacity", "device", "lean", "locate", "sampling", "shape", "timing"]

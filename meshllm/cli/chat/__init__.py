@@ -1,1 +1,3 @@
 """`meshllm chat`."""
+
+__all__ = ["chat"]

@@ -1,1 +1,3 @@
 """`meshllm doctor`."""
+
+__all__ = ["doctor"]

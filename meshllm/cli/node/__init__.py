@@ -1,1 +1,3 @@
 """`meshllm node`."""
+
+__all__ = ["node"]

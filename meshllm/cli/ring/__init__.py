@@ -1,1 +1,3 @@
 """`meshllm ring`."""
+
+__all__ = ["ring", "status"]

@@ -1,1 +1,3 @@
 """Terminal output: tables, colours, wrapped text."""
+
+__all__ = ["render"]

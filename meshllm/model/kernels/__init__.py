@@ -1,1 +1,15 @@
 """Kernels, compiled for this machine's CPU (LLVM) or GPU (Triton)."""
+
+__all__ = [
+    "attention",
+    "elementwise",
+    "gemm_bf16",
+    "gemm_int8",
+    "ir",
+    "jit",
+    "program",
+    "rms_norm",
+    "scratch",
+    "softmax",
+    "triton_attention",
+]

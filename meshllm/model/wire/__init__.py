@@ -1,1 +1,3 @@
 """Encodings of hidden states as bytes."""
+
+__all__ = ["payload"]

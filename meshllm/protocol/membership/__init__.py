@@ -1,1 +1,13 @@
 """Mesh membership: records, gossip, links, and the charter (the mesh-wide configuration)."""
+
+__all__ = [
+    "actions",
+    "charter",
+    "codec",
+    "dial_limit",
+    "gossip",
+    "link_table",
+    "mesh",
+    "records",
+    "twin",
+]

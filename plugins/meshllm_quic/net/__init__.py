@@ -1,1 +1,3 @@
 """UDP sockets, network interfaces, and addresses."""
+
+__all__ = ["address", "network", "udp"]

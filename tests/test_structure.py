@@ -1,0 +1,234 @@
+"""No two classes share a name, and a room takes of another only what that one exports.
+
+A room is a package. Its ``__all__`` lists the modules that other rooms may import; without one, all
+are exported. No room imports a private module or name of another.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of ours; ``room`` is its package."""
+
+    tree: ast.Module
+    room: str
+
+
+Modules: TypeAlias = dict[str, Module]
+Rule: TypeAlias = Callable[[Modules], Iterator[str]]
+
+
+@cache
+def modules() -> Modules:
+    """Parse all modules, by name; a package has the name of its folder."""
+    found = {}
+    for base, top in ((ROOT, "meshllm"), (ROOT / "plugins", "meshllm_*")):
+        for path in (each for folder in base.glob(top) for each in folder.rglob("*.py")):
+            *room, stem = path.relative_to(base).with_suffix("").parts
+            name = ".".join(room if stem == "__init__" else (*room, stem))
+            found[name] = Module(ast.parse(path.read_text("utf-8"), str(path)), ".".join(room))
+    return found
+
+
+@cache
+def imports(importer: Module) -> list[tuple[str, str]]:
+    """List what a module takes of others: a module or package, and a name in it.
+
+    `from a import b` and then `b.c` is taking `c` of `a.b`.
+    """
+    taken: list[tuple[str, str]] = []
+    aliases: dict[str, str] = {}
+    for node in ast.walk(importer.tree):
+        match node:
+            case ast.ImportFrom(module=str(owner), names=names):
+                taken += [(owner, each.name) for each in names]
+                aliases |= {each.asname or each.name: f"{owner}.{each.name}" for each in names}
+            case ast.Import(names=names):
+                taken += [
+                    (each.name.rpartition(".")[0], each.name.split(".")[-1]) for each in names
+                ]
+                aliases |= {each.asname or each.name: each.name for each in names}
+    for node in ast.walk(importer.tree):
+        if isinstance(node, ast.Attribute) and (base := aliases.get(dotted(node.value) or "")):
+            taken.append((base, node.attr))
+    return taken
+
+
+def dotted(node: ast.expr) -> str | None:
+    """Return `a.b.c` as it is written; None for other expressions."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr) if before := dotted(value):
+            return f"{before}.{attr}"
+    return None
+
+
+def crossings(modules: Modules) -> Iterator[tuple[str, str, str]]:
+    """Yield each import across rooms: importer, module or package, name in it."""
+    for importer, module in modules.items():
+        for owner, name in imports(module):
+            if owner in modules and modules[owner].room != module.room:
+                yield importer, owner, name
+
+
+def exports(module: Module) -> list[str] | None:
+    """Read `__all__`; None if there is none."""
+    for node in module.tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    return None
+
+
+def names(module: Module) -> Iterator[str]:
+    """Yield the top-level names of a module."""
+    for node in module.tree.body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                yield name
+            case ast.AsyncFunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.ImportFrom(names=taken) | ast.Import(names=taken):
+                yield from (each.asname or each.name for each in taken)
+            case ast.Assign(targets=targets):
+                yield from (each.id for each in targets if isinstance(each, ast.Name))
+
+
+def repeated_classes(modules: Modules) -> Iterator[str]:
+    """Yield each name of several classes, with their modules."""
+    owners = defaultdict(list)
+    for name, module in modules.items():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                owners[node.name].append(name)
+    yield from (f"{each}: {', '.join(at)}" for each, at in owners.items() if len(at) > 1)
+
+
+def private_imports(modules: Modules) -> Iterator[str]:
+    """Yield imports of private modules and names of other rooms."""
+    for importer, owner, name in crossings(modules):
+        path = f"{owner}.{name}"
+        if any(each.startswith("_") and not each.endswith("__") for each in path.split(".")):
+            yield f"{importer}: {path}"
+
+
+def missing_exports(modules: Modules) -> Iterator[str]:
+    """Yield what an `__all__` lists and its module does not have."""
+    for name, module in modules.items():
+        for each in exports(module) or ():
+            if each not in names(module) and f"{name}.{each}" not in modules:
+                yield f"{name}.{each}"
+
+
+def unlisted_imports(modules: Modules) -> Iterator[str]:
+    """Yield imports from outside of a room that its `__all__` does not list."""
+    for importer, owner, name in crossings(modules):
+        if f"{owner}.{name}" in modules or modules[owner].room == owner:
+            room, taken = owner, name
+        else:
+            room, _, taken = owner.rpartition(".")
+        listed = exports(modules[room])
+        is_outside = not f"{modules[importer].room}.".startswith(f"{room}.")
+        if is_outside and listed is not None and taken not in listed:
+            yield f"{importer}: {owner}.{name}"
+
+
+RULES: list[Rule] = [repeated_classes, private_imports, missing_exports, unlisted_imports]
+PLANTS: dict[str, tuple[Rule, str, str]] = {
+    "a class of the same name": (
+        repeated_classes,
+        "meshllm.node.net.planted",
+        "class Plan: ...",
+    ),
+    "a class of the same name in a function": (
+        repeated_classes,
+        "meshllm_quic.planted",
+        "def make():\n    class Plan: ...",
+    ),
+    "a private name": (
+        private_imports,
+        "meshllm.node.ring.planted",
+        "from meshllm.node.session.entry import _Lane",
+    ),
+    "a private name, by its module": (
+        private_imports,
+        "meshllm.node.ring.planted",
+        "def late():\n    from meshllm.node.session import entry as at\n    return at._lane",
+    ),
+    "a private name, by the whole path": (
+        private_imports,
+        "meshllm.node.ring.planted",
+        "import meshllm.node.session.entry\nx = meshllm.node.session.entry._lane",
+    ),
+    "a private module": (
+        private_imports,
+        "meshllm.node.ring.planted",
+        "from meshllm.node.session import _entry",
+    ),
+    "a lost name": (missing_exports, "meshllm.node.planted", "__all__ = ['lost']"),
+    "a module that a room keeps": (
+        unlisted_imports,
+        "meshllm.node.planted",
+        "from meshllm.node.session import turns",
+    ),
+    "a name of a module that a room keeps": (
+        unlisted_imports,
+        "meshllm.node.ring.planted",
+        "from meshllm.node.session.turns import Turns",
+    ),
+    "a name that a package keeps": (
+        unlisted_imports,
+        "meshllm.node.planted",
+        "from meshllm_loopback import kept",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rule_holds(rule: Rule) -> None:
+    assert [*rule(modules())] == []
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_violation_is_found(plant: str) -> None:
+    rule, name, text = PLANTS[plant]
+    planted = Module(ast.parse(text), name.rpartition(".")[0])
+
+    found = [*rule({**modules(), name: planted})]
+
+    assert len(found) == 1
+    assert name in found[0]
+
+
+def test_a_room_uses_what_it_keeps() -> None:
+    planted = Module(
+        ast.parse("from meshllm.node.session.turns import Turns"), "meshllm.node.session"
+    )
+
+    found = [*unlisted_imports({**modules(), "meshllm.node.session.planted": planted})]
+
+    assert found == []
+
+
+def test_no_room_lists_a_module_that_no_other_uses() -> None:
+    used = {each for _, owner, name in crossings(modules()) for each in (owner, f"{owner}.{name}")}
+    idle = [
+        f"{room}.{each}"
+        for room, module in modules().items()
+        for each in exports(module) or ()
+        if f"{room}.{each}" in modules() and f"{room}.{each}" not in used
+    ]
+
+    assert idle == []
