@@ -59,6 +59,6 @@ async def _publish(ticket: str, state: Path, owner: Node) -> int:
 
 ATTACKS = (
     Attack(
-        "settings with version 2^32", "owner's restart exits with 7 for ever", freeze_the_charter
+        "settings with version 2^32", "owner's restart exits with 7 each time", freeze_the_charter
     ),
 )

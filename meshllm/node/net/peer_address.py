@@ -69,7 +69,7 @@ def machine_secret() -> bytes:
 
 
 def own_hosts() -> frozenset[str]:
-    """Return the addresses of the interfaces of this machine, as of the last seconds."""
+    """Return the addresses of the interfaces of this machine, some seconds old at most."""
     return _hosts_at(int(time.monotonic() / HOSTS_S))
 
 

@@ -207,7 +207,7 @@ def amend(
 ) -> Amendments | None:
     """Return this node's amendments that turn ``current`` into ``wanted``; None if equal.
 
-    A term that other nodes would refuse, as of too many nodes, is left out: see `differing`.
+    A term that other nodes would refuse, for example too many nodes, is left out: see `differing`.
     """
     before, after = _texts(current), _texts(wanted)
     own = amendments.get(me, Amendments((), version=0))
