@@ -94,6 +94,10 @@ class Contact:
         self.summary_pause = min(2 * self.summary_pause, MAX_SUMMARY_PAUSE)
         return True
 
+    def is_fresh(self, now: float) -> bool:
+        """Return whether a message arrived within `FRESH`."""
+        return now < self.heard + FRESH
+
     def refill(self, seconds: float) -> None:
         """Add the allowance of an interval."""
         self.allowance = min(MAX_SLOTS, self.allowance + seconds * ITEMS_PER_S)
@@ -150,7 +154,7 @@ class LinkTable(Mapping[NodeId, Contact]):
             most = MAX_MEMBERS - 1 if contact.role is Role.NODE else MAX_CLIENTS
             same = sum(other.role is contact.role for other in self.values())
             return CloseReason.FULL if same >= most else None
-        if now >= old.heard + FRESH:
+        if not old.is_fresh(now):
             return None
         if old.instance != contact.instance:
             return CloseReason.TWIN

@@ -203,7 +203,10 @@ class Mesh:
         contact = Contact(instance, role, credential, dialled is (self.me < peer), now, now)
         if why := self.links.refusal(peer, contact, now):
             return [Drop(peer, why, is_newcomer=True)]
-        actions = [self._drop(peer, CloseReason.CROSSED, now)] if peer in self.links else []
+        actions: list[Action] = []
+        if old := self.links.get(peer):
+            why = CloseReason.CROSSED if old.is_fresh(now) else CloseReason.SILENT
+            actions.append(self._drop(peer, why, now))
         self.links.add(peer, contact)
         self._is_changed = True
         return self._conclude([*actions, *self._greet(peer, contact, now)], now)

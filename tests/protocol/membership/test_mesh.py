@@ -374,7 +374,7 @@ def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_active
     taken = link(node, LAST, 1.0 + FRESH, instance=2)
 
     assert refused == [Drop(LAST.node, CloseReason.TWIN, is_newcomer=True)]
-    assert taken[0] == Drop(LAST.node, CloseReason.CROSSED)
+    assert taken[0] == Drop(LAST.node, CloseReason.SILENT)
     assert node.links[LAST.node].instance == 2
 
 
