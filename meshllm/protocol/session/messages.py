@@ -234,7 +234,7 @@ class FaultCode(IntEnum):
     INTEGRITY = 2
     """A blob does not match its hash."""
     MODEL = 3
-    """The model raised."""
+    """The model raised, or takes fewer positions."""
     EPOCH = 4
     """The rank serves another epoch."""
     RULES = 5

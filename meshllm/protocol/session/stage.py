@@ -9,7 +9,7 @@ A session on a stage is (gen, kv_len, running rows, queue). One rule drives it, 
     Data, pos > kv_len           Gap(kv_len): rows before it never arrived
     Data, else                   crop the cache to pos, run the rows, kv_len = pos + rows, forward
 
-    Data, beyond the context     Fault(BUSY): the session ends here, before anything is allocated
+    Data, beyond the context     Fault(MODEL): the session ends here, before anything is allocated
     Data, beyond the budget      Fault(BUSY), likewise, see `meshllm.protocol.kv_cache.budget`
 
 A Resume may name lost layers: those that were on another node when their caches were computed. The
@@ -313,7 +313,7 @@ class Stage:
             return f"Refill of positions up to {stop} of {state.kv_len}", FaultCode.RULES
         if stop > self._context:
             text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"
-            return text, FaultCode.BUSY
+            return text, FaultCode.MODEL
         return None
 
     def _resume(self, resume: Resume, now: float) -> list[Action]:

@@ -543,12 +543,12 @@ def test_rows_without_a_cache_are_requested_again() -> None:
     assert stage.receive(data(0, gen=1, session=TWO), 1.1) == [compute(0, 1, 1, TWO)]
 
 
-def busy(actions: list[Action]) -> str:
+def refusal(actions: list[Action], code: FaultCode = FaultCode.BUSY) -> str:
     """Return why the only session of these actions was refused."""
     *_, forward = actions
     assert isinstance(forward, Forward)
     assert isinstance(forward.message, Fault)
-    assert (forward.message.code, forward.message.rank) == (FaultCode.BUSY, 1)
+    assert (forward.message.code, forward.message.rank) == (code, 1)
     return forward.message.text
 
 
@@ -561,7 +561,7 @@ def test_positions_beyond_the_context_end_their_session_and_no_other() -> None:
     refused = stage.receive(data(8), 1.0)
 
     assert refused[0] == Free(ONE)
-    assert busy(refused) == "Positions 8 to 9 exceed the context of 8"
+    assert refusal(refused, FaultCode.MODEL) == "Positions 8 to 9 exceed the context of 8"
     assert stage.receive(data(0), 1.0) == []
     assert stage.receive(data(4, session=TWO), 1.0) == [compute(4, 1, 1, TWO)]
 
@@ -572,7 +572,7 @@ def test_rows_of_an_unknown_session_allocate_nothing() -> None:
     refused = stage.receive(data(1 << 23), 1.0)
 
     assert len(refused) == 1
-    assert "of 8" in busy(refused)
+    assert "of 8" in refusal(refused, FaultCode.MODEL)
 
 
 def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() -> None:
@@ -586,7 +586,7 @@ def test_a_session_that_outgrows_the_budget_ends_before_its_rows_are_computed() 
     refused = stage.receive(data(BLOCK, session=TWO), 1.0)
 
     assert refused[0] == Free(TWO)
-    assert busy(refused) == (
+    assert refusal(refused) == (
         "No room for the cache of 257 positions: 256 fit next to 1 other sessions"
     )
     assert stage.receive(data(BLOCK + 1), 1.0) == [compute(BLOCK + 1, 1, 1)]
