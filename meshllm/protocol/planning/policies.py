@@ -136,17 +136,18 @@ def make_plan(
 def fastest(problem: Problem) -> Division | None:
     """Find the ring with the least time per token; ties go to the smallest and most even."""
     fill = GreedyFill(problem)
-    best: tuple[int, Division] | None = None
-    for bound, _, ring in sorted(rings(problem, fill)):
-        if best is not None and bound >= best[0]:
+    least: tuple[int, int] | None = None  # time and size of the best ring so far
+    best: Division | None = None
+    for bound, size, ring in sorted(rings(problem, fill)):
+        if least is not None and (bound, size) >= least:
             break
         division = _divide_evenly(problem, ring)
         if division is None:
             continue
-        token = token_time(problem, division)
-        if best is None or token < best[0]:
-            best = token, division
-    return None if best is None else best[1]
+        found = token_time(problem, division), size
+        if least is None or found < least:
+            least, best = found, division
+    return best
 
 
 def auto(problem: Problem) -> Division | None:

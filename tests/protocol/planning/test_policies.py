@@ -184,6 +184,16 @@ def test_throughput_leaves_out_a_node_that_is_too_slow_for_one_layer() -> None:
     assert spans(plan) == {A: "0:2", B: "2:4"}
 
 
+def test_of_equally_fast_rings_the_smallest_is_taken_though_its_bound_is_higher() -> None:
+    # B could hold the smallest layer only: it saves what the way there and back takes.
+    offers = [offer(A, 6, ms=4), offer(B, 2, ms=3)]
+    links = apart({}, others=0.25)
+
+    plan = make_plan(offers, links, model(sizes=(240, 160, 80)), policy="fastest")
+
+    assert spans(plan) == {A: "0:3"}
+
+
 def test_throughput_limits_the_others_to_the_stage_of_a_slow_preferred_node() -> None:
     # A layer takes C 10 ms. With A alone beside it a token is faster, but the stage takes 10.4 ms.
     offers = [offer(A, 9, ms=1.3), offer(B, 9, ms=2), offer(C, 9, ms=10)]
