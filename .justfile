@@ -23,6 +23,10 @@ quick:
 slow:
     pytest -n 2 --dist worksteal -m slow
 
+# changes of the code that no test notices, in a random sample; half an hour
+mutants *options="--sample 100":
+    python -m tests.mutants {{options}}
+
 # branch coverage of everything
 coverage:
     pytest -n 2 --dist worksteal --cov --cov-report=term
