@@ -36,6 +36,7 @@ NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory
         "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
+MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint"}
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings"}  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_the_names_in_json_are_stable() -> None:
     assert all(each.keys() == NODE for each in status["nodes"])
     assert status["nodes"][1]["link"].keys() == LINK
     assert [each["self"] for each in status["nodes"]] == [True, False]
-    assert status["model"].keys() == {"name", "layers", "hidden_size", "dtype", "quant"}
+    assert status["model"].keys() == MODEL
     assert status["sessions"].keys() == {"active", "waiting", "served", "failed", "tokens"}
     assert status["ring"]["stages"][1] == {
         "rank": 1, "node": node_id(1), "name": "desk", "layers": "10:20", "room_tokens": None,

@@ -5,7 +5,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from meshllm.api import failure, mesh
-from meshllm.api.access.gate import Policy, guards_of
+from meshllm.api.access.gate import AccessPolicy, guards_of
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, completions, models
@@ -24,7 +24,7 @@ def owner_application(node: NodePort) -> Starlette:
     return application
 
 
-def public_application(service: Service, policy: Policy | None = None) -> Starlette:
+def public_application(service: Service, policy: AccessPolicy | None = None) -> Starlette:
     """Build the application for everybody who may use the model: `/v1/*`.
 
     Without a ``policy`` it is for the owner, who needs no key.

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from meshllm.api.access.accounts import Accounts
-from meshllm.api.access.gate import LOOPBACK, MAX_KEY_CHARS, Policy
+from meshllm.api.access.gate import LOOPBACK, MAX_KEY_CHARS, AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
 from meshllm.api.port import ModelPort
@@ -48,7 +48,7 @@ class Door:
     """A bound socket, and the policy for its requests."""
 
     bound: socket.socket
-    policy: Policy
+    policy: AccessPolicy
     accounts: Accounts
     tls: dict[str, Path | None] = field(default_factory=dict)
     """Settings of uvicorn."""
@@ -97,7 +97,7 @@ def open_door(options: DoorOptions, accounts: Accounts) -> Iterator[Door]:
             place = "this address" if not is_local else "`--require-key`"
             raise UserError(f"The API needs a key for {place}, and there is none", hint=_CREATE)
         hosts = LOOPBACK | {options.host.lower()}
-        yield Door(bound, Policy(needs_key, hosts, options.origins, file_keys), accounts, tls)
+        yield Door(bound, AccessPolicy(needs_key, hosts, options.origins, file_keys), accounts, tls)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -35,7 +35,7 @@ _UNKNOWN = Failure(401, INVALID, "invalid_api_key")
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class AccessPolicy:
     """What a request must show."""
 
     needs_key: bool = False
@@ -47,7 +47,7 @@ class Policy:
     """Valid keys besides the stored ones."""
 
 
-def guards_of(policy: Policy, accounts: Accounts | None) -> Sequence[Middleware]:
+def guards_of(policy: AccessPolicy, accounts: Accounts | None) -> Sequence[Middleware]:
     """Return the middleware that enforces a policy, outermost first."""
     return [
         Middleware(_Site, policy=policy),
@@ -71,7 +71,7 @@ def key_of(request: Request) -> ApiKey | None:
 class _Site:
     """Refuses requests of web pages that may not use the API."""
 
-    def __init__(self, app: ASGIApp, policy: Policy) -> None:
+    def __init__(self, app: ASGIApp, policy: AccessPolicy) -> None:
         self._app, self._policy = app, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +94,7 @@ class _Site:
 class _Gate:
     """Identifies the key of a request, or refuses it."""
 
-    def __init__(self, app: ASGIApp, policy: Policy, accounts: Accounts | None) -> None:
+    def __init__(self, app: ASGIApp, policy: AccessPolicy, accounts: Accounts | None) -> None:
         self._app, self._policy, self._accounts = app, policy, accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,5 +9,6 @@ __all__ = [
     "link_table",
     "mesh",
     "records",
+    "strikes",
     "twin",
 ]

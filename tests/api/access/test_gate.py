@@ -6,14 +6,14 @@ import httpx2
 import pytest
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
-from meshllm.api.access.gate import Policy
+from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.v1.service import Service
 from tests.builders.fake_node import FakeNode
 
 MODELS = "/v1/models"
-OPEN = Policy()
-SHUT = Policy(needs_key=True, file_keys=("0123456789abcdef", "fedcba9876543210"))
+OPEN = AccessPolicy()
+SHUT = AccessPolicy(needs_key=True, file_keys=("0123456789abcdef", "fedcba9876543210"))
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 @asynccontextmanager
 async def entering(
-    policy: Policy, accounts: Accounts, host: str = "localhost:7780"
+    policy: AccessPolicy, accounts: Accounts, host: str = "localhost:7780"
 ) -> AsyncIterator[httpx2.AsyncClient]:
     application = public_application(Service(FakeNode(), accounts), policy)
     transport = httpx2.ASGITransport(application)
@@ -88,7 +88,7 @@ async def test_with_a_key_any_host_is_served(accounts: Accounts) -> None:
 async def test_only_named_origins_may_use_the_api(
     accounts: Accounts, origin: str, status: int
 ) -> None:
-    policy = Policy(origins=("https://chat.example",))
+    policy = AccessPolicy(origins=("https://chat.example",))
     async with entering(policy, accounts) as client:
         said = await client.get(MODELS, headers={"origin": origin})
 
@@ -98,7 +98,7 @@ async def test_only_named_origins_may_use_the_api(
 
 
 async def test_a_preflight_of_a_named_origin_needs_no_key(accounts: Accounts) -> None:
-    policy = Policy(needs_key=True, origins=("https://chat.example",))
+    policy = AccessPolicy(needs_key=True, origins=("https://chat.example",))
     asked = {
         "origin": "https://chat.example",
         "access-control-request-method": "POST",
@@ -148,7 +148,7 @@ async def test_a_refusal_repeats_no_key(accounts: Accounts) -> None:
 
 async def test_both_headers_carry_a_key(accounts: Accounts) -> None:
     key = accounts.create("laptop", KeyLimits(), 0)
-    async with entering(Policy(needs_key=True), accounts) as client:
+    async with entering(AccessPolicy(needs_key=True), accounts) as client:
         statuses = [
             (await client.get(MODELS, headers=each)).status_code
             for each in (bearer(key), {"x-api-key": key}, {"authorization": f"bearer  {key} "})
@@ -158,7 +158,9 @@ async def test_both_headers_carry_a_key(accounts: Accounts) -> None:
 
 
 @pytest.mark.parametrize("policy", [OPEN, SHUT], ids=["open", "shut"])
-async def test_expired_and_revoked_keys_are_refused(accounts: Accounts, policy: Policy) -> None:
+async def test_expired_and_revoked_keys_are_refused(
+    accounts: Accounts, policy: AccessPolicy
+) -> None:
     expired = accounts.create("old", KeyLimits(expires_s=1), 0)
     revoked = accounts.create("gone", KeyLimits(), 0)
     async with entering(policy, accounts) as client:

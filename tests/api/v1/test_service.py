@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
-from meshllm.api.access.gate import Policy
+from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.failure import Refused
 from meshllm.api.v1.service import Service, day_of
@@ -34,7 +34,7 @@ def service(door: FakeNode, accounts: Accounts) -> Service:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
-    transport = httpx2.ASGITransport(public_application(service, Policy(needs_key=True)))
+    transport = httpx2.ASGITransport(public_application(service, AccessPolicy(needs_key=True)))
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client
 
