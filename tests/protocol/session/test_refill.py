@@ -1,0 +1,182 @@
+"""Refills: after a loss, kept positions go round once more, for the lost layers only."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.names import Span
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
+from meshllm.protocol.session.actions import Embed, Progress
+from meshllm.protocol.session.entry import Entry
+from meshllm.protocol.session.messages import (
+    Cancel,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    Gap,
+    Resume,
+)
+from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
+from tests.protocol.session import test_entry as e
+from tests.protocol.session import test_stage as s
+
+LOST = (Span(4, 8),)
+CHUNKS = (Chunk(2, is_step=False), Chunk(4, is_step=True))
+BASE = replace(e.BASE, length=4, chunks=CHUNKS, lost=LOST)
+
+
+def refill_of(pos: int, tokens: tuple[int, ...], *, is_step: bool, gen: int = 0) -> Embed:
+    return Embed(gen, pos, tokens, 0, is_step, refills=True)
+
+
+def begun(base: PrefixHit = BASE) -> Entry:
+    entry = Entry(e.TASK, e.PACE)
+    resume = Resume(e.SESSION, e.EPOCH, base.session, base.length, whole=True, lost=LOST)
+    assert entry.open(0.0, base) == [Forward(resume), refill_of(0, (11, 12), is_step=False)]
+    return entry
+
+
+def test_the_entry_refills_in_the_chunks_of_the_first_time() -> None:
+    entry = begun()
+
+    assert entry.computed(e.blob(2), 0.1) == [
+        e.sent(0, 2, Flags.PREFILL | Flags.REFILL),
+        refill_of(2, (13, 14), is_step=True),
+    ]
+    assert entry.computed(e.blob(2), 0.2) == [e.sent(2, 2, Flags.REFILL)]
+    assert entry.lost == LOST
+    # The window of 2 is full; what follows the refills does not wait for the last of them.
+    assert entry.receive(e.back(0, 2), 0.3) == [Progress(2, 5), e.chunk(0, 4, (15,))]
+    assert entry.computed(e.blob(1), 0.4) == [e.sent(4, 1, e.LAST_CHUNK)]
+    entry.receive(e.back(2, 2), 0.5)
+    assert not entry.lost
+    assert entry.reused == 4
+
+
+def test_a_gap_during_refills_computes_all_layers() -> None:
+    entry = begun()
+    entry.computed(e.blob(2), 0.1)
+    entry.computed(e.blob(2), 0.2)
+
+    actions = entry.receive(Gap(e.SESSION, e.EPOCH, 0, 0), 0.3)
+
+    cancel = Forward(Cancel(e.SESSION, e.EPOCH, 1))
+    assert actions == [cancel, e.chunk(1, 0, (11, 12))]
+    assert (entry.lost, entry.reused) == ((), 0)
+
+
+def test_a_second_loss_during_refills_keeps_all_positions_and_what_is_lost() -> None:
+    entry = begun()
+    entry.computed(e.blob(2), 0.1)
+    entry.receive(e.back(0, 2), 0.2)
+
+    assert entry.interrupt()
+    assert entry.kept == [11, 12, 13, 14]
+    assert entry.kept_chunks == [*CHUNKS]
+    assert entry.lost == LOST
+
+
+def test_steps_are_refilled_a_few_at_a_time() -> None:
+    chunks = (Chunk(1, is_step=False), Chunk(40, is_step=True))
+    prompt = tuple(range(41))
+    entry = Entry(replace(e.TASK, prompt=prompt), e.PACE)
+    entry.open(0.0, replace(BASE, length=40, chunks=chunks))
+
+    rows = []
+    for end in (1, 18, 35, 40):
+        actions = entry.computed(e.blob(1), 0.1)
+        messages = [each.message for each in actions if isinstance(each, Forward)]
+        rows += [each.rows for each in messages if isinstance(each, Data)]
+        entry.receive(e.back(0, end), 0.2)
+    assert rows == [1, 17, 17, 5]
+
+
+def stage_of(span: Span, *, keeps: bool = True) -> Stage:
+    """A middle rank; it keeps 4 positions of session ONE."""
+    index = s.shelf_of(9)
+    if keeps:
+        index.put(s.ONE, 4, 4, 0.0)
+    return Stage(1, 3, epoch=s.EPOCH, index=index, span=span)
+
+
+RESUME = Resume(s.TWO, s.EPOCH, s.ONE, 4, whole=True, lost=LOST)
+
+
+def refill(pos: int, rows: int, *, blob: bool) -> Data:
+    flags = Flags.REFILL | Flags.PREFILL
+    return Data(s.TWO, s.EPOCH, 0, pos, rows, flags, s.blob(rows) if blob else None)
+
+
+@pytest.mark.parametrize(
+    ("span", "keep"),
+    [(Span(0, 4), 2), (Span(2, 6), 2), (Span(4, 8), 0), (Span(8, 12), 0)],
+    ids=["before the lost", "with some of them", "all of them", "behind them"],
+)
+def test_a_rank_sends_rows_only_in_front_of_a_lost_layer(span: Span, keep: int) -> None:
+    stage = stage_of(span)
+    assert stage.receive(RESUME, 1.0)[0] == Adopt(s.TWO, s.ONE, 4, whole=True)
+
+    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    assert isinstance(job, Compute)
+    assert (job.refills, job.is_step, job.keep) == (True, False, keep)
+    rows = s.blob(2) if keep else None
+    sent = replace(refill(0, 2, blob=True), blob=rows)
+    assert stage.computed(s.TWO, rows, 1.2, s.SPENT) == [Forward(sent)]
+    (job,) = stage.receive(s.data(4, session=s.TWO), 1.3)
+    assert job == s.compute(4, 1, 1, s.TWO)  # kv_len is that of the Resume
+
+
+def test_a_rank_whose_layers_are_all_new_starts_with_an_empty_cache() -> None:
+    stage = stage_of(Span(4, 8), keeps=False)
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    assert isinstance(job, Compute)
+    assert job.refills
+    assert stage.budget.live_bytes > 0
+
+
+@pytest.mark.parametrize("span", [Span(3, 8), Span(8, 12), Span(0, 0)])
+def test_a_rank_that_should_have_kept_layers_asks_for_all_rows(span: Span) -> None:
+    stage = stage_of(span, keeps=False)
+    stage.receive(RESUME, 1.0)
+
+    gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
+    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
+    assert stage.receive(s.data(4, session=s.TWO), 1.2) == [gap]
+
+
+def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
+    stage = stage_of(Span(4, 8))
+    stage.receive(RESUME, 1.0)
+
+    kept, fault = stage.receive(refill(3, 2, blob=True), 1.1)
+    assert isinstance(kept, Keep | Free)
+    assert isinstance(fault, Forward)
+    assert isinstance(fault.message, Fault)
+    assert fault.message.code is FaultCode.RULES
+    assert stage.budget.live_bytes == 0
+
+
+def test_rows_of_a_refill_are_optional_and_those_of_other_data_are_not() -> None:
+    stage = stage_of(Span(8, 12))
+    stage.receive(RESUME, 1.0)
+
+    (job,) = stage.receive(refill(0, 4, blob=False), 1.1)
+    assert isinstance(job, Compute)
+    assert job.blob is None
+    bare = replace(s.data(4, session=s.TWO), blob=None)
+    fault = stage.receive(bare, 1.2)[-1]
+    assert isinstance(fault, Forward)
+    assert isinstance(fault.message, Fault)
+    assert "without a blob" in fault.message.text
+
+
+def test_a_lost_cache_that_cannot_be_refilled_is_a_gap() -> None:
+    stage = stage_of(Span(4, 8))
+    stage.receive(RESUME, 1.0)
+    stage.receive(refill(0, 2, blob=True), 1.1)
+
+    assert stage.missed(s.TWO) == [Forward(Gap(s.TWO, s.EPOCH, 0, 0))]
