@@ -37,8 +37,9 @@ class HeldExecutor(Executor):
         """Run all jobs, those that their results submit too, and report the results."""
         await asyncio.sleep(0)
         while self._jobs:
-            future, function = self._jobs.popleft()
-            future.set_result(function())
+            jobs, self._jobs = self._jobs, deque()
+            for future, function in jobs:
+                future.set_result(function())
             for _ in range(3):  # the result, what it wakes, and what that submits
                 await asyncio.sleep(0)
 

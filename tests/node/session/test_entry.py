@@ -1,0 +1,386 @@
+"""The driver of an entry: generations from admission to their end, alone and in a ring."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import pytest
+from torch import Tensor
+
+from meshllm.errors import Busy, LinkLost, ModelError
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.names import SessionId
+from meshllm.node.compute.worker import Worker
+from meshllm.node.session.entry import EntryConfig, EntryNode
+from meshllm.node.session.generation import Ended, EntryRunners, GenerationRequest, Output, Token
+from meshllm.node.session.ring_link import Neighbours
+from meshllm.node.session.wire import opened, sealed
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
+from meshllm.protocol.session.blob import session_key
+from meshllm.protocol.session.messages import (
+    Blob,
+    Close,
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Gap,
+    Resume,
+    SessionMessage,
+    Spent,
+    Tally,
+)
+from meshllm.protocol.session.pace import Pace
+from meshllm.request import FinishReason, Prefilled, Sampling
+from tests.builders.session import (
+    CountedCache,
+    CountingLayers,
+    HeldExecutor,
+    RecordingNeighbours,
+    next_token,
+)
+
+EPOCH = 4
+CONTEXT = 400
+GONE = LinkLost("the next rank is gone")
+TALLY = Tally(Spent(1000, 0, 0), 1, 100, 50)
+LONG = tuple(range(MIN_SHARED + 4))
+
+
+def order(*prompt: int, tokens: int = 3, given: tuple[int, ...] = ()) -> GenerationRequest:
+    """Ask for the next tokens: each is its predecessor plus one."""
+    return GenerationRequest(prompt or (1, 2), Sampling(), tokens, lambda _: False, given=given)
+
+
+class StepHead:
+    """The LM head of a larger ring, whose hidden states are the tokens."""
+
+    def step_many(self, rows: list[Tensor], _caches: list[None]) -> list[Tensor]:
+        return [next_token(row[..., 0].long()) for row in rows]
+
+
+def travelled(message: SessionMessage) -> SessionMessage:
+    """Return what a last rank without layers makes of a message."""
+    match message:
+        case Close():
+            return replace(message, tallies=(TALLY,))
+        case Data(flags=flags) if not flags & Flags.NEED_ROW:
+            return replace(message, blob=None)
+        case Data(session=session, flags=flags, blob=Blob() as blob) if flags & Flags.PREFILL:
+            key = session_key(session)
+            return replace(message, blob=sealed(key, opened(key, blob)[:, -1:]))
+        case _:
+            return message
+
+
+@dataclass
+class Running:
+    """An entry that runs, and what is around it."""
+
+    node: EntryNode
+    layers: CountingLayers
+    thread: HeldExecutor
+    neighbours: RecordingNeighbours | None
+    answer: Callable[[SessionMessage], SessionMessage]
+    """What comes back of a message that was sent round the ring."""
+
+    async def read(self, outputs: AsyncGenerator[Output, None], count: int = 100) -> list[Output]:
+        """Read up to ``count`` outputs, computing and passing messages round the ring."""
+        read = list[Output]()
+        while len(read) < count:
+            step = asyncio.ensure_future(anext(outputs, None))
+            output = await self.drive(step)
+            if output is None:
+                break
+            read.append(output)
+        return read
+
+    async def drive(self, task: "asyncio.Future[Output | None]") -> Output | None:
+        for _ in range(1000):
+            await self.settle()
+            if task.done():
+                return task.result()
+        raise AssertionError("the entry waits for something that does not come")
+
+    async def settle(self) -> None:
+        """Compute what is to be computed, and return what was sent, as the other ranks would."""
+        await self.thread.settle()
+        if self.neighbours:
+            sent, self.neighbours.sent = self.neighbours.sent, []
+            for message in sent:
+                self.neighbours.deliver(self.answer(message))
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(
+    *, ring: int = 1, sessions: int = 2, blocks: int = 8, keeps: bool = False
+) -> AsyncIterator[Running]:
+    """Run an entry of a ring of one or two, with room for so many blocks of tokens."""
+    thread = HeldExecutor()
+    neighbours = RecordingNeighbours() if ring > 1 else None
+    hidden: Callable[[Tensor], Tensor] = lambda tokens: tokens[..., None].float()  # noqa: E731
+    layers = CountingLayers(hidden if ring > 1 else next_token)
+    rooms = [Room(blocks * BLOCK, lambda tokens: (tokens, 0))] * ring
+    index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=False)
+    head = cast("Runner", StepHead()) if ring > 1 else None
+    node = EntryNode(
+        EntryRunners(cast("SpanRunner", layers), head, CONTEXT),
+        EntryConfig(
+            ring=ring,
+            epoch=EPOCH,
+            pace=lambda _tokens, _others: Pace(chunk=4),
+            max_sessions=sessions,
+            slack=None,
+            prefixes=PrefixCache[SessionCache](index, None),
+        ),
+        Worker(thread),
+        cast("Neighbours", neighbours) if neighbours else None,
+    )
+    task = asyncio.ensure_future(node.run())
+    await asyncio.sleep(0)
+    try:
+        yield Running(node, layers, thread, neighbours, travelled)
+    finally:
+        await thread.settle()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def ids(outputs: list[Output]) -> list[int]:
+    return [output.id for output in outputs if isinstance(output, Token)]
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+async def test_a_generation_yields_progress_tokens_and_its_end(ring: int) -> None:
+    async with running(ring=ring) as entry:
+        outputs = await entry.read(entry.node.generate(order(5, 6, 7, 8, 9, tokens=3)))
+
+        assert [each.done for each in outputs if isinstance(each, Prefilled)] == [4, 5]
+        assert ids(outputs) == [10, 11, 12]
+        assert isinstance(outputs[-1], Ended)
+        assert outputs[-1].reason is FinishReason.LENGTH
+        assert entry.node.sessions == 0
+
+
+async def test_the_tallies_of_all_ranks_are_measured() -> None:
+    async with running(ring=2) as entry:
+        *_, ended = await entry.read(entry.node.generate(order()))
+
+        assert isinstance(ended, Ended)
+        assert len(ended.measured.hops) == 2
+        assert ended.measured.hops[1].compute_s == 0.001
+
+
+async def test_the_last_token_ends_the_answer() -> None:
+    async with running() as entry:
+        stops = replace(order(tokens=9), is_last=lambda token: token == 4)
+
+        outputs = await entry.read(entry.node.generate(stops))
+
+        assert ids(outputs) == [3, 4]
+        assert isinstance(outputs[-1], Ended)
+        assert outputs[-1].reason is FinishReason.STOP
+
+
+async def test_given_tokens_are_computed_as_steps_and_count_as_answer() -> None:
+    async with running() as entry:
+        outputs = await entry.read(entry.node.generate(order(1, 2, tokens=4, given=(3, 4))))
+
+        assert ids(outputs) == [5, 6]
+        assert entry.layers.passes == [
+            ("prefill", [0]),
+            *(("step", [length]) for length in (2, 3, 4)),
+        ]
+
+
+async def test_a_generation_waits_until_another_has_left() -> None:
+    async with running(sessions=1) as entry:
+        first, second = entry.node.generate(order()), entry.node.generate(order(7, 8))
+        await entry.read(first, 1)
+        waiting = asyncio.ensure_future(anext(second))
+        await entry.settle()
+        assert not waiting.done()
+
+        await entry.read(first)
+        await entry.drive(cast("asyncio.Future[Output | None]", waiting))
+        rest = await entry.read(second)
+
+        assert ids(rest) == [9, 10, 11]
+
+
+async def test_a_waiting_generation_that_is_cancelled_leaves_the_queue() -> None:
+    async with running(sessions=1) as entry:
+        first = entry.node.generate(order())
+        await entry.read(first, 1)
+        waiting = asyncio.ensure_future(anext(entry.node.generate(order())))
+        await entry.settle()
+
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await entry.read(first)
+        outputs = await entry.read(entry.node.generate(order()))
+
+        assert ids(outputs) == [3, 4, 5]
+
+
+async def test_an_error_of_the_layers_ends_its_generation_with_that_error() -> None:
+    async with running() as entry:
+        entry.layers.error = error = ModelError("no such operation")
+
+        with pytest.raises(ModelError) as caught:
+            await entry.read(entry.node.generate(order()))
+
+        assert caught.value is error
+        entry.layers.error = None
+        assert ids(await entry.read(entry.node.generate(order()))) == [3, 4, 5]
+
+
+async def test_a_fault_of_another_rank_is_raised() -> None:
+    async with running(ring=2) as entry:
+
+        def fail(message: SessionMessage) -> SessionMessage:
+            if isinstance(message, Data):
+                return Fault(message.session, EPOCH, FaultCode.BUSY, 1, "no room")
+            return travelled(message)
+
+        entry.answer = fail
+
+        with pytest.raises(Busy, match="no room"):
+            await entry.read(entry.node.generate(order()))
+
+
+async def test_closing_the_iterator_ends_the_session_on_every_rank() -> None:
+    async with running(ring=2) as entry:
+        sent = list[SessionMessage]()
+
+        def note(message: SessionMessage) -> SessionMessage:
+            sent.append(message)
+            return travelled(message)
+
+        entry.answer = note
+        outputs = entry.node.generate(order(tokens=50))
+        await entry.read(outputs, 3)
+        steps = sum(isinstance(message, Data) for message in sent)
+
+        closing = asyncio.ensure_future(outputs.aclose())
+        while not closing.done():
+            await entry.settle()
+
+        assert sum(isinstance(message, Close) for message in sent) == 1
+        assert sum(isinstance(message, Data) for message in sent) <= steps + 1
+        assert entry.node.sessions == 0
+
+
+async def test_a_lost_ring_ends_running_and_waiting_generations_and_refuses_others() -> None:
+    async with running(ring=2, sessions=1) as entry:
+        first = entry.node.generate(order())
+        await entry.read(first, 1)
+        waiting = asyncio.ensure_future(anext(entry.node.generate(order())))
+        await entry.settle()
+        assert entry.neighbours is not None
+
+        entry.neighbours.lose(GONE)
+
+        for outputs in (first, entry.node.generate(order())):
+            with pytest.raises(LinkLost) as caught:
+                await entry.read(outputs)
+            assert caught.value is GONE
+        with pytest.raises(LinkLost):
+            await waiting
+        assert entry.node.is_lost
+
+
+async def test_messages_of_unknown_sessions_are_ignored() -> None:
+    async with running(ring=2) as entry:
+        assert entry.neighbours is not None
+        outputs = entry.node.generate(order())
+        await entry.read(outputs, 1)
+
+        entry.neighbours.deliver(Gap(SessionId(bytes(16)), EPOCH, 0, 0))
+
+        assert ids(await entry.read(outputs)) == [3, 4, 5]
+
+
+async def test_a_prompt_continues_from_the_cache_of_an_earlier_one() -> None:
+    async with running(ring=2, keeps=True) as entry:
+        await entry.read(entry.node.generate(order(*LONG)))
+        entry.layers.passes.clear()
+        sent = list[SessionMessage]()
+
+        def note(message: SessionMessage) -> SessionMessage:
+            sent.append(message)
+            return travelled(message)
+
+        entry.answer = note
+        *_, ended = await entry.read(entry.node.generate(order(*LONG, 50)))
+
+        assert isinstance(sent[0], Resume)
+        assert sent[0].length == len(LONG)
+        assert entry.layers.passes[0] == ("prefill", [len(LONG)])
+        assert isinstance(ended, Ended)
+        assert ended.measured.reused == len(LONG)
+
+
+async def test_a_prefix_that_another_rank_has_lost_is_forgotten() -> None:
+    async with running(ring=2, keeps=True) as entry:
+        await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))
+        (base,) = entry.node._prefixes.caches
+        lost = list[SessionMessage]()
+
+        def lack(message: SessionMessage) -> SessionMessage:
+            if isinstance(message, Data) and not lost:
+                lost.append(message)
+                return Gap(message.session, EPOCH, message.gen, 0)
+            return travelled(message)
+
+        entry.answer = lack
+        *_, ended = await entry.read(entry.node.generate(order(*LONG, 70)))
+
+        assert isinstance(ended, Ended)
+        assert ended.measured.reused == 0
+        assert base not in entry.node._prefixes.caches
+
+
+async def test_a_prefix_that_cannot_be_copied_is_computed_again() -> None:
+    async with running(ring=1, keeps=True) as entry:
+        await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))
+        for cache in entry.node._prefixes.caches.values():
+            cast("CountedCache", cache).branches = False
+        entry.layers.passes.clear()
+
+        *_, ended = await entry.read(entry.node.generate(order(*LONG, 50)))
+
+        assert entry.layers.passes[0] == ("prefill", [0])
+        assert isinstance(ended, Ended)
+        assert ended.measured.reused == 0
+
+
+async def test_nothing_is_kept_where_the_prefix_cache_is_off() -> None:
+    async with running() as entry:
+        await entry.read(entry.node.generate(order(*LONG)))
+
+        assert entry.node._prefixes.caches == {}
+        assert entry.node.budget.kept_bytes == 0
+
+
+async def test_the_steps_of_several_generations_share_a_pass() -> None:
+    async with running() as entry:
+        first, second = entry.node.generate(order()), entry.node.generate(order(7, 8, 9))
+        begun = [asyncio.ensure_future(anext(each)) for each in (first, second)]
+        await entry.settle()
+        await asyncio.gather(*begun)
+
+        assert ids(await entry.read(first)) == [3, 4, 5]
+        assert ids(await entry.read(second)) == [10, 11, 12]
+        assert entry.layers.passes == [
+            ("prefill", [0]),
+            ("prefill", [0]),
+            ("step", [2, 3]),
+            ("step", [3, 4]),
+        ]
