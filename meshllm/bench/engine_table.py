@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.bench.ring_table import random_model
-from meshllm.model.device import CPU, fetch
+from meshllm.model.device import CPU, to_host
 from meshllm.names import Quant
 
 PROMPTS = (32, 256, 1024)
@@ -142,7 +142,7 @@ def take_turns(
 def read_memory(memory: Tensor) -> float:
     """Read the whole tensor once; return GB/s."""
     begin = time.perf_counter()
-    fetch(memory.sum())
+    to_host(memory.sum())
     return memory.nbytes / (time.perf_counter() - begin) / 1e9
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from meshllm.bench.ring_table import TRANSFORMERS
-from meshllm.model.device import CPU, fetch, put
+from meshllm.model.device import CPU, to_device, to_host
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity.cases import divide
 from meshllm.model.split.shard import Shard
@@ -111,14 +111,14 @@ def _stock(source: Source, device: torch.device) -> Engine:
             (texts, count), start = ids.shape, cache.get_seq_length()
             places = torch.arange(start, start + count, device=device)
             logits: Tensor = model(
-                input_ids=put(ids, device),
+                input_ids=to_device(ids, device),
                 attention_mask=torch.ones(texts, start + count, dtype=torch.int64, device=device),
                 position_ids=places.expand(texts, count),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=LAST if start == 0 else 0,
             ).logits
-            return fetch(logits)
+            return to_host(logits)
 
         if task.kind == "decode":
             forward(_context())
@@ -171,10 +171,10 @@ def _exact(source: Source, size: int, device: torch.device) -> Engine:
         caches = [shard.new_cache() for shard in shards]
 
         def forward(ids: Tensor) -> Tensor:
-            x = put(ids, device)
+            x = to_device(ids, device)
             for shard, cache in zip(shards, caches, strict=True):
                 x = shard.forward(x, cache, rows=LAST if shard.head else None)
-            return fetch(x)
+            return to_host(x)
 
         if task.kind == "decode":
             forward(_context())

@@ -61,7 +61,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
-def lacks() -> str | None:
+def missing_for_cuda_graphs() -> str | None:
     """Name what CUDA graphs lack on this machine, see `meshllm.model.steps.cuda_graph`."""
     if find_spec("triton") is None:
         return "Triton"
@@ -69,7 +69,7 @@ def lacks() -> str | None:
     return None if any(compilers) else "a C compiler"
 
 
-def put(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to a device without blocking."""
     if device == CPU:
         return x
@@ -77,15 +77,15 @@ def put(x: Tensor, device: torch.device) -> Tensor:
         return x.pin_memory().to(device, non_blocking=True)
 
 
-def put_all(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+def all_to_device(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """Copy CPU tensors [1, T, ...] to a device in one transfer."""
     if device == CPU or len(parts) == 1:
-        return [put(part, device) for part in parts]
-    whole = put(torch.cat(list(parts), 1), device)
+        return [to_device(part, device) for part in parts]
+    whole = to_device(torch.cat(list(parts), 1), device)
     return torch.split(whole, [part.shape[1] for part in parts], 1)
 
 
-def fetch(y: Tensor) -> Tensor:
+def to_host(y: Tensor) -> Tensor:
     """Copy a tensor to the CPU, and wait for it."""
     if y.device == CPU:
         return y
@@ -96,11 +96,11 @@ def fetch(y: Tensor) -> Tensor:
     return own
 
 
-def fetch_all(outputs: Sequence[Tensor]) -> list[Tensor]:
+def all_to_host(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors [1, T, ...] of one device to the CPU in one transfer, and wait."""
     if len(outputs) == 1 or outputs[0].device == CPU:
-        return [fetch(output) for output in outputs]
-    whole = fetch(torch.cat(list(outputs), 1))
+        return [to_host(output) for output in outputs]
+    whole = to_host(torch.cat(list(outputs), 1))
     return list(torch.split(whole, [output.shape[1] for output in outputs], 1))
 
 

@@ -33,7 +33,7 @@ _PART = ".part"  # suffix of files being written
 log = logging.getLogger(__name__)
 
 
-def recall(folder: Path, *key: str | float) -> Any:
+def load_cached(folder: Path, *key: str | float) -> Any:
     """Return the value stored under a key; None if it is missing, damaged, or another user's."""
     record = _record(folder, key)
     with suppress(OSError):  # missing, or owned by another user
@@ -44,7 +44,7 @@ def recall(folder: Path, *key: str | float) -> Any:
         return None
 
 
-def remember(folder: Path, value: Any, *key: str | float) -> None:
+def store_cached(folder: Path, value: Any, *key: str | float) -> None:
     """Store a JSON value under a key, atomically; an error is only logged."""
     record, text = _record(folder, key), json.dumps(value)
     unfinished = None
@@ -64,7 +64,7 @@ def remember(folder: Path, value: Any, *key: str | float) -> None:
 
 @contextmanager
 def locked(folder: Path, *key: str | float) -> Iterator[None]:
-    """Hold the lock of a key; call `recall` again inside, as another process may have stored it.
+    """Hold the lock of a key; call `load_cached` again inside: another process may have stored it.
 
     After `WAIT_S`, and if files cannot be locked, both processes compute the value.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshllm.config import cache_path
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.json_cache import load_cached, store_cached
 
 _MASKS = "torch._dynamo._trace_wrapped_higher_order_op"
 _CONDITIONS = (
@@ -157,14 +157,14 @@ class _Hook(MetaPathFinder):
         key = "import structure", version("transformers"), str(folder), folder.stat().st_mtime_ns
         cache = cache_path()
         with suppress(TypeError, ValueError, LookupError):  # damaged
-            return _structure_from_json(recall(cache, *key))
+            return _structure_from_json(load_cached(cache, *key))
         utils = sys.modules[_UTILS]
         setattr(utils, _SCAN, self.scan)  # it calls itself for subfolders
         try:
             structure = self.scan(folder)
         finally:
             setattr(utils, _SCAN, self.structure)
-        remember(cache, _structure_to_json(structure), *key)
+        store_cached(cache, _structure_to_json(structure), *key)
         return structure
 
 

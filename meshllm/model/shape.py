@@ -14,7 +14,7 @@ from blake3 import blake3
 import meshllm
 from meshllm.errors import UserError
 from meshllm.local_files import read_regular
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES
 from meshllm.names import Quant, Span
 from meshllm.strict_json import build
@@ -71,13 +71,13 @@ class CachedShape:
     def read(self, name: str) -> ModelShape | None:
         """Return the cached shape under the given name; None if there is none."""
         with suppress(UserError, OSError):  # damaged, or of another version
-            if known := recall(self.cache, *self._key()):
+            if known := load_cached(self.cache, *self._key()):
                 return replace(build(ModelShape, known), name=name)
         return None
 
     def write(self, shape: ModelShape) -> None:
         """Store a shape."""
-        remember(self.cache, asdict(shape), *self._key())
+        store_cached(self.cache, asdict(shape), *self._key())
 
     def _key(self) -> tuple[str, ...]:
         """Return the cache key: config and, as it may lack a dtype, the weight files."""

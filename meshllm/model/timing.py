@@ -16,7 +16,7 @@ import meshllm
 from meshllm.model.device import CPU, free_bytes, name_of, wait
 from meshllm.model.files.manifest import config_digest
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.json_cache import locked, recall, remember
+from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
 from meshllm.model.modules.exchange import exchange_modules
@@ -79,15 +79,15 @@ def measure_speed(
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
         meshllm.__version__, name_of(device), *machine(), "by steps",
     )  # fmt: skip
-    if known := _read(recall(cache, *key)):
+    if known := _read(load_cached(cache, *key)):
         return known
     with locked(cache, *key):
-        if known := _read(recall(cache, *key)):
+        if known := _read(load_cached(cache, *key)):
             return known
         with torch.inference_mode():
             what = source, dtype, quant, device
             speed = Speed(_layer_seconds(*what), _head_seconds(*what))
-        remember(cache, asdict(speed) | {"at_s": time.time()}, *key)
+        store_cached(cache, asdict(speed) | {"at_s": time.time()}, *key)
     return speed
 
 

@@ -86,7 +86,7 @@ def graphs_pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     with pretended(monkeypatch) as traffic, monkeypatch.context() as patch:
         patch.setattr(cuda_graph, "_kernel", lambda: attend_by_table)
         patch.setattr(cuda_graph, "_capture", _again)
-        patch.setattr(cuda_graph, "fetch", torch.clone)
+        patch.setattr(cuda_graph, "to_host", torch.clone)
         yield traffic
 
 

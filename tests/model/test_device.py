@@ -11,7 +11,15 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model import device as module
 from meshllm.model import timing
 from meshllm.model.capacity import shape_of
-from meshllm.model.device import CPU, choose, fetch, fetch_all, name_of, put, put_all
+from meshllm.model.device import (
+    CPU,
+    all_to_device,
+    all_to_host,
+    choose,
+    name_of,
+    to_device,
+    to_host,
+)
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.parity.cases import WholeSession
 from meshllm.model.speculation.draft_model import Draft
@@ -148,7 +156,7 @@ def test_requirements_of_cuda_graphs_are_checked(
     monkeypatch.setattr(module, "find_spec", lambda name: name if name in modules else None)
     monkeypatch.setattr(module, "which", lambda name: name if name in programs else None)
 
-    assert module.lacks() == lacking
+    assert module.missing_for_cuda_graphs() == lacking
 
 
 # Transfers
@@ -157,9 +165,9 @@ def test_requirements_of_cuda_graphs_are_checked(
 def test_on_the_cpu_nothing_is_copied() -> None:
     parts = [torch.ones(1, 2, 4), torch.ones(1, 3, 4)]
 
-    assert put(parts[0], CPU) is parts[0]
-    assert fetch(parts[0]) is parts[0]
-    for same in (put_all(parts, CPU), fetch_all(parts)):
+    assert to_device(parts[0], CPU) is parts[0]
+    assert to_host(parts[0]) is parts[0]
+    for same in (all_to_device(parts, CPU), all_to_host(parts)):
         assert [id(part) for part in same] == [id(part) for part in parts]
 
 
@@ -340,7 +348,7 @@ def test_the_parts_are_the_stock_model(tmp_path: Path, family: str, dtype: torch
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_no_layer_waits(tmp_path: Path, family: str) -> None:
     runners = load(tiny_model(tmp_path, family), choose("cuda", torch.float32))
-    tokens = put(torch.zeros(1, 9, dtype=torch.long), runners[0].shard.device)
+    tokens = to_device(torch.zeros(1, 9, dtype=torch.long), runners[0].shard.device)
 
     caches = caches_of(runners)
     for rows in (9, 1):  # the first call may wait
@@ -353,7 +361,7 @@ def test_no_layer_waits(tmp_path: Path, family: str) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-    assert fetch(x).isfinite().all()
+    assert to_host(x).isfinite().all()
 
 
 @needs_gpu

@@ -7,42 +7,42 @@ from pathlib import Path
 import pytest
 
 from meshllm.model import json_cache
-from meshllm.model.json_cache import locked, recall, remember
+from meshllm.model.json_cache import load_cached, locked, store_cached
 
 
 def test_a_value_is_found_by_its_key(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    remember(folder, {"a": [1, 2.5]}, "name", 7)
+    store_cached(folder, {"a": [1, 2.5]}, "name", 7)
 
-    assert recall(folder, "name", 7) == {"a": [1, 2.5]}
-    assert recall(folder, "name", 8) is None
+    assert load_cached(folder, "name", 7) == {"a": [1, 2.5]}
+    assert load_cached(folder, "name", 8) is None
     assert len(list(folder.iterdir())) == 1
 
 
 def test_the_last_value_counts(tmp_path: Path) -> None:
-    remember(tmp_path, 1, "key")
-    remember(tmp_path, 2, "key")
+    store_cached(tmp_path, 1, "key")
+    store_cached(tmp_path, 2, "key")
 
-    assert recall(tmp_path, "key") == 2
+    assert load_cached(tmp_path, "key") == 2
 
 
 def test_unused_records_are_evicted(tmp_path: Path) -> None:
     foreign = tmp_path / "else.json"
     foreign.write_text("1")
     for key in ("old", "read again"):
-        remember(tmp_path, 1, key)
+        store_cached(tmp_path, 1, key)
     (tmp_path / "tmp_of_a_crash.part").touch()
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
-    assert recall(tmp_path, "read again") == 1
+    assert load_cached(tmp_path, "read again") == 1
 
     json_cache._prune.cache_clear()
-    remember(tmp_path, 1, "new")
+    store_cached(tmp_path, 1, "new")
 
     assert foreign.exists()
     assert len(list(tmp_path.iterdir())) == 3
-    assert recall(tmp_path, "old") is None
-    assert recall(tmp_path, "read again") == recall(tmp_path, "new") == 1
+    assert load_cached(tmp_path, "old") is None
+    assert load_cached(tmp_path, "read again") == load_cached(tmp_path, "new") == 1
 
 
 def test_the_least_recently_used_records_are_evicted(
@@ -50,19 +50,19 @@ def test_the_least_recently_used_records_are_evicted(
 ) -> None:
     monkeypatch.setattr(json_cache, "MOST", 3)
     for key in range(9):
-        remember(tmp_path, key, key)
+        store_cached(tmp_path, key, key)
         os.utime(json_cache._record(tmp_path, (key,)), (key, key))
     monkeypatch.setattr(json_cache, "UNUSED_S", 1e12)
 
     json_cache._prune.cache_clear()
-    remember(tmp_path, 9, 9)
+    store_cached(tmp_path, 9, 9)
 
-    assert [key for key in range(10) if recall(tmp_path, key) is not None] == [6, 7, 8, 9]
+    assert [key for key in range(10) if load_cached(tmp_path, key) is not None] == [6, 7, 8, 9]
 
 
 def test_a_value_that_is_not_json_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        remember(tmp_path, {1, 2}, "key")
+        store_cached(tmp_path, {1, 2}, "key")
 
     assert not list(tmp_path.iterdir())
 
@@ -73,45 +73,45 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "replace", fail)
 
-    remember(tmp_path, 1, "key")
+    store_cached(tmp_path, 1, "key")
 
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_record_is_none(tmp_path: Path) -> None:
-    remember(tmp_path, 1, "key")
+    store_cached(tmp_path, 1, "key")
     (record,) = tmp_path.iterdir()
     record.write_bytes(b"\xff{")
 
-    assert recall(tmp_path, "key") is None
+    assert load_cached(tmp_path, "key") is None
 
 
 def test_a_record_that_others_may_write_to_is_none(tmp_path: Path) -> None:
-    remember(tmp_path, 7, "key")
+    store_cached(tmp_path, 7, "key")
     [record] = tmp_path.glob("*.json")
     record.chmod(0o666)
 
-    assert recall(tmp_path, "key") is None
+    assert load_cached(tmp_path, "key") is None
 
 
 def test_an_unwritable_folder_stores_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    remember(tmp_path / "file", 1, "key")
+    store_cached(tmp_path / "file", 1, "key")
 
-    assert recall(tmp_path / "file", "key") is None
+    assert load_cached(tmp_path / "file", "key") is None
 
 
 def test_two_processes_compute_a_value_once(tmp_path: Path) -> None:
     code = """
         import sys, time
         from pathlib import Path
-        from meshllm.model.json_cache import locked, recall, remember
+        from meshllm.model.json_cache import locked, load_cached, store_cached
         folder = Path(sys.argv[1])
         with locked(folder, "key"):
-            if (known := recall(folder, "key")) is None:
+            if (known := load_cached(folder, "key")) is None:
                 time.sleep(0.5)
-                remember(folder, known := sys.argv[2], "key")
+                store_cached(folder, known := sys.argv[2], "key")
         print(known)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "new")]
@@ -129,9 +129,9 @@ def test_waiting_for_another_process_is_bounded(
 ) -> None:
     monkeypatch.setattr(json_cache, "WAIT_S", 0.05)
     with locked(tmp_path, "key"), locked(tmp_path, "other"), locked(tmp_path, "key"):
-        remember(tmp_path, 1, "key")
+        store_cached(tmp_path, 1, "key")
 
-    assert recall(tmp_path, "key") == 1
+    assert load_cached(tmp_path, "key") == 1
 
 
 def test_an_unwritable_folder_does_not_block(tmp_path: Path) -> None:
@@ -148,6 +148,6 @@ def test_unused_locks_are_evicted(tmp_path: Path) -> None:
     os.utime(lock, (0, 0))
 
     json_cache._prune.cache_clear()
-    remember(tmp_path, 1, "new")
+    store_cached(tmp_path, 1, "new")
 
     assert not lock.exists()

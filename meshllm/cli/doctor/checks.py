@@ -184,7 +184,7 @@ def check_device(wanted: str) -> Finding:
         return Finding("fail", "device", str(error), error.hint or "")
     if found != device.CPU:
         gpu = f"{device.name_of(found)}, {bytes_of(device.free_bytes(found))} free"
-        if lacking := device.lacks():
+        if lacking := device.missing_for_cuda_graphs():
             return Finding("warn", "device", f"{gpu}, slow without {lacking}", "install it")
         return Finding("ok", "device", gpu)
     if wanted == "auto" and DRIVER.exists():

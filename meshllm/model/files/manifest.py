@@ -15,7 +15,7 @@ from meshllm.errors import ModelError
 from meshllm.local_files import check_regular
 from meshllm.model.files.loader import LENGTH_BYTES, MAX_HEADER_BYTES, list_weights, select
 from meshllm.model.files.source import Source
-from meshllm.model.json_cache import locked, recall, remember
+from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Digest
 
@@ -106,14 +106,14 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     key = str(path), stat.st_size, stat.st_mtime_ns
-    known: dict[str, str] | None = recall(cache, *key)
+    known: dict[str, str] | None = load_cached(cache, *key)
     if isinstance(known, dict):
         return known
     with locked(cache, *key):
-        known = recall(cache, *key)
+        known = load_cached(cache, *key)
         if not isinstance(known, dict):
             known = dict(_hash(path))
-            remember(cache, known, *key)
+            store_cached(cache, known, *key)
     return known
 
 

@@ -15,7 +15,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import JitFunction, works
+from meshllm.model.kernels.jit import JitFunction, jit_available
 
 THREADED = 1 << 18  # values of keys times rows; for fewer, starting threads takes too long
 
@@ -33,7 +33,7 @@ _DTYPES = torch.bfloat16, torch.float32
 
 def takes(key: Tensor) -> bool:
     """Whether this kernel supports such keys on this machine."""
-    return key.dtype in _DTYPES and key.device.type == "cpu" and works()
+    return key.dtype in _DTYPES and key.device.type == "cpu" and jit_available()
 
 
 def attend(

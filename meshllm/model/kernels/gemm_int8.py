@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
 from meshllm.model.kernels.jit import JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, LINE, Pass, prefetch_share
+from meshllm.model.kernels.prefetch import AHEAD, LINE, PassInfo, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
@@ -209,7 +209,7 @@ def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
             with code.loop(fields["tiles"]) as tile:
                 top = do.mul(tile.index, code.index(rows))
                 number = do.add(do.mul(fields["tiles"], code.index(part // wide)), tile.index)
-                one = Pass(number, passes, pairs)
+                one = PassInfo(number, passes, pairs)
                 with code.loop(groups, *[code.floats(0.0)] * (rows * columns)) as loop:
                     at = do.add(do.mul(tile.index, groups), loop.index)
                     given = code.at(
@@ -243,7 +243,7 @@ def _sum_group(
     block: tuple[ir.Value, range],
     tile: tuple[ir.Value, int],
     group: tuple[ir.Value, ir.Value],
-    ahead: tuple[Pass, ir.Value],
+    ahead: tuple[PassInfo, ir.Value],
 ) -> list[ir.Value]:
     """Sum the products of one group of a tile's inputs with a block of weights.
 

@@ -32,7 +32,7 @@ from blake3 import blake3
 from llvmlite import binding, ir
 
 from meshllm.config import cache_path
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.ir import INT, Code
 
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
@@ -56,7 +56,7 @@ class JitFunction:
         ``held`` refer to memory that outlives a step, such as weights: a trace may record them.
 
         Raises:
-            RuntimeError: the system forbids executable memory, see `works`, or the IR is invalid.
+            RuntimeError: executable memory is forbidden, see `jit_available`, or the IR is invalid.
         """
         self.held = frozenset(f"*{name}" for name in held)
         assert self.held.issubset(fields), "only pointers can be held"
@@ -82,23 +82,23 @@ class JitFunction:
             start(self.address, ctypes.addressof(given), threads, 0)
 
 
-Hear = Callable[[JitFunction, int, int, Sequence[int]], None]
+CallObserver = Callable[[JitFunction, int, int, Sequence[int]], None]
 """Observes a call: the kernel, its blocks, threads and field values."""
 
 
 class _CallObserver(threading.local):
     """The observer of a thread's kernel calls."""
 
-    observe: Hear | None = None
+    observe: CallObserver | None = None
 
 
 _observer = _CallObserver()
 
 
 @contextmanager
-def heard(hear: Hear | None) -> Iterator[None]:
-    """Pass this thread's kernel calls to ``hear`` within the block; None suspends observation."""
-    before, _observer.observe = _observer.observe, hear
+def observe_calls(observer: CallObserver | None) -> Iterator[None]:
+    """Pass this thread's kernel calls to ``observer`` within the block; None suspends that."""
+    before, _observer.observe = _observer.observe, observer
     try:
         yield
     finally:
@@ -154,7 +154,7 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
     do.branch(take)
     do.position_at_end(end)
     do.ret_void()
-    if not works():
+    if not jit_available():
         raise RuntimeError(_NOT_EXECUTABLE)
     with _lock:
         machine = _machine()
@@ -175,7 +175,7 @@ def _use_cache(engine: Any, folder: Path, *key: str) -> None:
 
     def find(_: Any) -> bytes | None:
         try:
-            known = recall(folder, *key)
+            known = load_cached(folder, *key)
             code = b64decode(known["code"])
             return code if blake3(code).hexdigest() == known["digest"] else None
         except (TypeError, ValueError, LookupError):  # not cached, or damaged
@@ -183,7 +183,7 @@ def _use_cache(engine: Any, folder: Path, *key: str) -> None:
 
     def keep(_: Any, code: bytes) -> None:
         digest = blake3(code).hexdigest()
-        remember(folder, {"code": b64encode(code).decode(), "digest": digest}, *key)
+        store_cached(folder, {"code": b64encode(code).decode(), "digest": digest}, *key)
 
     engine.set_object_cache(keep, find)
 
@@ -225,7 +225,7 @@ def _machine() -> Any:
 
 
 @cache
-def works() -> bool:
+def jit_available() -> bool:
     """Whether memory can be made executable; on a hardened system LLVM would crash."""
     if os.name != "posix":
         return True
@@ -257,6 +257,6 @@ def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
 
 def limits() -> tuple[str, ...]:
     """Return why kernels are not compiled here, or use one thread; empty if neither holds."""
-    if not works():
+    if not jit_available():
         return (f"no compiled kernels: {_NOT_EXECUTABLE}",)
     return () if openmp_parallel() else (f"compiled kernels use one thread: {_NO_OPENMP}",)

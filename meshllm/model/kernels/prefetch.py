@@ -19,7 +19,7 @@ LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
 AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
 
 
-class Pass(NamedTuple):
+class PassInfo(NamedTuple):
     """One of several passes over the same weights, all of the same number of steps."""
 
     number: ir.Value
@@ -28,7 +28,9 @@ class Pass(NamedTuple):
     steps: ir.Value
 
 
-def prefetch_share(code: Code, following: ir.Value, lines: int, one: Pass, step: ir.Value) -> None:
+def prefetch_share(
+    code: Code, following: ir.Value, lines: int, one: PassInfo, step: ir.Value
+) -> None:
     """Prefetch a step's share of the weights at ``following``, ``lines`` cache lines per step.
 
     ``lines`` is a power of two. The weights may lie beyond mapped memory.

@@ -85,4 +85,4 @@ def has_bf16_dot() -> bool:
 @cache
 def use_own_gemm() -> bool:
     """Whether this CPU has no bf16 instructions and can run compiled kernels."""
-    return jit.works() and not has_bf16_dot() and not multiplies_matrices()
+    return jit.jit_available() and not has_bf16_dot() and not multiplies_matrices()

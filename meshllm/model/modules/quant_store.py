@@ -30,7 +30,7 @@ from meshllm.errors import ModelError
 from meshllm.local_files import is_own, make_private
 from meshllm.model.files.loader import list_weights, open_file, select
 from meshllm.model.files.manifest import file_digests
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.modules.quant_form import Form, Packed
 from meshllm.model.split.skeleton import Skeleton
 
@@ -77,13 +77,13 @@ def load(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
         log.info("`%s` is packed again: %s", path, error)
         return None
     verified = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-    is_verified = recall(folder, "verified", key) == verified
+    is_verified = load_cached(folder, "verified", key) == verified
     is_right = about.get("key") == key and _fits(stored, form)
     if not is_right or not (is_verified or about.get("hash") == _hash(stored)):
         log.info("`%s` is packed again: its key, size or hash does not match", path)
         return None
     if not is_verified and time.time_ns() - stat.st_mtime_ns >= _TICK_NS:
-        remember(folder, verified, "verified", key)
+        store_cached(folder, verified, "verified", key)
     with suppress(OSError):  # another user's, or read-only: it may be evicted too early
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return {

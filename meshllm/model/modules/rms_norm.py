@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshllm.model.kernels.jit import works
+from meshllm.model.kernels.jit import jit_available
 from meshllm.model.kernels.rms_norm import norm
 
 FEW = 512  # rows times heads; more are left to stock code, which uses several threads
@@ -91,7 +91,7 @@ def fused(model: nn.Module) -> Iterator[int]:
 @torch.inference_mode()
 def fuse_rms_norms(model: nn.Module) -> None:
     """Replace RMS norms by the compiled kernel, if their results agree with it."""
-    if not works():
+    if not jit_available():
         return
     for name, module, eps in _norms(model):
         if module.weight.dtype != torch.bfloat16 or module.weight.device.type != "cpu":

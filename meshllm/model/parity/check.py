@@ -24,7 +24,7 @@ from meshllm.config import cache_path
 from meshllm.errors import ModelError
 from meshllm.model.files.loader import list_weights, open_file
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.json_cache import locked, recall, remember
+from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, Session, WholeSession
@@ -113,12 +113,12 @@ def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
     text = config.get_text_config(decoder=True)
     folder, key = folder or cache_path(), _key(text)
     with suppress(TypeError):  # damaged, or of another version
-        return Verdict(**recall(folder, *key))
+        return Verdict(**load_cached(folder, *key))
     with locked(folder, *key):
         with suppress(TypeError):
-            return Verdict(**recall(folder, *key))
+            return Verdict(**load_cached(folder, *key))
         verdict = table.explain(text.model_type, _measure_like(text, table))
-        remember(folder, asdict(verdict), *key)
+        store_cached(folder, asdict(verdict), *key)
     return verdict
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.attention import KEYS, SCORES, SEEN, THREADED, prepare, room_for
 from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
 from meshllm.model.kernels.jit import machine, private_folder
@@ -327,12 +327,12 @@ def _agrees_on_all(
         *(at.native.digest for at in calls),
     )
     folder = private_folder()
-    known = recall(folder, *key) if folder else None
+    known = load_cached(folder, *key) if folder else None
     if isinstance(known, bool):
         return known
     verdict = _try_all(Program(calls), partial(function, x, *others, **kwargs), x, out)
     if folder:
-        remember(folder, verdict, *key)
+        store_cached(folder, verdict, *key)
     return verdict
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshllm.model.device import fetch, put
+from meshllm.model.device import to_device, to_host
 from meshllm.model.modules.rms_norm import fused
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
@@ -107,7 +107,7 @@ class Graph:
             with torch.cuda.device(self._shard.device), torch.inference_mode():
                 self._set(x, caches, rows)
                 self._replay()
-                output = fetch(self._output[:, : x.shape[1]])
+                output = to_host(self._output[:, : x.shape[1]])
         except BaseException:
             for each in held:
                 each.crop(each.length)  # drops rows that were not written
@@ -170,8 +170,8 @@ class Graph:
         if self._shard.embed:
             tokens[:, :count] = x
         else:
-            self._x[:, :count].copy_(put(x, self._shard.device))
-        self._numbers.copy_(put(numbers, self._shard.device))
+            self._x[:, :count].copy_(to_device(x, self._shard.device))
+        self._numbers.copy_(to_device(numbers, self._shard.device))
 
     def _fits(self, cache: SpanCache) -> bool:
         """Return whether a cache filled by stock steps has the layout that `attend` expects."""

@@ -109,7 +109,7 @@ def forecast(
         return Execution(Strategy.STOCK, reason=reason)
     if device != CPU:
         return Execution(Strategy.GRAPH, attention="own")
-    if not jit.works():
+    if not jit.jit_available():
         return Execution(Strategy.INVARIANT, reason="executable memory is forbidden")
     linear = quant if quant is not Quant.NONE else "own bf16" if use_own_gemm() else "padded"
     return Execution(Strategy.REPLAYED, ((str(linear), _count(whole)),), attention="own")

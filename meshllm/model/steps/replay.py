@@ -91,7 +91,7 @@ class Replay:
         if state.compiled and state.checks >= CHECKS:
             return state.compiled.run(x, places, caches, rows)
         is_early = x.shape[1] > 1 and state.uses <= EAGER_STEPS
-        if state.is_unfit or is_early or not jit.works():
+        if state.is_unfit or is_early or not jit.jit_available():
             return forward(x, places)
         state.tries += 1
         self.prepared += 1

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshllm.model.device import CPU, fetch, fetch_all, put, put_all
+from meshllm.model.device import CPU, all_to_device, all_to_host, to_device, to_host
 from meshllm.model.kernels import jit
 from meshllm.model.modules.exchange import exchange_modules, restore_modules
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
@@ -97,7 +97,7 @@ class StockSteps:
 
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, with the bits of the stock model."""
-        return fetch(self._shard.forward(put(x, self._shard.device), cache, rows=rows))
+        return to_host(self._shard.forward(to_device(x, self._shard.device), cache, rows=rows))
 
     def step(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run rows one after the other."""
@@ -107,9 +107,9 @@ class StockSteps:
         """Run sessions one after the other, with one copy to the device and one back."""
         outputs = [
             torch.cat([self.forward(row, cache) for row in torch.split(x, 1, 1)], 1)
-            for x, cache in zip(put_all(parts, self._shard.device), caches, strict=True)
+            for x, cache in zip(all_to_device(parts, self._shard.device), caches, strict=True)
         ]
-        return fetch_all(outputs)
+        return all_to_host(outputs)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return False: rows run one at a time."""
@@ -381,7 +381,7 @@ def _replay_obstacle(shard: Shard) -> str:
     """Return why steps are not replayed; "" if they are."""
     if not shard.new_cache().extends:
         return "no replay: its caches cannot be written from a trace"
-    if not jit.works():
+    if not jit.jit_available():
         return "no replay: executable memory is forbidden"
     size = matrix_bytes(shard.model, shard.quant) // max(1, len(shard.span))
     if size > REPLAYED_BYTES:

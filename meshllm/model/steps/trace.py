@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshllm.model.device import CPU
-from meshllm.model.kernels.jit import JitFunction, heard
+from meshllm.model.kernels.jit import JitFunction, observe_calls
 from meshllm.model.lean import lean
 
 _HIDDEN = torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded
@@ -132,7 +132,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         """Start tracing."""
-        self._exits.enter_context(heard(self._hear))
+        self._exits.enter_context(observe_calls(self._hear))
         self._exits.enter_context(lean())  # torch would import its compiler
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -145,7 +145,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend tracing inside the block."""
-        with heard(None):
+        with observe_calls(None):
             self._is_paused = True
             try:
                 yield

@@ -22,8 +22,8 @@ import transformers
 from blake3 import blake3
 from torch import Tensor, nn
 
-from meshllm.model.device import CPU, fetch, name_of, put
-from meshllm.model.json_cache import recall, remember
+from meshllm.model.device import CPU, name_of, to_device, to_host
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
@@ -81,11 +81,11 @@ class CachedTrial:
     def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
         keys = [self._key(shard, kind, most) for kind in sorted(_kinds(shard))]
-        if all(recall(self.cache, *key) is True for key in keys):
+        if all(load_cached(self.cache, *key) is True for key in keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
             for key in keys:
-                remember(self.cache, True, *key)
+                store_cached(self.cache, True, *key)
         return reason
 
     @staticmethod
@@ -128,7 +128,7 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         alone = torch.cat([steps.step(row, cache) for row in torch.split(rows, 1, 1)], 1)
         together = steps.step(rows, filled())
         both = steps.step_many([rows[:, :2], rows[:, :TRIED]], [filled(), filled()])
-        stock = fetch(shard.forward(put(rows, device), filled()))
+        stock = to_host(shard.forward(to_device(rows, device), filled()))
         pairs = [(alone, stock)]
         if (behind := filled()) is not None and device == CPU:
             pairs.append((steps.prefill(rows, behind), stock))
@@ -141,7 +141,7 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
 def read_prompt(shard: Shard, x: Tensor) -> Callable[[], SpanCache | None]:
     """Prefill the first `BEFORE` rows; return a function that copies the filled cache."""
     cache = shard.new_cache()
-    shard.forward(put(x[:, :BEFORE], shard.device), cache, rows=1)
+    shard.forward(to_device(x[:, :BEFORE], shard.device), cache, rows=1)
     return lambda: deepcopy(cache) if shard.span else None
 
 

@@ -204,10 +204,10 @@ def test_a_gpu_is_reported_with_its_free_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device, "choose", lambda *_: torch.device("cuda", 1))
     monkeypatch.setattr(device, "name_of", lambda found: f"{found} Fake 100")
     monkeypatch.setattr(device, "free_bytes", lambda _: 3 << 30)
-    monkeypatch.setattr(device, "lacks", lambda: None)
+    monkeypatch.setattr(device, "missing_for_cuda_graphs", lambda: None)
 
     assert checks.check_device("auto") == Finding("ok", "device", "cuda:1 Fake 100, 3.0 GiB free")
-    monkeypatch.setattr(device, "lacks", lambda: "Triton")
+    monkeypatch.setattr(device, "missing_for_cuda_graphs", lambda: "Triton")
     assert checks.check_device("auto") == Finding(
         "warn", "device", "cuda:1 Fake 100, 3.0 GiB free, slow without Triton", "install it"
     )

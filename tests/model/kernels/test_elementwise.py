@@ -14,7 +14,9 @@ from meshllm.model.steps.lowering import calls_for
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
+pytestmark = pytest.mark.skipif(
+    not jit.jit_available(), reason="executable memory is forbidden here"
+)
 
 
 def draw(*shape: int, dtype: torch.dtype = HALF, seed: int = 0) -> Tensor:

@@ -55,10 +55,10 @@ def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
 
     def keep(*what: Any) -> None:
         kept.append(what)
-        json_cache.remember(*what)
+        json_cache.store_cached(*what)
 
     monkeypatch.setattr(jit, "private_folder", lambda: folder)
-    monkeypatch.setattr(jit, "remember", keep)
+    monkeypatch.setattr(jit, "store_cached", keep)
     done = torch.zeros(1, dtype=torch.int64)
     JitFunction(("*to", "one", "other"), write)(1, 1, done.data_ptr(), 40, 2)
     return int(done), not kept
@@ -157,7 +157,7 @@ def test_a_system_that_forbids_executable_memory_is_detected() -> None:
             print("skip")
             raise SystemExit
         x = torch.ones(1, 1, 3, 16)
-        print(jit.works(), decode_attention(x, x, x, 1.0).sum().item())
+        print(jit.jit_available(), decode_attention(x, x, x, 1.0).sum().item())
         print(*jit.limits())
         try:
             kernel(Quant.INT8)

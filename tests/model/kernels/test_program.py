@@ -11,7 +11,9 @@ from meshllm.model.steps.lowering import calls_for
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
+pytestmark = pytest.mark.skipif(
+    not jit.jit_available(), reason="executable memory is forbidden here"
+)
 
 
 def test_calls_run_in_order_each_time() -> None:
@@ -36,7 +38,7 @@ def test_threads_share_a_call(
         monkeypatch.setattr(jit, "openmp_parallel", lambda: None)
     packed, calls = pack(torch.randn(8 * OUTPUTS, 96)), list[Call]()
     y = torch.empty(96, 8 * OUTPUTS, dtype=torch.bfloat16)
-    with jit.heard(lambda *call: calls.append(Call.of(*call))):
+    with jit.observe_calls(lambda *call: calls.append(Call.of(*call))):
         dequantise(packed["data"], packed["scale"], y)
     expected = y.clone()
     program = Program(calls)
@@ -54,8 +56,8 @@ def test_calls_are_observed_only_within_the_block() -> None:
 
     values = list(call.given[3:])
 
-    with jit.heard(lambda *call: heard.append(call)):
-        with jit.heard(None):
+    with jit.observe_calls(lambda *call: heard.append(call)):
+        with jit.observe_calls(None):
             call.native(1, 1, *values)
         assert not heard
         call.native(1, 1, *values)

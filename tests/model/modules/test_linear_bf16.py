@@ -16,7 +16,9 @@ from meshllm.model.modules.linear_bf16 import (
     to_native,
 )
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="executable memory is forbidden here")
+pytestmark = pytest.mark.skipif(
+    not jit.jit_available(), reason="executable memory is forbidden here"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def test_rows_of_another_length_are_refused() -> None:
 
 
 def test_without_compiled_kernels_norms_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rms_norm, "works", lambda: False)
+    monkeypatch.setattr(rms_norm, "jit_available", lambda: False)
 
     assert not isinstance(fused_copy(drawn(LlamaRMSNorm(64))), FusedRMSNorm)
 

@@ -31,7 +31,7 @@ FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "olmo2", "granite", "opt",
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+pytestmark = pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 
 
 def runner_of(
@@ -567,7 +567,7 @@ def test_without_compilation_nothing_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(tmp_path)
-    monkeypatch.setattr(jit, "works", lambda: False)
+    monkeypatch.setattr(jit, "jit_available", lambda: False)
     steps_of(runner).replay = Replay()
     cache = filled(runner, 6)
 

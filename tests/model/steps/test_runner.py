@@ -144,7 +144,7 @@ def test_an_internal_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_executable_memory_nothing_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit, "works", lambda: False)
+    monkeypatch.setattr(jit, "jit_available", lambda: False)
     use_own_gemm.cache_clear()
     try:
         runner = runner_of(tmp_path, "qwen3", torch.bfloat16)

@@ -106,7 +106,7 @@ def test_a_packed_matrix_is_an_external_tensor() -> None:
     assert functions(recording)[-1] is linear._multiply
 
 
-@pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+@pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 def test_kernel_calls_are_traced_with_their_addresses() -> None:
     weight, before = torch.ones(64, dtype=HALF), torch.ones(1, 2, 64, dtype=HALF)
 
@@ -119,7 +119,7 @@ def test_kernel_calls_are_traced_with_their_addresses() -> None:
         record(lambda x, _: norm(before, weight, 1e-5) + x)
 
 
-@pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+@pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("name", ["scales", "given"])
 def test_an_address_is_trusted_because_the_kernel_declares_it(name: str) -> None:
     trusting = JitFunction((f"*{name}",), lambda *_: None, held=[name])

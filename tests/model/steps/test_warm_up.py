@@ -28,7 +28,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "head": {"start": None, "stop": None, "embed": False, "head": True},
 }
 
-pytestmark = pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+pytestmark = pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 
 
 def runner_of(folder: Path, family: str, part: str, quant: Quant = Quant.NONE) -> Runner:

@@ -136,7 +136,7 @@ async def test_an_error_in_one_runner_does_not_stop_the_others(
     assert runners[1].done == 1
 
 
-@pytest.mark.skipif(not jit.works(), reason="no memory becomes executable here")
+@pytest.mark.skipif(not jit.jit_available(), reason="no memory becomes executable here")
 @pytest.mark.parametrize("own_threads", [False, True])
 @pytest.mark.parametrize("nodes", [1, 2])
 async def test_a_warm_ring_records_nothing_for_its_first_request(
