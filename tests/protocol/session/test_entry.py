@@ -349,6 +349,7 @@ def test_a_failure_of_this_rank_ends_the_generation() -> None:
         Failed(FaultCode.LOST, "rank 1 is gone", 0),
         Forward(Close(SESSION, EPOCH)),
     ]
+    assert entry.deadline == 2.0 + PACE.close_s
     assert entry.failed(FaultCode.LOST, "again", 2.1) == []
 
 
