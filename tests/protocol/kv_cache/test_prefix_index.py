@@ -5,7 +5,10 @@ from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import (
     MAX_KEPT,
     MAX_STATES,
+    Chunk,
     PrefixIndex,
+    add_chunk,
+    crop_chunks,
     prefix_index_for,
 )
 from tests.protocol.kv_cache.test_budget import room
@@ -127,3 +130,33 @@ def test_a_smaller_budget_evicts_the_least_recently_used() -> None:
     assert index.holds(B)
     assert index.budget.kept_bytes == KvBudget([room(1)]).rooms[0].cost(256).held
     assert index.take(B, 1, 2.0, whole=True)
+
+
+def test_all_sessions_can_be_evicted() -> None:
+    index = shelf_of(9)
+    index.put(A, 4, 4, 0.0)
+    index.put(B, 4, 4, 0.0)
+
+    index.clear()
+    assert not index.holds(A)
+    assert index.budget.kept_bytes == 0
+
+
+def test_chunks_tell_how_positions_were_computed() -> None:
+    chunks = add_chunk([], 0, 8, is_step=False)
+    chunks = add_chunk(chunks, 8, 12, is_step=False)
+    for stop in (13, 14):
+        chunks = add_chunk(chunks, stop - 1, stop, is_step=True)
+
+    prompt = [Chunk(8, is_step=False), Chunk(12, is_step=False)]
+    assert chunks == [*prompt, Chunk(14, is_step=True)]
+    assert crop_chunks(chunks, 12) == prompt
+    assert crop_chunks(chunks, 9) == [Chunk(8, is_step=False), Chunk(9, is_step=False)]
+    assert crop_chunks(chunks, 0) == []
+
+
+def test_rows_that_replace_others_replace_their_chunks() -> None:
+    chunks = [Chunk(8, is_step=False), Chunk(14, is_step=True)]
+
+    assert add_chunk(chunks, 10, 11, is_step=True) == [chunks[0], Chunk(11, is_step=True)]
+    assert add_chunk(chunks, 0, 3, is_step=False) == [Chunk(3, is_step=False)]

@@ -2,9 +2,15 @@
 
 import pytest
 
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
-from meshllm.protocol.kv_cache.prefix_index import IDLE_S, PrefixHit, PrefixIndex
+from meshllm.protocol.kv_cache.prefix_index import (
+    IDLE_S,
+    RESUME_S,
+    Chunk,
+    PrefixHit,
+    PrefixIndex,
+)
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 
 PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
@@ -119,3 +125,49 @@ def test_texts_move_to_the_budget_of_the_next_ring() -> None:
     prefixes = kept()
     assert prefixes.move(KvBudget([Room(0, lambda tokens: (tokens, 0))])) == [SessionId(b"a" * 16)]
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
+
+
+A = SessionId(b"a" * 16)
+
+
+def test_a_resumed_answer_continues_from_any_prefix() -> None:
+    prefixes = kept()
+
+    assert prefixes.find((*PROMPT[:2], *MORE), 1.0) is None
+    found = prefixes.find((*PROMPT[:2], *MORE), 1.0, resumes=True)
+    assert found is not None
+    assert found[0].length == 2
+
+
+def test_lost_layers_are_named_with_every_hit() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    chunks = (Chunk(30, is_step=False), Chunk(40, is_step=True))
+    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, chunks=chunks, lost=(Span(0, 1),))
+    prefixes.lose([4, 5, 7])
+    prefixes.lose([5])
+
+    found = prefixes.find((*PROMPT[:35], *MORE), 1.0)
+
+    assert found is not None
+    assert found[0].lost == (Span(0, 1), Span(4, 6), Span(7, 8))
+    assert found[0].chunks == (Chunk(30, is_step=False), Chunk(35, is_step=True))
+
+
+def test_caches_outlive_their_texts() -> None:
+    prefixes = kept()
+
+    assert prefixes.forget_texts() == {A: "a"}
+    assert prefixes.caches == {}
+    assert prefixes.index.holds(A)
+    assert prefixes.find((*PROMPT, *MORE), 1.0) is None
+
+
+def test_a_session_of_a_lost_ring_is_kept_without_a_prefix_cache() -> None:
+    none = PrefixIndex(KvBudget([Room(9 * BLOCK, lambda tokens: (tokens, 0))]), 0)
+    prefixes: PrefixCache[str] = PrefixCache(none, None)
+    prefixes.keep(SessionId(b"b" * 16), PROMPT, 30, "b", 40, 0.0)
+    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, is_lost=True)
+
+    assert prefixes.caches == {A: "a"}
+    prefixes.expire(RESUME_S)
+    assert prefixes.caches == {}
