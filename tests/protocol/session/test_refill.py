@@ -179,3 +179,18 @@ def test_a_lost_cache_that_cannot_be_refilled_is_a_gap() -> None:
     stage.receive(refill(0, 2, blob=True), 1.1)
 
     assert stage.missed(s.TWO) == [Forward(Gap(s.TWO, s.EPOCH, 0, 0))]
+
+
+def test_a_rank_without_room_for_new_layers_leaves_a_gap() -> None:
+    stage = Stage(1, 3, epoch=s.EPOCH, index=s.shelf_of(0), span=Span(4, 8))
+
+    assert stage.receive(RESUME, 1.0) == [Forward(RESUME)]
+    gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
+    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_an_entry_is_alone_in_a_ring_of_one(ring: int) -> None:
+    entry = Entry(replace(e.TASK, ring=ring), e.PACE)
+
+    assert entry.is_alone is (ring == 1)
