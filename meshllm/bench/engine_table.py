@@ -91,16 +91,16 @@ class EngineTable:
     rows: tuple[EngineRow, ...]
 
 
-def measure(case: EngineBenchmark, told: Callable[[str], None]) -> EngineTable:
+def measure(case: EngineBenchmark, report: Callable[[str], None]) -> EngineTable:
     """Create the model and run every task with all contestants."""
     with random_model(case.model, torch.bfloat16) as folder, _computing(case.threads):
         device = torch.device(case.device)
-        contestants = line_up(folder, case.quants, told, device)
+        contestants = line_up(folder, case.quants, report, device)
         rows: list[EngineRow] = []
         speeds: list[float] = []
         for task in TASKS:
             able = [each for each in contestants if each.takes(task)]
-            rounds = take_turns(able, task, _repeats(task, case.rounds), told, device)
+            rounds = take_turns(able, task, _repeats(task, case.rounds), report, device)
             rows += summarise(able, task, rounds)
             speeds += rounds.gb_per_s
     return EngineTable(statistics.median(speeds), tuple(rows))
@@ -110,7 +110,7 @@ def take_turns(
     contestants: Sequence[Engine],
     task: EngineTask,
     rounds: int,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     device: torch.device = CPU,
 ) -> Rounds:
     """Run the same steps with all contestants in turn, after a warm-up round."""
@@ -122,7 +122,7 @@ def take_turns(
     steps: dict[str, Forward] = {}
     first_round = 1 if task.rows > LONG else 0  # long steps are warmed up by the shorter ones
     for number in range(first_round, rounds + 1):
-        told(f"{task.name}, round {number} of {rounds}" if number else f"{task.name}, warming up")
+        report(f"{task.name}, round {number} of {rounds}" if number else f"{task.name}, warming up")
         if task.kind == "prefill" or not steps:
             steps = {each.name: each.begin(task) for each in contestants}
         ids = torch.randint(3, 500, task.shape)

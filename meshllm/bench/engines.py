@@ -80,21 +80,21 @@ class Engine:
 def line_up(
     folder: Path,
     quants: Sequence[Quant],
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     device: torch.device = CPU,
 ) -> list[Engine]:
     """Load the model for each contestant, transformers first."""
     source = open_folder(folder.name, folder)
-    told(f"loading {TRANSFORMERS}")
+    report(f"loading {TRANSFORMERS}")
     contestants = [_stock(source, device)]
     size = contestants[0].bytes
     for quant in quants:
-        told(f"loading {quant}")
+        report(f"loading {quant}")
         contestants += _node(source, quant, device)
-    told("loading stock steps")
+    report("loading stock steps")
     shard = load_shard(source, _all(source), embed=True, head=True, device=device)
     stock = Engine("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
-    told("loading two shards")
+    report("loading two shards")
     return [*contestants, stock, _exact(source, size, device)]
 
 

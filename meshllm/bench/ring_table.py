@@ -219,7 +219,7 @@ async def _ring(ring: LocalRing, prompts: Sequence[list[int]], new_tokens: int, 
 
 
 async def _measure(
-    case: RingBenchmark, source: Source, told: Callable[[str], None]
+    case: RingBenchmark, source: Source, report: Callable[[str], None]
 ) -> dict[Contestant, list[Run]]:
     threads = case.threads or torch.get_num_threads()  # the same for all
     async with AsyncExitStack() as stack:
@@ -228,7 +228,7 @@ async def _measure(
             model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=case.dtype).eval()
             model.to(torch.device(case.device))
         form = _fleets if case.processes else _rings
-        prompts, rings = await form(stack, case, source, threads, told)
+        prompts, rings = await form(stack, case, source, threads, report)
 
         async def plain(number: int) -> Run:
             return await worker.run(_plain, model, prompts[number], case.new_tokens)
@@ -237,7 +237,7 @@ async def _measure(
         order = list(turns)
         runs: dict[Contestant, list[Run]] = {each: [] for each in order}
         for round_ in range(case.rounds + 1):
-            told(f"round {round_} of {case.rounds}" if round_ else "warming up")
+            report(f"round {round_} of {case.rounds}" if round_ else "warming up")
             first = round_ % len(order)  # rotate, so that each runs first in some rounds
             lap = {each: await turns[each](round_) for each in order[first:] + order[:first]}
             if round_:
@@ -255,7 +255,7 @@ async def _rings(
     case: RingBenchmark,
     source: Source,
     threads: int,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
     """Open rings in this process."""
     prompts = [
@@ -264,7 +264,7 @@ async def _rings(
     ]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
-        told(f"loading a {each.name}")
+        report(f"loading a {each.name}")
         inference = InferenceConfig(
             dtype=str(case.dtype).removeprefix("torch."),
             quant=each.quant,
@@ -284,7 +284,7 @@ async def _fleets(
     case: RingBenchmark,
     source: Source,
     threads: int,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
     """Open rings of processes, which get the prompts as text; transformers gets their tokens."""
     text = Text.load(source.folder)
@@ -297,7 +297,7 @@ async def _fleets(
     requests = [Request(raw=raw, max_tokens=case.new_tokens) for raw in raws]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
-        told(f"starting a {each.name}, one process per node")
+        report(f"starting a {each.name}, one process per node")
         fleet = open_fleet(source.folder, each.nodes, threads, each.quant, device=case.device)
         rings[each] = partial(_asked, await stack.enter_async_context(fleet), requests)
     return prompts, rings
@@ -339,7 +339,7 @@ def _paired(base: list[Run], mine: list[Run], figure: Callable[[Run], float]) ->
     return statistics.median(figure(b) / figure(m) for b, m in zip(base, mine, strict=True))
 
 
-def measure(case: RingBenchmark, told: Callable[[str], None]) -> list[RingRow]:
+def measure(case: RingBenchmark, report: Callable[[str], None]) -> list[RingRow]:
     """Create the model, run every contestant ``case.rounds`` times, and reduce the runs."""
     with random_model(case.model, case.dtype) as folder:
-        return table(asyncio.run(_measure(case, resolve(str(folder)), told)))
+        return table(asyncio.run(_measure(case, resolve(str(folder)), report)))

@@ -76,14 +76,14 @@ class MeshClient:
         if not running.cancelled() and (error := running.exception()):
             self._bug = error
             self._linked.set()
-            for peer in self.links.lines:
+            for peer in self.links.by_peer:
                 self.router.lost(peer)
 
     async def _redial(self, ticket: Ticket) -> None:
         """Dial the inviter whenever no node is linked, until cancelled."""
         while True:
             await asyncio.sleep(REDIAL_S)
-            if not self.links.lines:
+            if not self.links.by_peer:
                 self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
     async def entry(self) -> NodeId:
@@ -91,7 +91,7 @@ class MeshClient:
         while True:
             if self._bug is not None:
                 raise self._bug
-            if node := next(iter(self.links.lines), None):
+            if node := next(iter(self.links.by_peer), None):
                 return node
             self._linked.clear()
             await self._linked.wait()
@@ -112,7 +112,7 @@ class MeshClient:
         """Close a ring link: a client is in no ring."""
         await link.close()
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client
         self.router.receive(peer, message, is_client=False)

@@ -164,7 +164,7 @@ class MeshNode:
 
     def view(self) -> NodeView:
         """Take a snapshot for the status."""
-        machine, ring_member, lines = self.machine, self.ring_member, self.links.lines
+        machine, ring_member, links = self.machine, self.ring_member, self.links.by_peer
         return NodeView(
             self.me,
             self.name,
@@ -189,11 +189,11 @@ class MeshNode:
                     contact.round_trip_us,
                     heard_s=max(0.0, self.now() - contact.heard),
                     ahead_s=contact.ahead_s,
-                    statistics=lines[peer].statistics,
-                    address=lines[peer].address,
+                    statistics=links[peer].statistics,
+                    address=links[peer].address,
                 )
                 for peer, contact in machine.links.items()
-                if peer in lines
+                if peer in links
             },
             agreement=self.agreement,
             advice=self.planner.advice,
@@ -287,7 +287,7 @@ class MeshNode:
         else:
             await self.ring_member.runtime.arrive(link, link.peer)
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
         self.router.receive(peer, message, is_client=is_client)
 
@@ -298,7 +298,7 @@ class MeshNode:
     def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        is_twin, heard = why is CloseReason.TWIN and not self.links.lines, self.machine.heard
+        is_twin, heard = why is CloseReason.TWIN and not self.links.by_peer, self.machine.heard
         if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
             self._stop(error)
 
@@ -498,7 +498,7 @@ class MeshNode:
         while True:
             for node, addresses in self._own.hints:
                 self.links.hint(node, addresses)
-            await asyncio.sleep(REDIAL_LINKED_S if self.links.lines else REDIAL_S)
+            await asyncio.sleep(REDIAL_LINKED_S if self.links.by_peer else REDIAL_S)
 
     async def _save(self) -> None:
         """Save charter, removals, and addresses of members for the next start."""

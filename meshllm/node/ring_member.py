@@ -113,7 +113,7 @@ class RingMember:
         entry = self.plan.stages[0].node
         if entry == self._machine.me:
             return entry if self.runtime.entry else None
-        return entry if self._is_formed(self.plan) and entry in self._links.lines else None
+        return entry if self._is_formed(self.plan) and entry in self._links.by_peer else None
 
     # Callbacks of the request router.
 

@@ -15,9 +15,9 @@ TASKS = (PREFILL, EngineTask("decode", 1), DECODE)
 
 def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_table, "TASKS", TASKS)
-    threads, told = torch.get_num_threads(), list[str]()
+    threads, report = torch.get_num_threads(), list[str]()
 
-    table = measure(EngineBenchmark("tiny", tuple(Quant), rounds=1, threads=1), told.append)
+    table = measure(EngineBenchmark("tiny", tuple(Quant), rounds=1, threads=1), report.append)
 
     by_task = {task.name: [r for r in table.rows if r.task == task.name] for task in TASKS}
     many, single = ["transformers", *Quant], ["stock", "two shards, exact"]
@@ -27,7 +27,7 @@ def test_every_contestant_runs_every_task_it_takes(monkeypatch: pytest.MonkeyPat
         assert {name.partition(",")[0] for name in own if name.endswith(", eager")} <= set(Quant)
     assert all(row.ms >= row.best_ms > 0 for row in table.rows)
     assert torch.get_num_threads() == threads
-    assert told[-1] == "decode 2, round 4 of 4"
+    assert report[-1] == "decode 2, round 4 of 4"
 
 
 def test_quantised_weights_are_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ PLAIN, ONE, TWO = Contestant(), Contestant(1), Contestant(2)
 
 
 def test_every_contestant_gets_a_row() -> None:
-    told: list[str] = []
+    report: list[str] = []
     quants = Quant.NONE, Quant.INT8
 
     rows = measure(
-        RingBenchmark("tiny", (2,), 8, 4, rounds=2, threads=1, quants=quants), told.append
+        RingBenchmark("tiny", (2,), 8, 4, rounds=2, threads=1, quants=quants), report.append
     )
 
     assert [(row.name, row.nodes, row.quant) for row in rows] == [
@@ -21,7 +21,7 @@ def test_every_contestant_gets_a_row() -> None:
         ("ring of 2, int8", 2, "int8"),
     ]
     assert all(row.ttft_ms > 0 and row.ms_per_token > 0 for row in rows)
-    assert told[2:] == ["warming up", "round 1 of 2", "round 2 of 2"]
+    assert report[2:] == ["warming up", "round 1 of 2", "round 2 of 2"]
 
 
 @pytest.mark.socket

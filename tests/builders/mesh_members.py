@@ -47,7 +47,7 @@ class House:
 
     @property
     def peers(self) -> set[NodeId]:
-        return set(self.links.lines)
+        return set(self.links.by_peer)
 
     def changed(self) -> None:
         """Ignore a change."""
@@ -55,7 +55,7 @@ class House:
     async def ring(self, link: SecureLink) -> None:
         self.rings.append(link)
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         self.talked.append((peer, message, is_client))
 
     def lost(self, peer: NodeId) -> None:

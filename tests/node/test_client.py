@@ -69,8 +69,8 @@ class Inn(House):
         self.stack.push_async_callback(end)
         await asyncio.sleep(0)
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
-        super().talk(peer, message, is_client=is_client)
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+        super().deliver_request(peer, message, is_client=is_client)
         self.router.receive(peer, message, is_client=is_client)
 
     def lost(self, peer: NodeId) -> None:
@@ -197,7 +197,7 @@ def test_a_client_relinks_to_its_node(run: Run) -> None:
             assert await ask(thin) == ANSWER
             await a.close()
             await asyncio.sleep(5)
-            assert thin.links.lines == {}
+            assert thin.links.by_peer == {}
             a = await inn(town, life=2)
             assert await ask(thin) == ANSWER
 
@@ -281,7 +281,7 @@ def test_a_removed_client_gets_no_more_answers(run: Run) -> None:
             removal = remove(a.store.key, a.credential.mesh, peer, 1)
             a.links.act(a.machine.remove(removal, now))
             await asyncio.sleep(20)
-            assert thin.links.lines == {}
+            assert thin.links.by_peer == {}
             assert thin.reason() == "no node of the mesh answers"
 
     run(story)
@@ -294,7 +294,7 @@ def test_a_client_serves_no_requests(run: Run) -> None:
             await asyncio.sleep(1)
             with pytest.raises(LinkLost, match="A client does not serve requests"):
                 thin.backend()
-            link = thin.links.lines[a.me]
+            link = thin.links.by_peer[a.me]
             await thin.ring(link)
             with pytest.raises(LinkLost):
                 await link.send([b""])

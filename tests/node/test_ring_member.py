@@ -45,7 +45,7 @@ class Place:
             me=me, states=self.states, publish=self.publish, alive=self.alive,
             profiles=self.profiles, charter=None,
         )  # fmt: skip
-        self.links = SimpleNamespace(lines=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
+        self.links = SimpleNamespace(by_peer=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
         self.ring_member = RingMember(
             cast("Any", machine), cast("Any", self.links), lambda: "nobody"
         )
@@ -208,14 +208,14 @@ def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
         place.serve()
         place.states[STAGE] = loaded()
         place.states[ENTRY] = StateRecord(Lifecycle.SERVING, followed=b"another", is_loaded=True)
-        place.links.lines[ENTRY] = object()
+        place.links.by_peer[ENTRY] = object()
         assert place.ring_member.serving_entry() is None
         place.states[ENTRY] = loaded()
         assert place.ring_member.serving_entry() == ENTRY
         del place.states[STAGE]
         assert place.ring_member.serving_entry() is None
         place.states[STAGE] = loaded()
-        place.links.lines.clear()
+        place.links.by_peer.clear()
         assert place.ring_member.serving_entry() is None
 
     run(story)

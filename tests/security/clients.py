@@ -102,8 +102,8 @@ def _flood(
 
 async def _send(member: Member, request: Callable[[], bytes], pause_s: float, stop: Event) -> None:
     """Send requests until the link is closed."""
-    while member.links.lines and not stop.is_set():
-        for peer in list(member.links.lines):
+    while member.links.by_peer and not stop.is_set():
+        for peer in list(member.links.by_peer):
             member.links.post(peer, Generate(os.urandom(REQUEST_ID_BYTES), request()))
         await asyncio.sleep(pause_s)
 

@@ -36,7 +36,7 @@ class _Host:
         """Be in no ring."""
         await link.close()
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Answer no request."""
 
     def lost(self, peer: NodeId) -> None:
@@ -76,7 +76,7 @@ class Member:
                 self.credential.encode(), record.encode(),
             )  # fmt: skip
             items.append(item.sign(self.store.key, mesh))
-        for peer in list(self.links.lines):
+        for peer in list(self.links.by_peer):
             self.links.act([SendToPeer(peer, batch) for batch in batches(items)])
 
 

@@ -42,7 +42,7 @@ class Checks:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
             return False
-        hears = [nodes[b].me in nodes[a].links.lines for a, b in ((one, other), (other, one))]
+        hears = [nodes[b].me in nodes[a].links.by_peer for a, b in ((one, other), (other, one))]
         return all(hears) and world.network.is_open(one, other)
 
     def _look_for_removed(self) -> None:
@@ -62,7 +62,7 @@ class Checks:
         for name, those in (
             ("alive", node.machine.alive),
             ("with a profile", node.machine.profiles),
-            ("linked", node.links.lines),
+            ("linked", node.links.by_peer),
         ):
             if key in those:
                 self._world.fault(f"for {number} {gone} is {name}, and is removed")
@@ -105,8 +105,8 @@ class Checks:
         for number, node in self.here.items():
             if node.machine.alive != here:
                 return f"{number} holds {len(node.machine.alive)} alive, not {len(here)}"
-            if node.links.lines.keys() != here - {node.me}:
-                return f"{number} has {len(node.links.lines)} links"
+            if node.links.by_peer.keys() != here - {node.me}:
+                return f"{number} has {len(node.links.by_peer)} links"
         return None
 
     def _no_ring(self) -> str | None:

@@ -25,12 +25,12 @@ _OUTPUTS = 4096  # outputs of a large matrix that are tried
 
 
 class PaddedLinear(nn.Module):
-    """A linear module that pads its input to at least ``floor`` rows."""
+    """A linear module that pads its input to at least ``min_rows`` rows."""
 
-    def __init__(self, plain: nn.Linear, floor: int) -> None:
+    def __init__(self, plain: nn.Linear, min_rows: int) -> None:
         super().__init__()
         self.plain = plain
-        self.floor = floor
+        self.min_rows = min_rows
 
     @property
     def weight(self) -> Tensor:
@@ -45,9 +45,9 @@ class PaddedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., T, K] to [..., T, N]."""
         rows = x.shape[-2]
-        if rows >= self.floor:
+        if rows >= self.min_rows:
             return self.plain.forward(x)
-        return self.plain.forward(functional.pad(x, (0, 0, 0, self.floor - rows)))[..., :rows, :]
+        return self.plain.forward(functional.pad(x, (0, 0, 0, self.min_rows - rows)))[..., :rows, :]
 
 
 Floors = dict[tuple[int, int], int]
@@ -68,10 +68,10 @@ def find_min_rows(model: nn.Module, dtype: torch.dtype, counts: Sequence[int]) -
         if has_native(module):
             continue
         shape = _shape(module)
-        floor = _floor(*shape, dtype, tuple(counts), torch.get_num_threads())
-        if floor is None:
+        min_rows = _min_rows(*shape, dtype, tuple(counts), torch.get_num_threads())
+        if min_rows is None:
             return None
-        floors[shape] = floor
+        floors[shape] = min_rows
     return floors
 
 
@@ -83,11 +83,11 @@ def pad_linears(model: nn.Module, floors: Floors) -> bool:
         if own := to_native(module):
             model.set_submodule(name, own)
             continue
-        floor = floors.get(_shape(module))
-        if floor is None:  # it has a hook, so it has no compiled form after all
+        min_rows = floors.get(_shape(module))
+        if min_rows is None:  # it has a hook, so it has no compiled form after all
             return False
-        if floor > 1:
-            model.set_submodule(name, PaddedLinear(module, floor))
+        if min_rows > 1:
+            model.set_submodule(name, PaddedLinear(module, min_rows))
     return True
 
 
@@ -103,16 +103,16 @@ def _shape(module: nn.Linear) -> tuple[int, int]:
 
 
 @cache
-def _floor(
+def _min_rows(
     outputs: int, inputs: int, dtype: torch.dtype, counts: Sequence[int], _threads: int
 ) -> int | None:
     """Return the smallest number of rows from which on all of ``counts`` agree."""
     linear, x = probe_matrix(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype))
     results = {rows: linear(x[None, :rows])[0] for rows in {*counts, *FLOORS}}
-    return next((floor for floor in FLOORS if _agree(results, floor)), None)
+    return next((min_rows for min_rows in FLOORS if _agree(results, min_rows)), None)
 
 
-def _agree(results: dict[int, Tensor], floor: int) -> bool:
-    """Whether all results of at least ``floor`` rows are equal in the rows they share."""
+def _agree(results: dict[int, Tensor], min_rows: int) -> bool:
+    """Whether all results of at least ``min_rows`` rows are equal in the rows they share."""
     many = results[max(results)]
-    return all(torch.equal(each, many[:rows]) for rows, each in results.items() if rows >= floor)
+    return all(torch.equal(each, many[:rows]) for rows, each in results.items() if rows >= min_rows)

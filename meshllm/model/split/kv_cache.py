@@ -224,7 +224,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         return max((la.floor for la in self.layers if isinstance(la, WindowLayer)), default=0)
 
     @property
-    def slack(self) -> int | None:
+    def max_crop(self) -> int | None:
         """Tokens that `crop` can always remove, besides a step of drafts; None means no limit."""
         if not self.croppable:
             return 0
@@ -313,9 +313,9 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         ]
 
 
-def slack_of(config: Any, layers: int) -> int | None:
-    """Return `SpanCache.slack` of a whole model."""
-    return SpanCache(config, Span(0, layers)).slack
+def max_crop_of(config: Any, layers: int) -> int | None:
+    """Return `SpanCache.max_crop` of a whole model."""
+    return SpanCache(config, Span(0, layers)).max_crop
 
 
 def _in_place_layer(layer: Any) -> Any:

@@ -64,7 +64,7 @@ class LinkHost(Protocol):
     async def ring(self, link: SecureLink) -> None:
         """Handle an accepted ring link."""
 
-    def talk(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
+    def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
 
     def lost(self, peer: NodeId) -> None:
@@ -164,11 +164,11 @@ class MeshLinks:
     """All mesh links of a node, over all its transports."""
 
     def __init__(
-        self, dialer: NodeDialer, machine: Mesh, doorkeeper: AdmissionPolicy, host: LinkHost
+        self, dialer: NodeDialer, machine: Mesh, admission: AdmissionPolicy, host: LinkHost
     ) -> None:
         self._dialer = dialer
         self._machine = machine
-        self._doorkeeper = doorkeeper
+        self._admission = admission
         self._host = host
         self._lines: dict[NodeId, _MeshLink] = {}
         self._hinted: dict[NodeId, float] = {}
@@ -176,7 +176,7 @@ class MeshLinks:
         self._jobs = asyncio.TaskGroup()
 
     @property
-    def lines(self) -> Mapping[NodeId, SecureLink]:
+    def by_peer(self) -> Mapping[NodeId, SecureLink]:
         """The open mesh links, by peer."""
         return {peer: line.link for peer, line in self._lines.items()}
 
@@ -195,7 +195,7 @@ class MeshLinks:
                     self._post(peer, message)
                 case DeliverRequest(peer, message):
                     role = self._machine.links[peer].role
-                    self._host.talk(peer, message, is_client=role is Role.CLIENT)
+                    self._host.deliver_request(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
                     self._begin(self._dial, peer, addresses, self.local_of(peer))
                 case Drop(peer, why, _, text):
@@ -272,7 +272,7 @@ class MeshLinks:
 
     async def _admit(self, link: Link, handshakes: asyncio.Semaphore) -> None:
         try:
-            secured = await secure_accept(link, self._dialer.own, self._doorkeeper)
+            secured = await secure_accept(link, self._dialer.own, self._admission)
         except MeshError as error:
             logger.info("rejected an incoming link: %s", error)
             return

@@ -195,18 +195,18 @@ async def secure_dial(
             ) from lost
 
 
-async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> SecureLink:
+async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> SecureLink:
     """Perform the handshake on an incoming link.
 
     Raises:
-        NotAuthorised: the dialer knows neither mesh nor ticket, or the doorkeeper rejects it.
+        NotAuthorised: the dialer knows neither mesh nor ticket, or admission control rejects it.
         PeerFault: it violated the protocol.
         LinkLost: it closed the connection, said nothing for `FIRST_S`, or took longer than
             `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
-    listener = HandshakeListener(own, _fresh(), doorkeeper.guests())
+    listener = HandshakeListener(own, _fresh(), admission.guests())
     async with _handshake(link):
         first = await _first(link)
         while True:
@@ -225,7 +225,7 @@ async def secure_accept(link: Link, own: Own, doorkeeper: AdmissionPolicy) -> Se
                     case SendHandshake(answer):
                         await link.send([answer], Channel.CONTROL)
                     case Judge():
-                        return await _judge(link, listener, action, doorkeeper)
+                        return await _judge(link, listener, action, admission)
                     case _:
                         assert_never(action)
 
@@ -264,11 +264,11 @@ async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:
 
 
 async def _judge(
-    link: Link, listener: HandshakeListener, question: Judge, doorkeeper: AdmissionPolicy
+    link: Link, listener: HandshakeListener, question: Judge, admission: AdmissionPolicy
 ) -> SecureLink:
     try:
         _refuse_other(link, question.peer)
-        credential = await doorkeeper.judge(
+        credential = await admission.judge(
             question.peer, question.proof, question.purpose, question.instance
         )
     except NotAuthorised as refusal:

@@ -77,7 +77,7 @@ class Remote:
 
     def receive(self, peer: NodeId, message: AnswerEvent) -> None:
         """Take a line of an answer."""
-        if (call := self._calls.get(message.ask)) and call.peer == peer:
+        if (call := self._calls.get(message.request_id)) and call.peer == peer:
             call.take(message.body)
 
     def lost(self, peer: NodeId) -> None:
@@ -109,12 +109,12 @@ class Remote:
     @contextmanager
     def _calling(self, peer: NodeId, request: Request) -> Iterator[_Call]:
         """Send a request; at the end, cancel it if its answer is not complete."""
-        ask = os.urandom(REQUEST_ID_BYTES)
-        call = self._calls[ask] = _Call(peer)
+        request_id = os.urandom(REQUEST_ID_BYTES)
+        call = self._calls[request_id] = _Call(peer)
         try:
-            self._send(peer, Generate(ask, request_to_json(request)))
+            self._send(peer, Generate(request_id, request_to_json(request)))
             yield call
         finally:
-            del self._calls[ask]
+            del self._calls[request_id]
             if not call.is_complete:
-                self._send(peer, CancelRequest(ask))
+                self._send(peer, CancelRequest(request_id))

@@ -157,14 +157,14 @@ class RequestRouter:
             PeerFault: the peer has sent too many invalid requests.
         """
         match message:
-            case Generate(ask, data):
+            case Generate(request_id, data):
                 if self._strikes.is_out(peer, _now()):
                     raise PeerFault(f"{MAX_STRIKES} invalid requests within {WINDOW_S:.0f} s")
-                self._open(peer, ask, data, is_client=is_client)
+                self._open(peer, request_id, data, is_client=is_client)
             case AnswerEvent():
                 self._remote.receive(peer, message)
-            case CancelRequest(ask):
-                if task := self._served.get((peer, ask)):
+            case CancelRequest(request_id):
+                if task := self._served.get((peer, request_id)):
                     task.cancel()
 
     def lost(self, peer: NodeId) -> None:
@@ -221,28 +221,33 @@ class RequestRouter:
                 f"There is no ring: {self._ring.reason()}", hint="see `meshllm ring status`"
             ) from None
 
-    def _open(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
-        if why := self._objection(peer, ask, is_client=is_client):
+    def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
+        if why := self._objection(peer, request_id, is_client=is_client):
             error = Busy(why, hint="retry later")
-            self._send(peer, AnswerEvent(ask, error_to_json(error)))
+            self._send(peer, AnswerEvent(request_id, error_to_json(error)))
             return
-        task = self._jobs.create_task(self._serve(peer, ask, data, is_client=is_client))
-        self._served[peer, ask] = task
-        task.add_done_callback(lambda _: self._served.pop((peer, ask), None))
+        task = self._jobs.create_task(self._serve(peer, request_id, data, is_client=is_client))
+        self._served[peer, request_id] = task
+        task.add_done_callback(lambda _: self._served.pop((peer, request_id), None))
         if is_client:
             self._of_clients.add(task)
             task.add_done_callback(self._of_clients.discard)
 
-    def _objection(self, peer: NodeId, ask: bytes, *, is_client: bool) -> str:
+    def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> str:
         """Return why there is no place for a request; empty if there is."""
         held = Counter(asker for asker, _ in self._served)[peer]
-        if held >= (MAX_PER_CLIENT if is_client else MAX_PER_PEER) or (peer, ask) in self._served:
+        if (
+            held >= (MAX_PER_CLIENT if is_client else MAX_PER_PEER)
+            or (peer, request_id) in self._served
+        ):
             return f"{held} requests of this node are in progress"
         if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:
             return f"{MAX_OF_CLIENTS} requests of clients are in progress"
         return ""
 
-    async def _serve(self, peer: NodeId, ask: bytes, data: bytes, *, is_client: bool) -> None:
+    async def _serve(
+        self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
+    ) -> None:
         try:
             request = await self._read(peer, data)
             if is_client:
@@ -254,13 +259,14 @@ class RequestRouter:
             ):
                 async for event in events:
                     for line in event_to_lines(event):
-                        self._send(peer, AnswerEvent(ask, line))
+                        self._send(peer, AnswerEvent(request_id, line))
         except MeshError as error:
-            self._send(peer, AnswerEvent(ask, error_to_json(error)))
+            self._send(peer, AnswerEvent(request_id, error_to_json(error)))
         except Exception as error:  # the supervisor: a bug ends its request, not the node
             logger.exception("bug while serving a request")
             self._send(
-                peer, AnswerEvent(ask, error_to_json(MeshError(f"Bug: {type(error).__name__}")))
+                peer,
+                AnswerEvent(request_id, error_to_json(MeshError(f"Bug: {type(error).__name__}"))),
             )
 
     async def _read(self, peer: NodeId, data: bytes) -> Request:

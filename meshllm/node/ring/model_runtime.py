@@ -15,7 +15,7 @@ from meshllm.model.parity.verdict import Verdict
 from meshllm.model.shape import ModelShape
 from meshllm.model.speculation.draft_model import Draft, find_draft
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
-from meshllm.model.split.kv_cache import slack_of
+from meshllm.model.split.kv_cache import max_crop_of
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId, Quant
 from meshllm.node.compute.worker import Worker, calibrate
@@ -60,7 +60,7 @@ class ModelRuntime:
         self.quant = config.quant or Quant.NONE
         self.device = torch.device(config.device)
         self.wire = config.wire
-        self.slack = slack_of(source.config, shape.layers) if verdict.croppable else 0
+        self.max_crop = max_crop_of(source.config, shape.layers) if verdict.croppable else 0
         """Most tokens by which a KV cache can be cropped; None is unlimited."""
         self._steps = STEPS if verdict.croppable and not config.exact else ()
         drafts = self._steps and config.speculation

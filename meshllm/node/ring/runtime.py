@@ -358,7 +358,7 @@ class RingRuntime:
                 plan.epoch,
                 partial(self._pace, plan),
                 MAX_SESSIONS,
-                model.slack,
+                model.max_crop,
                 store.prefixes,
                 model.drafting,
                 draft=span.draft,

@@ -29,8 +29,8 @@ class SessionStore:
     @classmethod
     def empty(cls, plan: Plan, me: NodeId, budget: KvBudget, model: ModelRuntime) -> Self:
         """Keep nothing yet."""
-        index = prefix_index_for(budget, model.prefix_bytes, model.slack, resumes=model.resumes)
-        return cls(plan, plan.rank(me) == 0, PrefixCache(index, model.slack), {})
+        index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
+        return cls(plan, plan.rank(me) == 0, PrefixCache(index, model.max_crop), {})
 
     def move(self, plan: Plan, me: NodeId, budget: KvBudget) -> None:
         """Count what is kept in the budget of another plan, and note the layers that it moves.

@@ -67,7 +67,7 @@ class EntryConfig:
     """Returns the prefill pace for so many new prompt tokens and so many other sessions."""
     max_sessions: int
     """Concurrent generations; further ones wait."""
-    slack: int | None
+    max_crop: int | None
     """Most tokens by which a KV cache of this model can be cropped; None is unlimited."""
     prefixes: PrefixCache[SessionCache]
     """Prefix cache, and the budget for KV caches on every rank, this one first."""
@@ -212,7 +212,7 @@ class EntryNode:
             max_tokens=order.max_tokens - len(order.given),
             given=len(order.given) if self._ends.front.is_row_invariant else 0,
             context=self._ends.context,
-            slack=self._config.slack,
+            max_crop=self._config.max_crop,
             keep_from=MIN_SHARED if self._prefixes.index.keeps else None,
             resumes=self._prefixes.index.resumes,
         )
@@ -313,7 +313,7 @@ class EntryNode:
                 machine.kept,
                 prompt,
                 cache,
-                machine.reach,
+                machine.capacity,
                 self._now(),
                 chunks=machine.kept_chunks,
                 lost=machine.lost,

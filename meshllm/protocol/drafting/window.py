@@ -238,10 +238,12 @@ class Lookahead:
         """Whether a query, if it takes time, is not worth it now."""
         return self._fruitless >= _MAX_FRUITLESS and self._undrafted < _TRIAL_EVERY
 
-    def choose(self, confidence: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
+    def choose(
+        self, confidence: int, room: int, *, depth: int = 1, max_drafts: float = inf
+    ) -> Window:
         """Choose the draft length, ``room`` at most, and the number of steps in flight.
 
-        There are at most ``depth`` steps and, if several, ``reach`` draft tokens in all of them.
+        There are at most ``depth`` steps and, if several, ``max_drafts`` draft tokens in all.
         """
         allowed = [
             Window(guesses, steps)
@@ -250,7 +252,7 @@ class Lookahead:
             if guesses <= room and steps <= depth and guesses * steps <= self._most
         ]
         alone = [each for each in allowed if each.depth == 1]
-        many = [each for each in allowed if each.depth > 1 and each.length <= reach]
+        many = [each for each in allowed if each.depth > 1 and each.length <= max_drafts]
         rate = self._own.rate(confidence)
         best = alone[0]
         if rate >= _MIN_RATE:

@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Item:
     length: int
-    reach: int
+    capacity: int
     used: float
 
 
@@ -55,7 +55,7 @@ class PrefixHit:
     """Positions; fewer than the prompt has, as its last token gives the row that is sampled."""
     whole: bool
     """Take over the cache instead of copying it: no other prompt will want that session."""
-    reach: int = 0
+    capacity: int = 0
     """Positions for which the cache has room, if it is taken over."""
     chunks: tuple[Chunk, ...] = ()
     """How they were computed; the last one stops at ``length``."""
@@ -93,22 +93,22 @@ class PrefixIndex:
         return self._most_bytes != 0
 
     def put(
-        self, session: SessionId, length: int, reach: int, now: float, *, is_lost: bool = False
+        self, session: SessionId, length: int, capacity: int, now: float, *, is_lost: bool = False
     ) -> list[SessionId]:
-        """Keep ``length`` positions of a cache with room for ``reach``.
+        """Keep ``length`` positions of a cache that has room for ``capacity``.
 
         ``is_lost``: the ring was lost, and the session goes on in the next one. Return the sessions
         to evict: older ones, or this one if there is no room for it.
         """
         keeps = self.resumes if is_lost else self.keeps
-        if length <= 0 or not (keeps and self.budget.fits(reach)):
+        if length <= 0 or not (keeps and self.budget.fits(capacity)):
             return [session]
         before = self.budget.kept_bytes
-        self.budget.keep(session, reach)
+        self.budget.keep(session, capacity)
         if not is_lost and self._exceeds(self.budget.kept_bytes - before):
             self.budget.drop(session)
             return [session]
-        self._items[session] = _Item(length, reach, now)
+        self._items[session] = _Item(length, capacity, now)
         return self.make_room()
 
     def make_room(self, spare: SessionId | None = None) -> list[SessionId]:
@@ -138,7 +138,7 @@ class PrefixIndex:
             self.budget.drop(session)
         else:
             self._items[session] = replace(item, used=now)
-        return item.reach
+        return item.capacity
 
     def holds(self, session: SessionId) -> bool:
         """Return whether a session is kept."""
@@ -148,7 +148,7 @@ class PrefixIndex:
         """Count what is kept in another budget; return the sessions that this evicts."""
         self.budget = budget
         for session, item in self._items.items():
-            budget.keep(session, item.reach)
+            budget.keep(session, item.capacity)
         return self.make_room()
 
     def clear(self) -> None:
@@ -177,10 +177,10 @@ class PrefixIndex:
 
 
 def prefix_index_for(
-    budget: KvBudget, most_bytes: int | None, slack: int | None, *, resumes: bool = True
+    budget: KvBudget, most_bytes: int | None, max_crop: int | None, *, resumes: bool = True
 ) -> PrefixIndex:
-    """Make the index of a rank for a model whose caches can be cropped by ``slack`` positions."""
-    most = MAX_STATES if slack == 0 else MAX_KEPT
+    """Make the index of a rank for a model whose caches can be cropped by ``max_crop``."""
+    most = MAX_STATES if max_crop == 0 else MAX_KEPT
     return PrefixIndex(budget, most_bytes, most=most, resumes=resumes)
 
 

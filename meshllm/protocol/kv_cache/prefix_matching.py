@@ -34,10 +34,10 @@ class _Text(Generic[Cache]):
 class PrefixCache(Generic[Cache]):
     """Finished texts of an entry and their caches; times are seconds on the caller's clock."""
 
-    def __init__(self, index: PrefixIndex, slack: int | None) -> None:
-        """Keep what ``index`` allows; caches can be cropped by ``slack`` tokens, None is any."""
+    def __init__(self, index: PrefixIndex, max_crop: int | None) -> None:
+        """Keep what ``index`` allows; caches can be cropped by ``max_crop`` tokens, None is any."""
         self.index = index
-        self._slack = slack
+        self._max_crop = max_crop
         self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
 
     def find(
@@ -59,14 +59,14 @@ class PrefixCache(Generic[Cache]):
             return None
         length, text = shares[name], self._texts[name]
         whole = length >= text.prompt - _TURN_TOKENS and 2 * length >= len(text.tokens)
-        reach = self.index.take(name, length, now, whole=whole)
+        capacity = self.index.take(name, length, now, whole=whole)
         self._drop(self.index.make_room(spare=name))
         if self.index.budget.is_over:  # no room for a copy
             whole = bool(self.index.take(name, length, now, whole=True))
         if whole:
             del self._texts[name]
         chunks = tuple(crop_chunks(text.chunks, length))
-        return PrefixHit(name, length, whole, reach, chunks, spans_of(text.lost)), text.cache
+        return PrefixHit(name, length, whole, capacity, chunks, spans_of(text.lost)), text.cache
 
     def keep(  # noqa: PLR0913 -- what is kept, and how it was computed
         self,
@@ -74,7 +74,7 @@ class PrefixCache(Generic[Cache]):
         tokens: Sequence[int],
         prompt: int,
         cache: Cache,
-        reach: int,
+        capacity: int,
         now: float,
         *,
         chunks: Sequence[Chunk] = (),
@@ -83,13 +83,13 @@ class PrefixCache(Generic[Cache]):
     ) -> None:
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
-        It holds ``tokens`` and perhaps more, and has room for ``reach``; ``chunks`` tell how it was
-        computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
+        It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
+        was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
         """
         layers = frozenset(at for span in lost for at in range(span.start, span.stop))
         text = _Text(array("i", tokens), min(prompt, len(tokens)), cache, tuple(chunks), layers)
         self._texts[session] = text
-        self._drop(self.index.put(session, len(tokens), reach, now, is_lost=is_lost))
+        self._drop(self.index.put(session, len(tokens), capacity, now, is_lost=is_lost))
 
     def lose(self, layers: Collection[int]) -> None:
         """Note that the caches of these layers are lost, as another node holds them from now on."""
@@ -129,7 +129,7 @@ class PrefixCache(Generic[Cache]):
         """Count the tokens that a prompt can reuse; never its last, which gives the first row."""
         most = min(len(prompt) - 1, len(text.tokens))
         shared = _common_prefix(prompt, text.tokens, most)
-        is_far = self._slack is not None and len(text.tokens) - shared > self._slack
+        is_far = self._max_crop is not None and len(text.tokens) - shared > self._max_crop
         return 0 if is_far else shared
 
 

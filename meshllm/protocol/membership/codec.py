@@ -109,7 +109,7 @@ class Want:
 class Generate:
     """Request a generation; the node defines the body."""
 
-    ask: bytes
+    request_id: bytes
     """16-byte id of the request on this link."""
     body: bytes
     """JSON."""
@@ -119,7 +119,7 @@ class Generate:
 class AnswerEvent:
     """One event of the answer."""
 
-    ask: bytes
+    request_id: bytes
     body: bytes
     """JSON."""
 
@@ -128,7 +128,7 @@ class AnswerEvent:
 class CancelRequest:
     """Cancel a request."""
 
-    ask: bytes
+    request_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,12 +249,12 @@ def _beat(reader: Reader) -> MeshBeat:
 
 
 def _request_message(kind: _MeshKind, reader: Reader) -> RequestMessage:
-    ask = reader.take(REQUEST_ID_BYTES)
+    request_id = reader.take(REQUEST_ID_BYTES)
     if kind is _MeshKind.CANCEL_REQUEST:
-        return CancelRequest(ask)
+        return CancelRequest(request_id)
     if kind is _MeshKind.GENERATE:
-        return Generate(ask, reader.rest(MAX_REQUEST_BYTES))
-    return AnswerEvent(ask, reader.rest(MAX_EVENT_BYTES))
+        return Generate(request_id, reader.rest(MAX_REQUEST_BYTES))
+    return AnswerEvent(request_id, reader.rest(MAX_EVENT_BYTES))
 
 
 def _counted(reader: Reader, name: str, most: int) -> int:
@@ -278,12 +278,12 @@ def _pack(kind: int, *parts: bytes) -> bytes:
 
 def _pack_request(message: RequestMessage) -> bytes:
     match message:
-        case Generate(ask, body):
-            return _pack(_MeshKind.GENERATE, ask, body)
-        case AnswerEvent(ask, body):
-            return _pack(_MeshKind.ANSWER_EVENT, ask, body)
-        case CancelRequest(ask):
-            return _pack(_MeshKind.CANCEL_REQUEST, ask)
+        case Generate(request_id, body):
+            return _pack(_MeshKind.GENERATE, request_id, body)
+        case AnswerEvent(request_id, body):
+            return _pack(_MeshKind.ANSWER_EVENT, request_id, body)
+        case CancelRequest(request_id):
+            return _pack(_MeshKind.CANCEL_REQUEST, request_id)
         case _:
             assert_never(message)
 

@@ -23,7 +23,7 @@ class GenerationTask:
     max_tokens: int
     context: int
     """Most tokens that the model takes, prompt included."""
-    slack: int | None = None
+    max_crop: int | None = None
     """Positions by which a cache can be cropped; None is any number. All can be cropped to 0."""
     given: int = 0
     """How many of the last tokens of the prompt were decode steps of an earlier ring. They are
@@ -86,7 +86,7 @@ class Pick:
     """First position beyond the answer, for tokens and guesses."""
     ahead: tuple[int, ...] = ()
     """Draft tokens in flight after those."""
-    reach: int = MAX_POSITION
+    max_drafts: int = MAX_POSITION
     """Most draft tokens in flight at a time."""
 
     def right(self, tokens: Sequence[int]) -> int:

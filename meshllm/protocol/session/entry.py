@@ -136,7 +136,7 @@ class Entry:
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""
-        self.reach = 0
+        self.capacity = 0
         """Positions for which the caches have room."""
 
     @property
@@ -176,7 +176,7 @@ class Entry:
             self._refill = base.length
         else:
             self._done = self._best = self._injected = base.length
-        self.reach = base.reach if base.whole else base.length
+        self.capacity = base.capacity if base.whole else base.length
         fields = base.session, base.length, base.whole, base.lost
         resume = Resume(task.session, task.epoch, *fields)
         return [*([Forward(resume)] if task.ring > 1 else []), *self._next_job()]
@@ -300,9 +300,9 @@ class Entry:
         self._done = end = self._flight.popleft()
         known = len(self._tokens)
         guesses, ahead = self._ahead[: end - known], self._ahead[end - known :]
-        blob, slack = self._back.pop(end), self._task.slack
-        reach = MAX_POSITION if slack is None else max(0, slack - 1)
-        self._job = Pick(self._gen, known, blob, guesses, self._limit, ahead, reach)
+        blob, max_crop = self._back.pop(end), self._task.max_crop
+        max_drafts = MAX_POSITION if max_crop is None else max(0, max_crop - 1)
+        self._job = Pick(self._gen, known, blob, guesses, self._limit, ahead, max_drafts)
         return [*self._progress(known), self._job]
 
     def _start_embed(self) -> list[Action]:
@@ -319,7 +319,7 @@ class Entry:
         if guesses:
             self._ahead += self._steps.popleft()
         self._injected += len(tokens)
-        self.reach = max(self.reach, self._injected)
+        self.capacity = max(self.capacity, self._injected)
         guessed = len(tokens) - 1 if is_step else 0
         is_known = pos < len(self._task.prompt) or len(tokens) > 1 + guessed
         is_step = not is_known or pos in self.replayed
@@ -420,14 +420,14 @@ class Entry:
     def _keepable(self, least: int | None) -> int:
         """Positions that are worth keeping, and that every rank has and can crop its cache to."""
         known = max(min(self._done, len(self._tokens)), self._refill)
-        slack, out = self._task.slack, max(self._injected, self._refill) - known
+        max_crop, out = self._task.max_crop, max(self._injected, self._refill) - known
         if self._base and not self._base.whole:
             least = least and max(least, self._base.length + 1)  # the base itself is still kept
-        is_reached = slack is None or out <= min(slack, 1)
+        is_reached = max_crop is None or out <= min(max_crop, 1)
         return known if is_reached and least is not None and known >= least else 0
 
     def _can_crop(self, positions: int) -> bool:
-        return self._task.slack is None or positions <= self._task.slack
+        return self._task.max_crop is None or positions <= self._task.max_crop
 
     def _leave(self, now: float, keep: int = 0) -> list[Action]:
         self.state, self._waiting, self._kept = EntryState.CLOSING, now, keep

@@ -37,7 +37,7 @@ class _Limits:
     """Draft tokens in flight, see `Pick.flying`."""
     room: int
     """Most draft tokens after the text, those in flight included."""
-    reach: int
+    max_drafts: int
     """Most draft tokens in flight at a time."""
     depth: int
 
@@ -76,7 +76,7 @@ class Speculator:
         At most ``depth`` steps are in flight.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
-        limits = _Limits(job.flying(tokens), room, job.reach, depth)
+        limits = _Limits(job.flying(tokens), room, job.max_drafts, depth)
         if self._since is None:
             tokens = (*self._prompt, *tokens)
         else:
@@ -158,10 +158,13 @@ class _DraftSource:
         if self.confidence is None:
             return ()
         window = self.lookahead.choose(
-            self.confidence, min(limits.room, limits.reach), depth=limits.depth, reach=limits.reach
+            self.confidence,
+            min(limits.room, limits.max_drafts),
+            depth=limits.depth,
+            max_drafts=limits.max_drafts,
         )
         flying, is_open = limits.flying or (), limits.flying is None
-        most = min(window.length, limits.reach) - len(flying) + is_open
+        most = min(window.length, limits.max_drafts) - len(flying) + is_open
         count = min(most // window.rows * window.rows - is_open, limits.room - len(flying))
         if count <= 0:
             return ()

@@ -141,7 +141,7 @@ class _SessionState:
     used: float  # creation or last computation; a session that only meets gaps is idle
     gen: int = 0
     kv_len: int = 0
-    reach: int = 0  # positions for which the cache has room
+    capacity: int = 0  # positions for which the cache has room
     running: Data | None = None
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
     tally: Tally = _EMPTY_TALLY
@@ -324,20 +324,20 @@ class Stage:
             return []
         whole, lost = resume.whole, resume.lost
         feeds_lost = any(self._span.stop in span for span in lost)
-        reach = self._index.take(base, length, now, whole=whole)
-        if not reach and any(_contains(span, self._span) for span in lost):
+        capacity = self._index.take(base, length, now, whole=whole)
+        if not capacity and any(_contains(span, self._span) for span in lost):
             return self._resume_empty(resume, now, feeds_lost=feeds_lost)
-        if not reach or not self.budget.reserve(session, reach if whole else length):
-            return [Free(base)] if reach and whole else []
+        if not capacity or not self.budget.reserve(session, capacity if whole else length):
+            return [Free(base)] if capacity and whole else []
         gone = self._index.make_room(spare=base)
         if self.budget.is_over:  # no room for a copy
             whole = bool(self._index.take(base, length, now, whole=True))
-            if not self.budget.reserve(session, reach):
+            if not self.budget.reserve(session, capacity):
                 self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
-        reach = reach if whole else length
+        capacity = capacity if whole else length
         self._sessions[session] = _SessionState(
-            now, kv_len=length, reach=reach, feeds_lost=feeds_lost
+            now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost
         )
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
@@ -347,7 +347,7 @@ class Stage:
         if not self.budget.reserve(session, length):
             return []
         self._sessions[session] = _SessionState(
-            now, kv_len=length, reach=length, feeds_lost=feeds_lost
+            now, kv_len=length, capacity=length, feeds_lost=feeds_lost
         )
         return [Free(each) for each in self._index.make_room()]
 
@@ -376,7 +376,7 @@ class Stage:
                 if not self.budget.reserve(data.session, stop):
                     return [*refused, *self._refuse(data, self._no_room(data.session, stop))]
                 gone = self._index.make_room()
-            state.running, state.kv_len, state.reach = data, data.pos, max(state.reach, stop)
+            state.running, state.kv_len, state.capacity = data, data.pos, max(state.capacity, stop)
             return [*refused, *map(Free, gone), compute]
         return refused
 
@@ -420,7 +420,7 @@ class Stage:
         if state is None:
             return []
         length = keep if keep <= state.kv_len else 0
-        gone = self._index.put(session, length, state.reach, now, is_lost=is_lost)
+        gone = self._index.put(session, length, state.capacity, now, is_lost=is_lost)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:

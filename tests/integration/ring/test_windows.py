@@ -74,14 +74,18 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose any allowed number of drafts, at random."""
     draw = Random(7)
 
-    def choose(_: Lookahead, __: int, room: int, *, depth: int = 1, reach: float = inf) -> Window:
+    def choose(
+        _: Lookahead, __: int, room: int, *, depth: int = 1, max_drafts: float = inf
+    ) -> Window:
         windows = [
             Window(guesses, steps)
             for guesses in GUESSES
             for steps in DEPTHS
             if guesses <= room and steps <= depth and (guesses or steps == 1)
         ]
-        return draw.choice([each for each in windows if each.depth == 1 or each.length <= reach])
+        return draw.choice(
+            [each for each in windows if each.depth == 1 or each.length <= max_drafts]
+        )
 
     monkeypatch.setattr(Lookahead, "choose", choose)
 
@@ -245,10 +249,10 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked, choose = [], Lookahead.choose
 
     def noted(
-        self: Lookahead, confidence: int, room: int, *, depth: int = 1, reach: float = inf
+        self: Lookahead, confidence: int, room: int, *, depth: int = 1, max_drafts: float = inf
     ) -> Window:
         asked.append(depth)
-        return choose(self, confidence, room, depth=depth, reach=reach)
+        return choose(self, confidence, room, depth=depth, max_drafts=max_drafts)
 
     monkeypatch.setattr(Lookahead, "choose", noted)
     return asked

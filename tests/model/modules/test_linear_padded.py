@@ -25,9 +25,9 @@ COUNTS = (1, 2, 3, 5, 9, 17)
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """Clear the cached results of trials, before and after."""
-    module._floor.cache_clear()
+    module._min_rows.cache_clear()
     yield
-    module._floor.cache_clear()
+    module._min_rows.cache_clear()
 
 
 class Own(nn.Linear):

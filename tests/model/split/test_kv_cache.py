@@ -9,7 +9,7 @@ from transformers import DynamicCache, LlamaConfig, MambaConfig, MistralConfig, 
 
 from meshllm.errors import ModelError
 from meshllm.model.shape import BLOCK, MOST_ROWS, SLACK, rows_for
-from meshllm.model.split.kv_cache import GrowingLayer, Rows, SpanCache, WindowLayer, slack_of
+from meshllm.model.split.kv_cache import GrowingLayer, Rows, SpanCache, WindowLayer, max_crop_of
 from meshllm.names import Span
 
 WINDOW = 8
@@ -295,6 +295,6 @@ def test_a_recurrent_state_branches_only_at_its_end() -> None:
 
 
 def test_slack_is_the_smallest_of_all_layers() -> None:
-    assert slack_of(llama(), 4) is None
-    assert slack_of(mistral(), 4) == SLACK // 2
-    assert slack_of(MambaConfig(num_hidden_layers=4), 4) == 0
+    assert max_crop_of(llama(), 4) is None
+    assert max_crop_of(mistral(), 4) == SLACK // 2
+    assert max_crop_of(MambaConfig(num_hidden_layers=4), 4) == 0

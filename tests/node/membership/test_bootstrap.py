@@ -115,7 +115,7 @@ def test_a_node_waits_for_its_inviter(run: Run, caplog: pytest.LogCaptureFixture
         assert not coming.done()
         assert caplog.text.count("waiting for the inviter") == 1
         again = await town.add("a", life=2)
-        again.links._doorkeeper = a.links._doorkeeper
+        again.links._admission = a.links._admission
         own = await coming
         assert own.link is not None
         await own.link.close()

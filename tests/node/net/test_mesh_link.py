@@ -112,7 +112,7 @@ def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
 def test_a_lost_link_is_dialled_again(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        await a.links.lines[b.me].close()
+        await a.links.by_peer[b.me].close()
         await asyncio.sleep(0.1)
         assert a.lost_ones == [b.me]
         await asyncio.sleep(20)
@@ -178,7 +178,7 @@ def test_heartbeats_are_not_blocked_by_answers(run: Run) -> None:
             nonlocal reads
             reads += 1
 
-        b.talk = stuck  # type: ignore[method-assign]  # it reads slowly
+        b.deliver_request = stuck  # type: ignore[method-assign]  # it reads slowly
         for _ in range(2000):
             a.links.post(b.me, AnswerEvent(ASK, bytes(1000)))
         await asyncio.sleep(20)
@@ -373,7 +373,7 @@ def test_a_bug_closes_its_link_and_not_the_node(
             raise ZeroDivisionError
 
         with monkeypatch.context() as patch:
-            patch.setattr(a, "talk", broken)
+            patch.setattr(a, "deliver_request", broken)
             b.links.post(a.me, AnswerEvent(ASK, b""))
             await asyncio.sleep(0.1)
         assert "bug in a link" in caplog.text
@@ -432,7 +432,7 @@ def test_a_node_that_stops_while_rejecting_leaves_nothing(run: Run) -> None:
 def test_a_node_that_stops_closes_its_links(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        link = a.links.lines[b.me]
+        link = a.links.by_peer[b.me]
         await a.close()
         with pytest.raises(LinkLost):
             await link.send([b""])

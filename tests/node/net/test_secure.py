@@ -47,7 +47,7 @@ Promise = Callable[[Link, Link, Terms], Awaitable[None]]
 
 
 class House:
-    """A doorkeeper with one invitation, and one dropped meanwhile."""
+    """A admission with one invitation, and one dropped meanwhile."""
 
     def guests(self) -> tuple[bytes, ...]:
         return (TICKET.psk, guest_psk(bytes(16)))

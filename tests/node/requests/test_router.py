@@ -273,9 +273,9 @@ def test_closing_cancels_on_the_entry(world: World) -> None:
             assert await anext(events) == Piece("a")
 
     world.run(story)
-    ask, hush = [message for _, to, message in world.sent if to == ENTRY]
-    assert isinstance(ask, Generate)
-    assert hush == CancelRequest(ask.ask)
+    request, cancel = [message for _, to, message in world.sent if to == ENTRY]
+    assert isinstance(request, Generate)
+    assert cancel == CancelRequest(request.request_id)
     assert world.rings[ENTRY].closed == 1
     assert (router.counts.served, router.counts.failed) == (0, 0)
 
@@ -446,8 +446,8 @@ def test_a_bug_ends_its_request_and_no_other(
     router = world.add(ME, FakeRing(attempts=[[ZeroDivisionError()], answer()]))
 
     async def story() -> None:
-        for ask in (ASK, b"j" * 16):
-            router.receive(OTHER, Generate(ask, request_to_json(REQUEST)), is_client=False)
+        for request_id in (ASK, b"j" * 16):
+            router.receive(OTHER, Generate(request_id, request_to_json(REQUEST)), is_client=False)
 
     world.run(story)
     told = world.said(OTHER)
@@ -522,8 +522,8 @@ def test_the_requests_of_a_peer_are_limited(world: World) -> None:
 
     async def story() -> None:
         for number in range(MAX_PER_PEER + 1):
-            ask = Generate(bytes([number]) * 16, request_to_json(REQUEST))
-            router.receive(OTHER, ask, is_client=False)
+            request = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+            router.receive(OTHER, request, is_client=False)
         router.receive(ENTRY, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
         assert len(router._served) == MAX_PER_PEER + 1  # the other peer has its own
@@ -544,8 +544,8 @@ def test_the_requests_of_clients_are_limited_alone_and_together(world: World) ->
     async def story() -> None:
         for client in clients:
             for number in range(MAX_PER_CLIENT + 1):
-                ask = Generate(bytes([number]) * 16, request_to_json(REQUEST))
-                router.receive(client, ask, is_client=True)
+                request = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+                router.receive(client, request, is_client=True)
         router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
         await asyncio.sleep(1)
         assert len(router._served) == MAX_OF_CLIENTS + 1
@@ -594,7 +594,7 @@ def test_a_duplicate_request_id_is_refused(world: World) -> None:
 
 def asked(world: World) -> bytes:
     (message,) = [message for _, _, message in world.sent if isinstance(message, Generate)]
-    return message.ask
+    return message.request_id
 
 
 def test_lines_of_other_peers_are_ignored(world: World) -> None:
@@ -603,12 +603,14 @@ def test_lines_of_other_peers_are_ignored(world: World) -> None:
     async def story() -> None:
         asking = asyncio.ensure_future(all_of(router))
         await asyncio.sleep(1)
-        ask = asked(world)
-        router.receive(OTHER, AnswerEvent(ask, event_to_json(Piece("lie"))), is_client=False)
+        request_id = asked(world)
+        router.receive(OTHER, AnswerEvent(request_id, event_to_json(Piece("lie"))), is_client=False)
         router.receive(ENTRY, AnswerEvent(ASK, event_to_json(Piece("lost"))), is_client=False)
-        router.receive(ENTRY, CancelRequest(ask), is_client=False)
+        router.receive(ENTRY, CancelRequest(request_id), is_client=False)
         router.lost(OTHER)
-        router.receive(ENTRY, AnswerEvent(ask, event_to_json(answer_of("", 0))), is_client=False)
+        router.receive(
+            ENTRY, AnswerEvent(request_id, event_to_json(answer_of("", 0))), is_client=False
+        )
         assert await asking == [answer_of("", 0)]
 
     world.run(story)
@@ -640,10 +642,12 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
         async with aclosing(router.generate(REQUEST)) as events:
             first = asyncio.ensure_future(anext(events))
             await asyncio.sleep(1)
-            ask, (call,) = asked(world), router._remote._calls.values()
+            request_id, (call,) = asked(world), router._remote._calls.values()
             letters: list[Event] = [Piece("a", (token,)) for token in range(9)]
             for letter in letters * 9:
-                router.receive(ENTRY, AnswerEvent(ask, event_to_json(letter)), is_client=False)
+                router.receive(
+                    ENTRY, AnswerEvent(request_id, event_to_json(letter)), is_client=False
+                )
             assert call.lines.qsize() == 8 + 1
             assert await first == letters[0]
             for _ in range(7):

@@ -136,7 +136,7 @@ async def running(
             epoch=EPOCH,
             pace=lambda _tokens, _others: Pace(chunk=4),
             max_sessions=sessions,
-            slack=None,
+            max_crop=None,
             prefixes=PrefixCache[SessionCache](index, None),
         ),
         Worker(thread),

@@ -367,7 +367,7 @@ def test_croppable_positions_limit_all_drafts_in_flight() -> None:
     for _ in range(20):
         table.note_interval(17, 0.001)
 
-    window = certain(table).choose(2, 31, depth=8, reach=31)
+    window = certain(table).choose(2, 31, depth=8, max_drafts=31)
 
     assert window.length <= 31
     assert window.depth > 1
@@ -424,7 +424,7 @@ def test_every_choice_respects_its_limits(
         lookahead.note(sure, guesses, min(right, guesses))
 
     for each in (lookahead, Lookahead(table, ring)):
-        chosen = each.choose(confidence, room, depth=4, reach=31)
+        chosen = each.choose(confidence, room, depth=4, max_drafts=31)
         assert chosen.guesses in GUESSES
         assert chosen.depth in DEPTHS[:3]
         assert chosen.guesses <= room

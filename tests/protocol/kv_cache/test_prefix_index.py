@@ -114,8 +114,8 @@ def test_no_more_positions_are_returned_than_are_kept() -> None:
 
 
 def test_fewer_recurrent_states_are_kept() -> None:
-    for slack, most in ((0, MAX_STATES), (32, MAX_KEPT), (None, MAX_KEPT)):
-        index = prefix_index_for(KvBudget([room(1 << 20)]), None, slack)
+    for max_crop, most in ((0, MAX_STATES), (32, MAX_KEPT), (None, MAX_KEPT)):
+        index = prefix_index_for(KvBudget([room(1 << 20)]), None, max_crop)
         gone = [index.put(SessionId(number.to_bytes(16)), 1, 1, 0.0) for number in range(most + 1)]
         assert sum(map(len, gone)) == 1
 

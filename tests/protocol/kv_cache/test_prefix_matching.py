@@ -21,14 +21,14 @@ def index(blocks: int = 9) -> PrefixIndex:
     return PrefixIndex(KvBudget([Room(blocks * BLOCK, lambda tokens: (tokens, 0))]))
 
 
-def kept(slack: int | None = None, *, prompt: int = 50) -> PrefixCache[str]:
-    prefixes: PrefixCache[str] = PrefixCache(index(), slack)
+def kept(max_crop: int | None = None, *, prompt: int = 50) -> PrefixCache[str]:
+    prefixes: PrefixCache[str] = PrefixCache(index(), max_crop)
     prefixes.keep(SessionId(b"a" * 16), PROMPT, prompt, "a", len(PROMPT), 0.0)
     return prefixes
 
 
 @pytest.mark.parametrize(
-    ("slack", "shared", "found"),
+    ("max_crop", "shared", "found"),
     [
         (None, MIN_SHARED - 1, 0),
         (None, MIN_SHARED, MIN_SHARED),
@@ -40,9 +40,9 @@ def kept(slack: int | None = None, *, prompt: int = 50) -> PrefixCache[str]:
     ],
 )
 def test_a_shared_prefix_must_be_long_and_croppable(
-    slack: int | None, shared: int, found: int
+    max_crop: int | None, shared: int, found: int
 ) -> None:
-    result = kept(slack).find((*PROMPT[:shared], *MORE), 1.0)
+    result = kept(max_crop).find((*PROMPT[:shared], *MORE), 1.0)
 
     assert (result[0].length if result else 0) == found
 
@@ -87,7 +87,7 @@ def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     assert prefixes.index.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)
 
     assert prefixes.find((*PROMPT[:20], *MORE), 1.0) == (
-        PrefixHit(SessionId(b"a" * 16), 20, whole=True, reach=len(PROMPT)),
+        PrefixHit(SessionId(b"a" * 16), 20, whole=True, capacity=len(PROMPT)),
         "a",
     )
     assert not prefixes._texts

@@ -315,9 +315,9 @@ def test_a_client_sends_beats_and_requests_only() -> None:
 
 
 def test_request_messages_are_delivered_to_the_node() -> None:
-    node, ask = linked(CLIENT), Generate(bytes(16), b"{}")
+    node, request = linked(CLIENT), Generate(bytes(16), b"{}")
 
-    assert node.receive(CLIENT.node, ask, 2.0) == [DeliverRequest(CLIENT.node, ask)]
+    assert node.receive(CLIENT.node, request, 2.0) == [DeliverRequest(CLIENT.node, request)]
 
 
 def test_messages_of_unlinked_peers_are_ignored() -> None:

@@ -426,7 +426,7 @@ def test_a_pace_beyond_the_limits_is_refused(chunk: int, window: int, words: str
 
 
 def test_a_cache_that_cannot_be_cropped_is_refilled_from_the_start() -> None:
-    entry = Entry(replace(TASK, prompt=(11, 12, 13), slack=0), PACE)
+    entry = Entry(replace(TASK, prompt=(11, 12, 13), max_crop=0), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
     entry.computed(blob(1), 0.2)
@@ -586,9 +586,11 @@ def test_unverified_guesses_are_not_kept() -> None:
     assert entry.kept == [11, 12, 90]
 
 
-@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 2), (0, 0)])
-def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(slack: int | None, keep: int) -> None:
-    entry = Entry(replace(TASK, prompt=(11, 12), slack=slack), PACE)
+@pytest.mark.parametrize(("max_crop", "keep"), [(None, 2), (40, 2), (0, 0)])
+def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(
+    max_crop: int | None, keep: int
+) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_crop=max_crop), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
@@ -597,9 +599,11 @@ def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(slack: int | None, 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 
 
-@pytest.mark.parametrize(("slack", "keep"), [(None, 2), (40, 0)])
-def test_chunks_in_flight_are_too_much_for_a_sliding_window(slack: int | None, keep: int) -> None:
-    entry = Entry(replace(TASK, slack=slack), PACE)
+@pytest.mark.parametrize(("max_crop", "keep"), [(None, 2), (40, 0)])
+def test_chunks_in_flight_are_too_much_for_a_sliding_window(
+    max_crop: int | None, keep: int
+) -> None:
+    entry = Entry(replace(TASK, max_crop=max_crop), PACE)
     entry.open(0.0)
     entry.computed(blob(2), 0.1)
     entry.computed(blob(2), 0.2)
@@ -859,7 +863,7 @@ def test_the_end_in_a_flight_keeps_what_came_all_round() -> None:
 
 
 def test_the_end_in_a_flight_keeps_nothing_if_caches_cannot_be_cropped_far() -> None:
-    entry = flying(task=replace(TASK, slack=32))
+    entry = flying(task=replace(TASK, max_crop=32))
     entry.receive(back(2, 3, row=blob(3)), 2.0)
     entry.picked((91, 92, 93), 2.0)
 
@@ -923,14 +927,14 @@ def test_a_flight_is_limited_by_the_queue_of_a_rank() -> None:
     ]
 
 
-@pytest.mark.parametrize(("slack", "reach"), [(None, MAX_POSITION), (32, 31), (0, 0)])
-def test_croppable_positions_limit_the_guesses(slack: int | None, reach: int) -> None:
-    entry = flying((91,), task=replace(TASK, slack=slack))
+@pytest.mark.parametrize(("max_crop", "max_drafts"), [(None, MAX_POSITION), (32, 31), (0, 0)])
+def test_croppable_positions_limit_the_guesses(max_crop: int | None, max_drafts: int) -> None:
+    entry = flying((91,), task=replace(TASK, max_crop=max_crop))
 
     (pick,) = entry.receive(back(2, 2, row=blob(2)), 2.0)
 
     assert isinstance(pick, Pick)
-    assert pick.reach == reach
+    assert pick.max_drafts == max_drafts
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_steps_are_shorter_at_the_end_of_an_answer() -> None:
 def test_croppable_positions_limit_the_drafts_in_flight() -> None:
     speculator = far(Oracle(TEXT, 1.0), Clock())
 
-    steps = speculator.after(TEXT[10:11], pick(10, room=999, reach=31), depth=8)
+    steps = speculator.after(TEXT[10:11], pick(10, room=999, max_drafts=31), depth=8)
 
     assert 16 < sum(sizes(steps)) <= 31
 
