@@ -53,6 +53,11 @@ def test_a_message_round_trips(message: Message) -> None:
     assert decode(memoryview(encode(message))) == message
 
 
+@pytest.mark.parametrize(("kind", "message"), [*enumerate(MESSAGES, start=1)])
+def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
+    assert encode(message)[:2] == bytes([2, kind])
+
+
 @given(mesh_messages)
 def test_any_message_round_trips(message: Message) -> None:
     assert decode(encode(message)) == message

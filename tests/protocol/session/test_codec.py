@@ -70,6 +70,14 @@ def packed(message: Message) -> bytearray:
     return bytearray(b"".join(encode(message)))
 
 
+KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7]
+
+
+@pytest.mark.parametrize(("kind", "message"), [*zip(KINDS, MESSAGES, strict=True)], ids=NAMES)
+def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
+    assert packed(message)[:2] == bytes([2, kind])
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
 def test_a_message_comes_back_from_its_bytes(message: Message) -> None:
     assert decode(packed(message)) == message
