@@ -10,7 +10,7 @@ from typing import ClassVar
 from meshllm.errors import LinkLost, UserError
 from meshllm.transport import contract
 from meshllm_quic.base.identity import KEY_BYTES, Identity
-from meshllm_quic.link.dialler import dial
+from meshllm_quic.link.dialer import dial
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import RELAY_PORT, QuicAddress, parse

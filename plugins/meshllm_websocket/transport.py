@@ -9,7 +9,7 @@ from typing import ClassVar
 from meshllm.errors import UserError
 from meshllm.transport import contract
 from meshllm_websocket.address import parse, reachable
-from meshllm_websocket.dialler import WebsocketDialer
+from meshllm_websocket.dialer import WebsocketDialer
 from meshllm_websocket.listener import WebsocketListener
 
 PORTS = range(7700, 7800)

@@ -20,7 +20,7 @@ from meshllm.transport import contract
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import CREDIT
 from meshllm.transport.registry import Registry
-from meshllm_websocket import WebsocketTransport, address, connection, dialler
+from meshllm_websocket import WebsocketTransport, address, connection, dialer
 from meshllm_websocket.transport import PORTS
 from tests.builders.certificates import certificate
 
@@ -281,7 +281,7 @@ async def test_a_failed_handshake_is_a_lost_link(answer: bytes, reason: str) -> 
 
 
 async def test_a_dial_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler, "OPEN_S", 0.05)
+    monkeypatch.setattr(dialer, "OPEN_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
 

@@ -1,3 +1,3 @@
 """Connections and links: dialling, listening, and the shared UDP socket."""
 
-__all__ = ["dialler", "endpoint", "listener"]
+__all__ = ["dialer", "endpoint", "listener"]

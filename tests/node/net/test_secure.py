@@ -130,13 +130,13 @@ async def is_closed(link: Wire) -> bool:
 
 
 @pytest.mark.parametrize("promise", links.PROMISES, ids=lambda promise: promise.__name__)
-@pytest.mark.parametrize("dialler_first", [True, False])
-async def test_a_secure_link_keeps_the_promise(promise: Promise, dialler_first: bool) -> None:
+@pytest.mark.parametrize("dialer_first", [True, False])
+async def test_a_secure_link_keeps_the_promise(promise: Promise, dialer_first: bool) -> None:
     one, other = await secured()
     terms = Terms(longest_bytes=MAX_SECURE_BYTES, settle_s=0.01)
 
     async with asyncio.timeout(10):
-        await promise(*((one, other) if dialler_first else (other, one)), terms)
+        await promise(*((one, other) if dialer_first else (other, one)), terms)
 
 
 @pytest.mark.parametrize("promise", links.PROMISES, ids=lambda promise: promise.__name__)
@@ -221,14 +221,14 @@ class Proven(Wire):
     peer_key: bytes
 
 
-@pytest.mark.parametrize("liar", ["dialler", "listener"])
+@pytest.mark.parametrize("liar", ["dialer", "listener"])
 async def test_a_peer_that_differs_from_the_transports_is_rejected(liar: str) -> None:
     transport = LoopbackTransport()
     async with transport.listen("loopback:b") as listener:
         dialled = Proven(await transport.dial("loopback:b"))
         accepted = Proven(await anext(aiter(listener.links())))
     dialled.peer_key = OTHER.node if liar == "listener" else AS_HOST.key.node
-    accepted.peer_key = OTHER.node if liar == "dialler" else AS_MEMBER.key.node
+    accepted.peer_key = OTHER.node if liar == "dialer" else AS_MEMBER.key.node
 
     outcomes = await asyncio.gather(dial(dialled), accept(accepted), return_exceptions=True)
 

@@ -98,18 +98,18 @@ class Pipe:
             "alpn_protocols": ["pipe"],
             **options,
         }
-        dialler = QuicConnection(
+        dialer = QuicConnection(
             configuration=QuicConfiguration(is_client=True, verify_mode=ssl.CERT_NONE, **common)
         )
         settings = QuicConfiguration(is_client=False, **common)
         settings.certificate, settings.private_key = certificate, key
         listener = QuicConnection(
             configuration=settings,
-            original_destination_connection_id=dialler.original_destination_connection_id,
+            original_destination_connection_id=dialer.original_destination_connection_id,
         )
-        one, other = End(dialler, self.forth), End(listener, self.back)
+        one, other = End(dialer, self.forth), End(listener, self.back)
         one.other, other.other = other, one
-        dialler.connect(ADDRESS, now=self.now)
+        dialer.connect(ADDRESS, now=self.now)
         self.push(one)
         self.run(self.now + 10.0, lambda: one.is_up and other.is_up)
         return one, other

@@ -9,7 +9,7 @@ from aioquic.quic.events import ConnectionIdIssued
 from meshllm.errors import LinkLost
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Path
-from meshllm_quic.link import dialler
+from meshllm_quic.link import dialer
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.machine import PEER, ConnectionMachine
@@ -166,7 +166,7 @@ async def test_an_outdated_direct_address_falls_back_to_the_relay() -> None:
 def test_a_relay_that_does_not_answer_a_dial_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialler, "RELAY_S", 2.0)  # before TCP is tried, which is real here
+    monkeypatch.setattr(dialer, "RELAY_S", 2.0)  # before TCP is tried, which is real here
     run_virtual(_dial_through_nobody())
 
 

@@ -22,7 +22,7 @@ from meshllm.transport.contract import (
     Transport,
 )
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link import dialler
+from meshllm_quic.link import dialer
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.network import Receive
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
@@ -61,7 +61,7 @@ async def linked(
 
 
 async def test_quic_implements_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialler, "OPEN_S", 0.5)  # UDP does not report a closed port
+    monkeypatch.setattr(dialer, "OPEN_S", 0.5)  # UDP does not report a closed port
 
     await check_transport(Local)
 
