@@ -11,6 +11,7 @@ from meshllm.errors import LinkLost
 from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
@@ -126,9 +127,12 @@ async def test_a_prompt_that_is_interrupted_continues_behind_its_finished_chunks
         assert 16 <= ended.measured.reused < len(PROMPT)
 
 
-async def test_without_a_prefix_cache_the_tokens_are_computed_again_with_the_same_bits(
-    folder: Path,
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_without_a_prefix_cache_the_answer_goes_on_with_the_same_bits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool
 ) -> None:
+    """With the caches of the lost ring, or if they cannot be resumed, with all rows again."""
+    monkeypatch.setattr(ModelRuntime, "resumes", resumes)
     config = InferenceConfig(threads=1, speculation=False, prefix_bytes=0)
     cut = Cut()
     whole = await plain(folder, speculation=False)
@@ -146,7 +150,7 @@ async def test_without_a_prefix_cache_the_tokens_are_computed_again_with_the_sam
 
         assert first + rest == whole
         assert ended is not None
-        assert ended.measured.reused == 0
+        assert (ended.measured.reused > 0) is resumes
 
 
 async def test_a_request_that_waits_for_a_place_is_interrupted_too(
