@@ -244,6 +244,8 @@ class MemoryStatus:
     """Index of past texts for speculative decoding."""
     recorded_steps: int = 0
     """Arenas of traced steps."""
+    sent_rows: int = 0
+    """Hidden states sent to the next rank, from which the caches of a lost one are computed."""
 
 
 @dataclass(frozen=True, slots=True)

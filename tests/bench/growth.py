@@ -19,7 +19,15 @@ from tests.processes import fleet as fleets
 from tests.processes.fleet import ALONE, Node, open_fleet, until
 
 _SAMPLE = re.compile(r'^meshllm_memory_bytes\{part="(\w+)"\} (\d+)', re.MULTILINE)
-_PARTS = ("process", "weights", "kv_cache", "prefix_cache", "drafter", "recorded_steps")
+_PARTS = (
+    "process",
+    "weights",
+    "kv_cache",
+    "prefix_cache",
+    "drafter",
+    "recorded_steps",
+    "sent_rows",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def weigh(fleet: Fleet) -> tuple[int, int]:
     sizes = list[tuple[int, int]]()
     for node in fleet.nodes.values():
         memory = node.status()["memory"]
-        parts = ("weights", "kv_cache", "prefix_cache", "drafter", "recorded_steps")
+        parts = ("weights", "kv_cache", "prefix_cache", "drafter", "recorded_steps", "sent_rows")
         sizes.append((memory["process"], sum(memory[part] for part in parts)))
     return max(sizes)
 

@@ -66,6 +66,7 @@ class ToyCache:
     """Cache of a span: the sum of each layer after each row."""
 
     def __init__(self, span: Span) -> None:
+        self.span = span
         self.sums = {layer: [1 + layer] for layer in range(span.start, span.stop)}
         self._empty = 0  # rows of a span without layers
 
@@ -84,7 +85,7 @@ class ToyCache:
             del sums[rows + 1 :]
 
     def branch(self, rows: int) -> "ToyCache":
-        other = ToyCache(Span(0, 0))
+        other = ToyCache(self.span)
         other.sums = {layer: list(sums) for layer, sums in self.sums.items()}
         other.crop(rows)
         return other

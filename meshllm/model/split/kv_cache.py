@@ -187,15 +187,15 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         super().__init__(config=config)
         self.length = 0
         self._config = config
-        self._span = span
+        self.span = span
         self.layers = self._within_span(self.layers)
         self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
         self._recurs = any(isinstance(la, LinearAttentionCacheLayerMixin) for la in self.layers)
 
     def take_over(self, others: "Sequence[SpanCache]") -> None:
         """Take over the layers of this span, if ``others`` hold all of them for as many tokens."""
-        span = range(self._span.start, self._span.stop)
-        owners = [next((each for each in others if at in each._span), None) for at in span]
+        span = range(self.span.start, self.span.stop)
+        owners = [next((each for each in others if at in each.span), None) for at in span]
         lengths = {owner.length if owner else 0 for owner in owners}
         if not span:  # nothing to hold
             self.length = max((other.length for other in others), default=0)
@@ -271,7 +271,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         Raises:
             ModelError: the states cannot be rolled back that far.
         """
-        other = SpanCache(self._config, self._span)
+        other = SpanCache(self._config, self.span)
         for index, layer in enumerate(self.layers):
             if type(layer) is GrowingLayer and layer.is_initialized:
                 other.layers[index].update(
@@ -308,7 +308,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
     def _within_span(self, layers: list[Any]) -> list[Any]:
         """Replace the layers outside the span by dummies."""
         return [
-            _in_place_layer(layer) if index in self._span else DummyLayer()
+            _in_place_layer(layer) if index in self.span else DummyLayer()
             for index, layer in enumerate(layers)
         ]
 

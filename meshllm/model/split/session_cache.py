@@ -34,8 +34,11 @@ class SentRows:
         """Add rows, see `SessionCache.record`."""
         before = cache.sent_bytes
         cache.record(layer, start, rows)
-        if cache.sent_bytes == before:
-            return
+        if cache.sent_bytes != before:
+            self.count(cache)
+
+    def count(self, cache: "SessionCache") -> None:
+        """Count the rows of a session, whose number has changed; drop them if they exceed."""
         self._caches.add(cache)
         self.bytes = sum(each.sent_bytes for each in self._caches)
         if self.bytes > self._most_bytes:
@@ -54,11 +57,6 @@ class SessionCache:
     def length(self) -> int:
         """Tokens that all layers hold."""
         return min(part.length for part in self.parts)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the caches, including spare capacity."""
-        return sum(part.bytes for part in self.parts)
 
     @property
     def sent_bytes(self) -> int:
@@ -89,10 +87,15 @@ class SessionCache:
         return other
 
     def regroup(self, parts: Sequence[SpanCache]) -> None:
-        """Move the layers to new, empty ``parts``; a part of which a layer is missing stays so."""
+        """Move the layers to new, empty ``parts``; a part of which a layer is missing stays so.
+
+        The rows behind layers that are not among them are dropped.
+        """
         for part in parts:
             part.take_over(self.parts)
         self.parts = list(parts)
+        first, last = parts[0].span.start, parts[-1].span.stop
+        self.sent = {layer: rows for layer, rows in self.sent.items() if first <= layer <= last}
 
     def record(self, layer: int, start: int, rows: Tensor) -> None:
         """Add the rows ``[1, T, D]`` from position ``start`` on; without those before, drop them.

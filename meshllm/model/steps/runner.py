@@ -102,6 +102,8 @@ class SpanRunner:
     def regroup(self, cache: SessionCache) -> None:
         """Move a session's cache to these pieces, from those of an earlier span."""
         cache.regroup([piece.new_cache() for piece in self.pieces])
+        if self._sent:
+            self._sent.count(cache)
 
     def prefill(self, x: Tensor, cache: SessionCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, see `Shard.forward`."""

@@ -24,6 +24,7 @@ def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
         kv_room=max(0, node.budget.rooms[0].total),
         drafter=drafting.bytes if isinstance(drafting, SuffixDrafting) else 0,
         recorded_steps=sum(runner.recorded_bytes for runner in node.runners),
+        sent_rows=node.layers.sent_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.split.session_cache import SessionCache
-from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
@@ -124,6 +124,11 @@ class EntryNode:
     def drafting(self) -> Drafting | None:
         """Drafter for speculative decoding."""
         return self._config.drafting
+
+    @property
+    def layers(self) -> SpanRunner:
+        """Runs the layers of this rank."""
+        return self._ends.front
 
     @property
     def runners(self) -> list[Runner]:

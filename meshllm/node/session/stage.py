@@ -73,6 +73,11 @@ class StageNode:
         return self._machine.budget
 
     @property
+    def layers(self) -> SpanRunner:
+        """Runs the layers of this rank."""
+        return self._runner
+
+    @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
         return [*self._runner.pieces, *([self._head] if self._head else [])]

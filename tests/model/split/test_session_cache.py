@@ -131,6 +131,23 @@ def test_caches_move_to_other_pieces_layer_by_layer(source: Source) -> None:
     assert torch.equal(after.step(step, cache), before.step(step, plain))
 
 
+def test_rows_of_moved_sessions_count_and_those_of_no_layer_here_go(source: Source) -> None:
+    before = span_runner(source, "0:2", "2:4")
+    cache = before.new_cache()
+    before.prefill(TOKENS, cache)
+    piece = runner_of(source, Span(2, 4))
+
+    narrow = SpanRunner([piece], SentRows(cache.sent_bytes - 1))
+    narrow.regroup(cache)
+    assert narrow.sent_bytes == before.sent_bytes
+    assert cache.sent == {}  # as they exceed
+
+    cache = before.new_cache()
+    before.prefill(TOKENS, cache)
+    SpanRunner([runner_of(source, Span(0, 2))], SentRows(1 << 30)).regroup(cache)
+    assert cache.sent == {}  # behind layer 4
+
+
 def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) -> None:
     before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
     whole = span_runner(source, "0:4")

@@ -1,8 +1,8 @@
 """After a loss only the lost layers are computed again, and the text does not change."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,15 @@ async def ask(
     return answer
 
 
+@asynccontextmanager
+async def ring_of_three(world: World) -> AsyncIterator[tuple[list[Place], list[int]]]:
+    """Serve; yield the places, the entry first, and an answer that nothing disturbed."""
+    async with world.serving(A, B, C) as places:
+        world.follow(THREE)
+        await until(lambda: at_work(*places))
+        yield places, await ask(places[0])
+
+
 async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
     """Return the answer of the first place, while one plan after the other replaces the last."""
     answer: list[int] = []
@@ -123,10 +132,7 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
     after, lost = TAKEOVERS[name]
 
     async def main() -> None:
-        async with world.serving(A, B, C) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places))
-            undisturbed = await ask(places[0])
+        async with ring_of_three(world) as (places, undisturbed):
             rows.clear()  # the second time the prompt is cached
 
             assert await ask_over(places, after) == undisturbed
@@ -137,14 +143,11 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
     run_virtual(main())
 
 
-def test_two_losses_in_one_answer_recompute_each_layer_once(world: World, rows: Rows) -> None:
+def test_two_losses_recompute_what_each_of_them_took(world: World, rows: Rows) -> None:
     two, one = plan_of((A, "0:3"), (C, "3:6"), epoch=2), plan_of((A, "0:6"), epoch=3)
 
     async def main() -> None:
-        async with world.serving(A, B, C) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places))
-            undisturbed = await ask(places[0])
+        async with ring_of_three(world) as (places, undisturbed):
             rows.clear()
 
             assert await ask_over(places, two, one) == undisturbed
@@ -159,10 +162,7 @@ def test_without_a_prefix_cache_an_answer_goes_on_where_it_was(llama: Path, rows
     world = World(llama, prefix_bytes=0)
 
     async def main() -> None:
-        async with world.serving(A, B, C) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places))
-            undisturbed = await ask(places[0])
+        async with ring_of_three(world) as (places, undisturbed):
             rows.clear()
 
             assert await ask_over(places, TAKEOVERS["the one before"][0]) == undisturbed
@@ -178,10 +178,7 @@ def test_rows_that_were_not_recorded_cost_time_and_no_text(
     monkeypatch.setattr(SentRows, "record", lambda *_: None)
 
     async def main() -> None:
-        async with world.serving(A, B, C) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places))
-            undisturbed = await ask(places[0])
+        async with ring_of_three(world) as (places, undisturbed):
             for epoch, name in enumerate(("the one before", "the one behind"), start=2):
                 plan = replace(TAKEOVERS[name][0], epoch=epoch)
                 assert await ask_over(places, plan) == undisturbed
