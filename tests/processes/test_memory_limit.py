@@ -62,7 +62,7 @@ def test_no_process_runs_out_of_the_memory_it_offered(pair: Fleet) -> None:
 
     with client_of(one) as client, ThreadPoolExecutor(SESSIONS) as pool:
         replies = list(pool.map(lambda number: ask(client, number), range(SESSIONS)))
-        too_long = client.post("/mesh/ask", json={"raw": LONG * 160, "max_tokens": 5})
+        too_long = client.post("/mesh/ask", json={"raw": LONG * 40, "max_tokens": 5})
         for number in range(CONVERSATIONS):
             converse(client, number)
 
