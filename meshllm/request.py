@@ -73,6 +73,8 @@ class Request:
     """Most tokens of an answer."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
+    resume: "Resumable | None" = None
+    """The latest one of that ring, if its caches may still exist."""
     given: tuple[int, ...] = ()
     """Tokens of the answer sampled by an earlier ring. The answer continues after them: they count
     for `max_tokens`, penalties and stop strings, and are not yielded again."""
@@ -144,6 +146,21 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumable:
+    """Which caches an answer continues from if its ring is lost, and how they were computed.
+
+    The next one replaces it. All tokens after the last of `stops` are computed in decode steps.
+    """
+
+    key: str
+    """In hexadecimal; only the entry and those that hold the tokens of the answer know it."""
+    stops: tuple[int, ...]
+    """First position behind each chunk."""
+    steps: tuple[int, ...] = ()
+    """Those of them behind decode steps; the others are behind chunks of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """New text of the answer, complete characters only, and its new tokens."""
 
@@ -155,15 +172,15 @@ class Piece:
     """Of the tokens, if requested."""
 
 
-Event = Prefilled | Piece | Answer
-"""An item of a generation: progress, pieces of text, and the answer last."""
+Event = Prefilled | Resumable | Piece | Answer
+"""An item of a generation: progress, how to resume, pieces of text, and the answer last."""
 
 
 class Backend(Protocol):
     """Serves requests: a local ring, the entry of a ring, another node, a mesh, a provider."""
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, pieces of text, and the `Answer` last.
+        """Yield progress, how to resume, pieces of text, and the `Answer` last.
 
         Raises:
             UserError: the request is invalid.

@@ -5,7 +5,7 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from meshllm.cli.terminal import render
-from meshllm.request import Answer, Backend, Piece, Prefilled, Request
+from meshllm.request import Answer, Backend, Piece, Prefilled, Request, Resumable
 
 
 async def stream(
@@ -21,6 +21,8 @@ async def stream(
                 case Piece(text):
                     status.clear()
                     write(text)
+                case Resumable():
+                    pass
                 case Answer():
                     answer = event
                 case _:

@@ -3,6 +3,7 @@
 ::
 
     {"prefilled": [128, 512]}                                 progress
+    {"resumable": {...}}                                      how to go on if the ring is lost
     {"piece": "text", "ids": [1], "logprobs": [...]}          new text and tokens
     {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
@@ -33,7 +34,7 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.json_shape import check_shape
-from meshllm.request import Answer, Event, Piece, Prefilled, Request, TokenLogprobs
+from meshllm.request import Answer, Event, Piece, Prefilled, Request, Resumable, TokenLogprobs
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
@@ -79,6 +80,7 @@ class _Line:
     """A line of an answer: exactly one field is set."""
 
     prefilled: tuple[int, ...] | None = None
+    resumable: Resumable | None = None
     piece: str | None = None
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -119,6 +121,8 @@ def event_to_json(event: Event) -> bytes:
     match event:
         case Prefilled(done, total):
             return _write({"prefilled": [done, total]})
+        case Resumable():
+            return _write({"resumable": lay_out(event)})
         case Piece(text, ids, logprobs):
             more = {"ids": ids} if ids else {}
             told = {"logprobs": lay_out(logprobs)} if logprobs else {}
@@ -204,19 +208,21 @@ def _read_line(data: bytes) -> _Line:
 
 
 def _event_of(line: _Line) -> Event | None:
-    match line:
-        case _Line(prefilled=(done, total), piece=None, answer=None, error=None):
-            return Prefilled(done, total)
-        case _Line(prefilled=None, piece=str(text), answer=None, error=None):
-            return Piece(text, line.ids, line.logprobs)
-        case _Line(prefilled=None, piece=None, answer=Answer() as answer, error=None):
-            return answer
-        case _Line(prefilled=None, piece=None, answer=None, error=_Failure() as failure):
-            raise _error_of(failure)
-        case _Line(prefilled=None, piece=None, answer=None, error=None):
-            return None
-        case _:
-            raise PeerFault("Malformed line of an answer: several fields are set")
+    found: list[Event] = [each for each in (line.resumable, line.answer) if each is not None]
+    match line.prefilled:
+        case None:
+            pass
+        case (done, total):
+            found.append(Prefilled(done, total))
+        case numbers:
+            raise PeerFault(f"Malformed line of an answer: {len(numbers)} numbers of progress")
+    if line.piece is not None:
+        found.append(Piece(line.piece, line.ids, line.logprobs))
+    if len(found) + (line.error is not None) > 1:
+        raise PeerFault("Malformed line of an answer: several fields are set")
+    if line.error is not None:
+        raise _error_of(line.error)
+    return found[0] if found else None
 
 
 def error_to_fields(error: MeshError) -> dict[str, Any]:

@@ -118,19 +118,19 @@ class ModelRuntime:
         """Return the prefill pace beside ``others`` sessions, by the ring's times if known."""
         chunk = self.config.chunk
         if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
-            chunk = chunk if self.verdict.chunkable and chunk else self._max_rows
+            chunk = chunk if self.verdict.chunkable and chunk else self.max_rows
         if chunk is not None:
-            return Pace(min(chunk, self._max_rows), window=min(ring, MAX_PENDING))
+            return Pace(min(chunk, self.max_rows), window=min(ring, MAX_PENDING))
         if times is None:
-            return usual_pace(prompt, ring, self._max_rows)
-        return times.best_pace(prompt, others, self._max_rows)
+            return usual_pace(prompt, ring, self.max_rows)
+        return times.best_pace(prompt, others, self.max_rows)
 
     @property
     def context(self) -> int:
         """Most tokens of a session."""
         context = self.shape.context or MAX_POSITION
         # Without chunked prefill a prompt travels in one message, which has a limit.
-        return context if self.verdict.chunkable else min(context, self._max_rows)
+        return context if self.verdict.chunkable else min(context, self.max_rows)
 
     async def text(self) -> Text:
         """Return the tokenizer and chat template; raise `ModelError` if there is none."""
@@ -187,7 +187,8 @@ class ModelRuntime:
         )
 
     @property
-    def _max_rows(self) -> int:
+    def max_rows(self) -> int:
+        """Most rows of a message."""
         row = self.shape.hidden_size * _WIDEST
         return min(MAX_ROWS, (MAX_MESSAGE_BYTES - _HEADER_BYTES) // row)
 

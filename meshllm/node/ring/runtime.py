@@ -350,7 +350,7 @@ class RingRuntime:
         rank, ring = plan.rank(self._me) or 0, len(plan.stages)
         model, span = self._model, self._span
         assert span is not None  # it was loaded before any link was dialled
-        store = self._store = self._store or SessionStore.empty(plan, self._me, budget, model)
+        store = self._store = self._store or SessionStore.empty(plan, budget, model)
         store.move(plan, self._me, budget)
         if span.ends is not None:
             config = EntryConfig(
@@ -364,6 +364,7 @@ class RingRuntime:
                 draft=span.draft,
                 wire=model.wire,
                 depth=model.config.depth,
+                max_chunk=model.max_rows,
             )
             return EntryNode(span.ends, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
@@ -377,7 +378,13 @@ class RingRuntime:
             span=span.span,
         )
         return StageNode(
-            machine, span.runner, model.worker, neighbours, store.caches, model.wire, span.help
+            machine,
+            span.runner,
+            model.worker,
+            neighbours,
+            store.prefixes.caches,
+            model.wire,
+            span.help,
         )
 
     def _budget(self, plan: Plan) -> KvBudget | None:

@@ -5,7 +5,7 @@ from typing import Self
 
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
-from meshllm.names import NodeId, SessionId
+from meshllm.names import NodeId
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
@@ -19,39 +19,31 @@ class SessionStore:
 
     plan: Plan
     """The plan that it was moved to last."""
-    is_entry: bool
-    """Whether this node is the entry of that plan."""
     prefixes: PrefixCache[SessionCache]
-    """Its index, and on the entry the texts and their caches."""
-    caches: dict[SessionId, SessionCache]
-    """On a stage."""
+    """Its index and caches, and on the entry the texts."""
 
     @classmethod
-    def empty(cls, plan: Plan, me: NodeId, budget: KvBudget, model: ModelRuntime) -> Self:
+    def empty(cls, plan: Plan, budget: KvBudget, model: ModelRuntime) -> Self:
         """Keep nothing yet."""
         index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
-        return cls(plan, plan.rank(me) == 0, PrefixCache(index, model.max_crop), {})
+        return cls(plan, PrefixCache(index, model.max_crop))
 
     def move(self, plan: Plan, me: NodeId, budget: KvBudget) -> None:
         """Count what is kept in the budget of another plan, and note the layers that it moves.
 
         What does not fit is evicted. An entry that becomes a stage keeps its caches without the
-        texts; a stage that becomes the entry keeps none, as it has no texts.
+        texts. A stage that becomes the entry has caches only for those who know their keys, see
+        `PrefixCache.resume`.
         """
-        was_entry, self.is_entry = self.is_entry, plan.rank(me) == 0
-        if was_entry and not self.is_entry:
-            self.caches = self.prefixes.forget_texts()
-        elif self.is_entry and not was_entry:
-            self.prefixes.index.clear()
+        if plan.rank(me) != 0:
+            self.prefixes.forget_texts()
         self.prefixes.lose(_moved(self.plan, plan))
         self.prefixes.move(budget)
         self.plan = plan
-        holds = self.prefixes.index.holds
-        self.caches = {session: cache for session, cache in self.caches.items() if holds(session)}
 
     def regroup(self, layers: SpanRunner) -> None:
         """Move all caches to the pieces of another span; runs on the compute thread."""
-        for cache in (*self.caches.values(), *self.prefixes.caches.values()):
+        for cache in self.prefixes.caches.values():
             layers.regroup(cache)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from functools import partial
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.names import SESSION_ID_BYTES, SessionId, WireMode
+from meshllm.names import SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
@@ -25,7 +24,15 @@ from meshllm.node.session.generation import (
     Picked,
     PrefetchedStep,
 )
-from meshllm.node.session.resume import CacheMiss, start_from
+from meshllm.node.session.resume import (
+    CacheMiss,
+    ResumeKey,
+    new_key,
+    read_resumable,
+    resumable,
+    session_of,
+    start_from,
+)
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
 from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
@@ -38,7 +45,7 @@ from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
-from meshllm.protocol.session.codec import size
+from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
     Blob,
@@ -79,6 +86,8 @@ class EntryConfig:
     """Draft model, used in addition to ``drafting``."""
     depth: int = MAX_DEPTH
     """Most steps with drafts in flight; 1 waits for each step before the next."""
+    max_chunk: int = MAX_ROWS
+    """Most rows of a chunk."""
 
 
 class EntryNode:
@@ -178,10 +187,11 @@ class EntryNode:
 
         Closing the iterator cancels the generation on every rank.
         """
-        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        key = new_key()
+        session = session_of(key)
         task = self._task(session, order)
         async with self._admitted(task):
-            generation = self._open(task, order)
+            generation = self._open(task, order, key)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
                     output = await generation.outputs.get()
@@ -222,15 +232,19 @@ class EntryNode:
             resumes=self._prefixes.index.resumes,
         )
 
-    def _open(self, task: GenerationTask, order: GenerationRequest) -> Generation:
+    def _open(self, task: GenerationTask, order: GenerationRequest, key: ResumeKey) -> Generation:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
         # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
         machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
-        found, resumes = None, bool(order.given)
-        if resumes or self._prefixes.index.keeps:
-            found = self._prefixes.find(order.known, now, resumes=resumes)
+        found = None
+        if order.resume:
+            held = len(order.known) - 1  # on every rank: the last token was sampled behind them
+            lost, chunks = read_resumable(order.resume, held, self._config.max_chunk)
+            found = self._prefixes.resume(lost, held, chunks, now)
+        if found is None and self._prefixes.index.keeps:
+            found = self._prefixes.find(order.known, now)
         start = start_from(found, self._ends.front.new_cache)
         speculator = None
         if self._speculation:
@@ -240,8 +254,10 @@ class EntryNode:
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
             speculator = Speculator(shared, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
-        generation = Generation(order, machine, self._ends, encoder, now, speculator, start)
+        generation = Generation(order, machine, self._ends, encoder, now, speculator, start, key)
         self._sessions[session] = generation
+        if order.resume and start.base:  # another loss may come before the next token
+            generation.outputs.put_nowait(resumable(key, start.base.chunks))
         self._act(session, machine.open(now, start.base))
         return generation
 

@@ -16,7 +16,15 @@ from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
-from meshllm.node.session.resume import CacheMiss, Start, crop_cache, refill, sent_again
+from meshllm.node.session.resume import (
+    CacheMiss,
+    ResumeKey,
+    Start,
+    crop_cache,
+    refill,
+    resumable,
+    sent_again,
+)
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
@@ -24,7 +32,7 @@ from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob
 from meshllm.protocol.session.speculation import Speculator, Steps
-from meshllm.request import FinishReason, Prefilled, Sampling
+from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Ended:
     measured: GenerationTimes
 
 
-Output = Prefilled | Token | Ended
+Output = Prefilled | Resumable | Token | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class GenerationRequest:
     max_tokens: int
     given: tuple[int, ...] = field(default=(), kw_only=True)
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
+    resume: Resumable | None = field(default=None, kw_only=True)
+    """The latest one of that ring."""
     is_last: Callable[[int], bool]
     """Called once per token, in order, on the compute thread: whether it ends the answer."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
@@ -145,8 +155,9 @@ class Generation:
         begin: float,
         speculator: Speculator | None,
         start: Start,
+        key: ResumeKey,
     ) -> None:
-        """Prepare a generation that continues from ``start``."""
+        """Prepare a generation that continues from ``start``; who has ``key`` may resume it."""
         self.machine = machine
         self.gauge = Gauge(begin)
         self.outputs: asyncio.Queue[Output | MeshError] = asyncio.Queue()
@@ -162,6 +173,7 @@ class Generation:
         self._ends = ends
         self._encoder = encoder
         self._speculator = speculator
+        self._resume_key = key
         self.base = base = start.base
         lost = base.lost if base else ()
         self._feeds_lost = any(ends.front.span.stop in span for span in lost)
@@ -199,6 +211,8 @@ class Generation:
         """Queue an output, or record the outcome, that the machine reports."""
         match action:
             case Emit(token):
+                if chunks := self.machine.take_chunks():
+                    self.outputs.put_nowait(resumable(self._resume_key, chunks))
                 self.outputs.put_nowait(Token(token))
             case Progress(done, total):
                 self.outputs.put_nowait(Prefilled(done, total))

@@ -1,14 +1,26 @@
 """KV caches that a session continues from: taken over, copied or new."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os import urandom
+from typing import NewType
 
+from blake3 import blake3
 from torch import Tensor
 
 from meshllm.errors import ModelError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
-from meshllm.protocol.kv_cache.prefix_index import PrefixHit
+from meshllm.names import SESSION_ID_BYTES, SessionId
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk
+from meshllm.request import Resumable
+from meshllm.strict_json import WrongField
+
+ResumeKey = NewType("ResumeKey", bytes)
+"""Proves that a session is its holder's. The other ranks know the session, which is a hash of it:
+none of them can ask for what another one's session would say next."""
+
+_KEY_BYTES = 16
 
 
 class CacheMiss(Exception):
@@ -60,3 +72,42 @@ def start_from(
         return Start(None, new_cache)
     base, cache = found
     return Start(base, (lambda: cache) if base.whole else lambda: cache.branch(base.length))
+
+
+def new_key() -> ResumeKey:
+    """Draw a key."""
+    return ResumeKey(urandom(_KEY_BYTES))
+
+
+def session_of(key: ResumeKey) -> SessionId:
+    """Return the session that a key belongs to."""
+    return SessionId(blake3(key).digest(SESSION_ID_BYTES))
+
+
+def resumable(key: ResumeKey, chunks: Sequence[Chunk]) -> Resumable:
+    """Return what an ingress needs to resume a session."""
+    steps = tuple(chunk.stop for chunk in chunks if chunk.is_step)
+    return Resumable(key.hex(), tuple(chunk.stop for chunk in chunks), steps)
+
+
+def read_resumable(given: Resumable, length: int, max_chunk: int) -> tuple[SessionId, list[Chunk]]:
+    """Return the session, and how its first ``length`` positions were computed.
+
+    Raises:
+        WrongField: no entry has sent that.
+    """
+    steps, start, chunks = set(given.steps), 0, list[Chunk]()
+    for stop in given.stops:
+        is_step = stop in steps
+        if stop <= start or (stop - start > max_chunk and not is_step):
+            text = f"A chunk from {start} to {stop}; the limit is {max_chunk} rows"
+            raise WrongField("resume.stops", text)
+        chunks.append(Chunk(stop, is_step))
+        start = stop
+    try:
+        key = ResumeKey(bytes.fromhex(given.key))
+    except ValueError:
+        raise WrongField("resume.key", "`resume.key` is not hexadecimal") from None
+    if start < length:
+        chunks = add_chunk(chunks, start, length, is_step=True)
+    return session_of(key), chunks

@@ -27,6 +27,7 @@ from meshllm.request import (
     Piece,
     Prefilled,
     Request,
+    Resumable,
     TokenLogprobs,
 )
 from meshllm.strict_json import WrongField
@@ -74,7 +75,7 @@ class RingBackend:
         ) as outputs:
             async for output in outputs:
                 match output:
-                    case Prefilled():
+                    case Prefilled() | Resumable():
                         yield output
                     case Token(token):
                         tokens.append(token)
@@ -161,6 +162,7 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         transcript.is_last,
         given=given,
         forced=forced,
+        resume=request.resume,
         logit_bias=request.logit_bias,
         on_logits=None if request.logprobs is None else transcript.score,
     )

@@ -7,7 +7,7 @@ Texts are compared token by token; the other ranks only need the id of a session
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from meshllm.names import SessionId, Span
@@ -22,30 +22,26 @@ Cache = TypeVar("Cache")
 
 
 @dataclass(frozen=True, slots=True)
-class _Text(Generic[Cache]):
+class _Text:
     tokens: "array[int]"
     prompt: int
-    cache: Cache
     chunks: tuple[Chunk, ...] = ()
-    lost: frozenset[int] = frozenset()
-    """Layers whose caches are lost."""
 
 
 class PrefixCache(Generic[Cache]):
-    """Finished texts of an entry and their caches; times are seconds on the caller's clock."""
+    """Caches of finished sessions, with their texts on an entry; times are on one clock, in s."""
 
     def __init__(self, index: PrefixIndex, max_crop: int | None) -> None:
         """Keep what ``index`` allows; caches can be cropped by ``max_crop`` tokens, None is any."""
         self.index = index
         self._max_crop = max_crop
-        self._texts: dict[SessionId, _Text[Cache]] = {}  # the newest last
+        self.caches: dict[SessionId, Cache] = {}
+        """The kept caches."""
+        self._texts: dict[SessionId, _Text] = {}  # the newest last
+        self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
 
-    def find(
-        self, prompt: Sequence[int], now: float, *, resumes: bool = False
-    ) -> tuple[PrefixHit, Cache] | None:
+    def find(self, prompt: Sequence[int], now: float) -> tuple[PrefixHit, Cache] | None:
         """Find the text with the longest common prefix, and its cache; None is a fresh start.
-
-        With ``resumes`` the prompt ends with an answer whose ring was lost: any prefix is used.
 
         The next turn of a chat takes over the cache of the previous one; if much of the cache would
         be thrown away, it is copied instead, provided there is room. The session has reserved its
@@ -54,7 +50,7 @@ class PrefixCache(Generic[Cache]):
         wanted = array("i", prompt)
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
         name = max(shares, key=lambda each: shares[each], default=None)
-        if name is None or shares[name] < (1 if resumes else MIN_SHARED):
+        if name is None or shares[name] < MIN_SHARED:
             self._drop(self.index.make_room())
             return None
         length, text = shares[name], self._texts[name]
@@ -63,10 +59,29 @@ class PrefixCache(Generic[Cache]):
         self._drop(self.index.make_room(spare=name))
         if self.index.budget.is_over:  # no room for a copy
             whole = bool(self.index.take(name, length, now, whole=True))
+        return self._hit(name, length, capacity, text.chunks, whole=whole)
+
+    def resume(
+        self, session: SessionId, length: int, chunks: Sequence[Chunk], now: float
+    ) -> tuple[PrefixHit, Cache] | None:
+        """Take over the cache of a session whose ring was lost; None if it is gone or too short.
+
+        If it was kept by another rank than the entry, ``chunks`` tell how it was computed.
+        """
+        if not (capacity := self.index.take(session, length, now, whole=True)):
+            return None
+        self._drop(self.index.make_room())
+        text = self._texts.get(session)
+        return self._hit(session, length, capacity, text.chunks if text else chunks, whole=True)
+
+    def _hit(
+        self, name: SessionId, length: int, capacity: int, chunks: Sequence[Chunk], *, whole: bool
+    ) -> tuple[PrefixHit, Cache]:
+        cache, lost = self.caches[name], self._lost.get(name, ())
         if whole:
-            del self._texts[name]
-        chunks = tuple(crop_chunks(text.chunks, length))
-        return PrefixHit(name, length, whole, capacity, chunks, spans_of(text.lost)), text.cache
+            self._drop([name])
+        cropped = tuple(crop_chunks(chunks, length))
+        return PrefixHit(name, length, whole, capacity, cropped, spans_of(lost)), cache
 
     def keep(  # noqa: PLR0913 -- what is kept, and how it was computed
         self,
@@ -86,30 +101,25 @@ class PrefixCache(Generic[Cache]):
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
         was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
         """
-        layers = frozenset(at for span in lost for at in range(span.start, span.stop))
-        text = _Text(array("i", tokens), min(prompt, len(tokens)), cache, tuple(chunks), layers)
-        self._texts[session] = text
+        self.caches[session] = cache
+        self._lost[session] = frozenset(at for span in lost for at in range(span.start, span.stop))
+        self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), tuple(chunks))
         self._drop(self.index.put(session, len(tokens), capacity, now, is_lost=is_lost))
 
     def lose(self, layers: Collection[int]) -> None:
         """Note that the caches of these layers are lost, as another node holds them from now on."""
-        for name, text in self._texts.items():
-            self._texts[name] = replace(text, lost=text.lost.union(layers))
+        was_lost = self._lost
+        self._lost = {each: was_lost.get(each, frozenset()).union(layers) for each in self.caches}
 
-    def forget_texts(self) -> dict[SessionId, Cache]:
-        """Forget the texts; return their caches, which stay counted in the index."""
-        caches, self._texts = self.caches, {}
-        return caches
-
-    @property
-    def caches(self) -> dict[SessionId, Cache]:
-        """The kept caches."""
-        return {name: text.cache for name, text in self._texts.items()}
+    def forget_texts(self) -> None:
+        """Forget the texts, as this rank is no longer the entry; the caches stay."""
+        self._texts.clear()
 
     def move(self, budget: KvBudget) -> list[SessionId]:
         """Count what is kept in another budget; return the sessions that this evicts."""
         gone = self.index.move(budget)
         self._drop(gone)
+        self._drop([session for session in self.caches if not self.index.holds(session)])
         return gone
 
     def forget(self, session: SessionId) -> None:
@@ -123,9 +133,10 @@ class PrefixCache(Generic[Cache]):
 
     def _drop(self, sessions: Sequence[SessionId]) -> None:
         for session in sessions:
-            self._texts.pop(session, None)
+            for kept in (self._texts, self._lost, self.caches):
+                kept.pop(session, None)
 
-    def _shared(self, prompt: "array[int]", text: _Text[Cache]) -> int:
+    def _shared(self, prompt: "array[int]", text: _Text) -> int:
         """Count the tokens that a prompt can reuse; never its last, which gives the first row."""
         most = min(len(prompt) - 1, len(text.tokens))
         shared = _common_prefix(prompt, text.tokens, most)

@@ -4,8 +4,9 @@ Theory of operation
 -------------------
 The ingress holds a request and the tokens of its answer until it is complete. When the ring breaks,
 the ingress waits for the next one and sends the request again with those tokens as
-`Request.given`: the new entry prefills prompt and tokens together and samples the next token. No
-decode step is repeated, and a token that was shown never changes, whatever the new ring rounds.
+`Request.given`, and with the latest `Resumable`: the new entry continues from the caches that are
+left, or prefills prompt and tokens together, and samples the next token. No decode step is
+repeated, and a token that was shown never changes, whatever the new ring rounds.
 What depends on earlier tokens (seed and position, penalties, stop texts, the length) is that of one
 answer, since it is a function of prompt and tokens.
 
@@ -20,7 +21,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from meshllm.errors import Busy, LinkLost
-from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, Piece, Prefilled, Request, Resumable
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
 RETRY_DELAY_S = (
@@ -41,6 +42,7 @@ class Failover:
         self._text = ""
         self._tokens: list[int] = []
         self._tail = ""  # the end of the text, which was held back and has no tokens
+        self._resume = request.resume
         self._skip = 0  # characters of it that this attempt has yet to repeat
         self.resumed = 0
         """Tokens that earlier attempts gave to this one."""
@@ -49,7 +51,7 @@ class Failover:
     def request(self) -> Request:
         """The request of this attempt."""
         given = self._tokens[: self.resumed]
-        return replace(self._request, given=(*self._request.given, *given))
+        return replace(self._request, given=(*self._request.given, *given), resume=self._resume)
 
     def failed(self, error: LinkLost | Busy) -> float:
         """Start another attempt; return the seconds to wait before it.
@@ -73,6 +75,9 @@ class Failover:
         match event:
             case Prefilled():
                 return None if self._tokens else event
+            case Resumable():
+                self._resume = event
+                return event
             case Piece():
                 return self._piece(event)
             case Answer(tokens=tokens):

@@ -133,6 +133,7 @@ class Entry:
         self._base: PrefixHit | None = None
         self._refill = 0  # positions to compute again in the lost layers of the base
         self._chunks: list[Chunk] = []  # how the positions so far were computed
+        self._is_told = False
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""
@@ -159,6 +160,14 @@ class Entry:
     def kept_chunks(self) -> list[Chunk]:
         """How the positions that are kept were computed."""
         return crop_chunks(self._chunks, self._kept)
+
+    def take_chunks(self) -> tuple[Chunk, ...] | None:
+        """Return how the positions so far were computed; None if that has not changed.
+
+        Later ones are computed in decode steps, unless this returns something else.
+        """
+        is_told, self._is_told = self._is_told, True
+        return None if is_told else tuple(self._chunks)
 
     @property
     def lost(self) -> tuple[Span, ...]:
@@ -406,6 +415,7 @@ class Entry:
             text = f"No progress past position {self._best} after {self._tries} retries"
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
+        self._is_told = False
         first = min(start, self._done, len(self._tokens))
         held, self._refill = max(self._injected, self._refill), 0
         self._done = self._injected = first if self._can_crop(held - first) else 0

@@ -11,10 +11,10 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.names import SessionId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
+from meshllm.node.session.resume import ResumeKey, session_of
 from meshllm.protocol.session.messages import Close, Data, Resume
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.counting import CountingTransport
@@ -259,8 +259,9 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
 
         monkeypatch.setattr(SpanCache, "branch", watched)
         order = GenerationRequest((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
-        task = ring.entry._task(SessionId(b"c" * 16), order)
-        generation = ring.entry._open(task, order)
+        key = ResumeKey(b"c" * 16)
+        task = ring.entry._task(session_of(key), order)
+        generation = ring.entry._open(task, order, key)
         ring.entry._act(task.session, generation.machine.finish(FinishReason.CANCELLED, 0.0))
         await generation.closed.wait()
 

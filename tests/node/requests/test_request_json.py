@@ -43,6 +43,7 @@ from meshllm.request import (
     Piece,
     Prefilled,
     Request,
+    Resumable,
     Sampling,
     TokenLogprobs,
     Turn,
@@ -52,7 +53,8 @@ from tests.builders.fake_ring import answer_of
 
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
 EVENTS: list[Event] = [
-    Prefilled(1, 2), Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2)
+    Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
+    Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2)
 ]  # fmt: skip
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())

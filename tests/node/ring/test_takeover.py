@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
-from meshllm.request import Sampling
+from meshllm.request import Resumable, Sampling
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
 from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
@@ -73,21 +73,30 @@ def nothing() -> None:
     """Do nothing."""
 
 
-async def ask(
-    place: Place, given: Sequence[int] = (), then: Callable[[], None] = nothing
-) -> list[int]:
-    """Return the tokens after ``given``, up to the loss of the ring; call ``then`` in between."""
-    entry = place.runtime.entry
-    assert entry is not None
-    order = GenerationRequest(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
-    answer: list[int] = []
-    with suppress(LinkLost):
-        async for output in entry.generate(order):
-            if isinstance(output, Token):
-                answer.append(output.id)
-                if len(answer) == BEFORE:
-                    then()
-    return answer
+@dataclass
+class Ingress:
+    """Asks one entry after the other, and holds what it has of the answer."""
+
+    answer: list[int] = field(default_factory=list)
+    resume: Resumable | None = None
+
+    async def ask(self, place: Place, then: Callable[[], None] = nothing) -> None:
+        """Add tokens up to the loss of the ring; call ``then`` in between."""
+        entry = place.runtime.entry
+        assert entry is not None
+        given = tuple(self.answer)
+        order = GenerationRequest(
+            PROMPT, SAMPLING, TOKENS, lambda _: False, given=given, resume=self.resume
+        )
+        with suppress(LinkLost):
+            async for output in entry.generate(order):
+                match output:
+                    case Resumable():
+                        self.resume = output
+                    case Token(token):
+                        self.answer.append(token)
+                        if len(self.answer) == len(given) + BEFORE:
+                            then()
 
 
 @asynccontextmanager
@@ -96,12 +105,14 @@ async def ring_of_three(world: World) -> AsyncIterator[tuple[list[Place], list[i
     async with world.serving(A, B, C) as places:
         world.follow(THREE)
         await until(lambda: at_work(*places))
-        yield places, await ask(places[0])
+        ingress = Ingress()
+        await ingress.ask(places[0])
+        yield places, ingress.answer
 
 
 async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
-    """Return the answer of the first place, while one plan after the other replaces the last."""
-    answer: list[int] = []
+    """Return the answer of the entries, while one plan after the other replaces the last."""
+    ingress, entry = Ingress(), places[0]
     for plan in plans:
         alive = [place for place in places if plan.rank(place.me) is not None]
 
@@ -109,9 +120,11 @@ async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
             for place in alive:
                 place.runtime.follow(plan)
 
-        answer += await ask(places[0], answer, follow)
+        await ingress.ask(entry, follow)
         await until(partial(at_work, *alive))
-    return answer + await ask(places[0], answer)
+        (entry,) = [place for place in places if plan.rank(place.me) == 0]
+    await ingress.ask(entry)
+    return ingress.answer
 
 
 def kept_layers(lost: set[int]) -> list[int]:
@@ -124,6 +137,9 @@ TAKEOVERS = {
     "the one behind": (plan_of((A, "0:2"), (C, "2:6"), epoch=2), {2, 3}),
     "the entry, for the last": (plan_of((A, "0:2"), (B, "2:6"), epoch=2), {4, 5}),
     "a ring of one": (plan_of((A, "0:6"), epoch=2), {2, 3, 4, 5}),
+    "the one behind, for the entry": (plan_of((B, "0:4"), (C, "4:6"), epoch=2), {0, 1}),
+    "the last, for the entry": (plan_of((C, "0:2"), (B, "2:6"), epoch=2), {0, 1, 4, 5}),
+    "the last alone": (plan_of((C, "0:6"), epoch=2), {0, 1, 2, 3}),
 }
 
 

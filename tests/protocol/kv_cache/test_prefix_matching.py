@@ -130,19 +130,35 @@ def test_texts_move_to_the_budget_of_the_next_ring() -> None:
 A = SessionId(b"a" * 16)
 
 
-def test_a_resumed_answer_continues_from_any_prefix() -> None:
-    prefixes = kept()
+CHUNKS = (Chunk(30, is_step=False), Chunk(40, is_step=True))
 
-    assert prefixes.find((*PROMPT[:2], *MORE), 1.0) is None
-    found = prefixes.find((*PROMPT[:2], *MORE), 1.0, resumes=True)
-    assert found is not None
-    assert found[0].length == 2
+
+def test_a_resumed_answer_takes_over_the_cache_of_its_session() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, chunks=CHUNKS)
+
+    assert prefixes.resume(SessionId(b"x" * 16), 2, (), 1.0) is None
+    assert prefixes.resume(A, len(PROMPT) + 1, (), 1.0) is None
+    found = prefixes.resume(A, 2, (Chunk(9, is_step=False),), 1.0)
+    assert found == (PrefixHit(A, 2, True, 40, (Chunk(2, is_step=False),)), "a")
+    assert (prefixes.caches, prefixes.index.holds(A)) == ({}, False)
+
+
+def test_a_stage_that_becomes_the_entry_resumes_as_it_is_told() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.index.put(A, 40, 40, 0.0, is_lost=True)
+    prefixes.caches[A] = "a"  # as a stage does
+    prefixes.lose([0, 1])
+
+    found = prefixes.resume(A, 35, CHUNKS, 1.0)
+
+    chunks = (Chunk(30, is_step=False), Chunk(35, is_step=True))
+    assert found == (PrefixHit(A, 35, True, 40, chunks, (Span(0, 2),)), "a")
 
 
 def test_lost_layers_are_named_with_every_hit() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
-    chunks = (Chunk(30, is_step=False), Chunk(40, is_step=True))
-    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, chunks=chunks, lost=(Span(0, 1),))
+    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, chunks=CHUNKS, lost=(Span(0, 1),))
     prefixes.lose([4, 5, 7])
     prefixes.lose([5])
 
@@ -156,10 +172,10 @@ def test_lost_layers_are_named_with_every_hit() -> None:
 def test_caches_outlive_their_texts() -> None:
     prefixes = kept()
 
-    assert prefixes.forget_texts() == {A: "a"}
-    assert prefixes.caches == {}
-    assert prefixes.index.holds(A)
+    prefixes.forget_texts()
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
+    assert prefixes.index.holds(A)
+    assert prefixes.caches == {A: "a"}
 
 
 def test_a_session_of_a_lost_ring_is_kept_without_a_prefix_cache() -> None:

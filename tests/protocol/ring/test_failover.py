@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from meshllm.errors import Busy, LinkLost
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
-from meshllm.request import Answer, Event, Logprob, Piece, Prefilled, Request, TokenLogprobs
+from meshllm.request import (
+    Answer,
+    Event,
+    Logprob,
+    Piece,
+    Prefilled,
+    Request,
+    Resumable,
+    TokenLogprobs,
+)
 from tests.builders.fake_ring import answer_of
 
 REQUEST = Request(raw="What is a ring?", max_tokens=9, given=(7,))
@@ -43,6 +52,17 @@ def test_every_token_and_text_is_shown_once_wherever_rings_break(breaks: list[in
     assert [token for piece in pieces for token in piece.tokens] == [*range(len(TEXTS))]
     assert isinstance(shown[-1], Answer)
     assert (shown[-1].text, shown[-1].tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
+
+
+def test_the_next_attempt_resumes_the_latest_session() -> None:
+    failover, first, second = Failover(REQUEST), Resumable("a1", (4,)), Resumable("b2", (4, 9))
+    assert failover.take(first) == first  # a client needs it too
+
+    failover.failed(GONE)
+    assert failover.request.resume == first
+    failover.take(second)
+    failover.failed(GONE)
+    assert failover.request.resume == second
 
 
 def test_the_next_attempt_is_given_the_tokens_so_far() -> None:

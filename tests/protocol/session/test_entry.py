@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.prefix_index import PrefixHit
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
 from meshllm.protocol.session.actions import (
     Action,
     Closed,
@@ -124,6 +124,16 @@ def test_the_row_of_the_last_chunk_becomes_the_first_token() -> None:
     ]
     assert entry.state is EntryState.PREFILL
     assert entry.picked((90,), 0.6) == [Emit(90), Embed(0, 2, (90,))]
+
+
+def test_chunks_are_told_once_and_again_after_a_restart() -> None:
+    entry = decoding()
+    prompt, step = Chunk(2, is_step=False), Chunk(3, is_step=True)
+
+    assert entry.take_chunks() == (prompt, step)
+    assert entry.take_chunks() is None
+    entry.receive(Gap(SESSION, EPOCH, 0, 0), 1.5)
+    assert entry.take_chunks() == (prompt,)
 
 
 def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
