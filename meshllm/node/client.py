@@ -100,7 +100,7 @@ class MeshClient:
         """Return why no node can serve a request."""
         return "no node of the mesh answers"
 
-    def backend(self) -> AbstractAsyncContextManager[Backend]:
+    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
         """Raise `LinkLost`: a client holds no model."""
         raise LinkLost("A client does not serve requests")
 

@@ -135,8 +135,10 @@ class RingMember:
         return "its nodes are loading and connecting"
 
     @asynccontextmanager
-    async def backend(self) -> AsyncIterator[Backend]:
-        """Serve as the entry inside the context, and keep the plan from changing.
+    async def backend(self, asker: NodeId | None = None) -> AsyncIterator[Backend]:
+        """Serve an asker as the entry inside the context, and keep the plan from changing.
+
+        None is the owner of this node.
 
         Raises:
             LinkLost: this node is not the entry, or its ring did not form.
@@ -144,7 +146,7 @@ class RingMember:
         self._count_requests(1)
         try:
             entry, plan, model = await self._own_ring()
-            yield RingBackend(entry, model.worker, await model.text(), plan)
+            yield RingBackend(entry, model.worker, await model.text(), plan, asker)
         finally:
             self._count_requests(-1)
 

@@ -48,7 +48,7 @@ class Inn(House):
     def reason(self) -> str:
         return ""
 
-    def backend(self) -> AbstractAsyncContextManager["Inn"]:
+    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["Inn"]:
         return nullcontext(self)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:

@@ -241,8 +241,10 @@ def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
         place.serve()
         place.work()
         for _ in range(2):
-            async with place.ring_member.backend() as backend:
-                assert backend == RingBackend(*cast("Any", ("entry", "worker", "text", PLAN)))
+            async with place.ring_member.backend(STAGE) as backend:
+                assert backend == RingBackend(
+                    *cast("Any", ("entry", "worker", "text", PLAN, STAGE))
+                )
                 await asyncio.sleep(CALM_S * 3)
                 assert not place.told[-1].may_change
             await asyncio.sleep(CALM_S / 2)

@@ -24,7 +24,6 @@ from contextlib import (
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
-    nullcontext,
 )
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -67,8 +66,12 @@ class Ring(Protocol):
         """Return why there is none."""
         ...
 
-    def backend(self) -> AbstractAsyncContextManager[Backend]:
-        """Return the local entry as a context; raise `LinkLost` if this node is not the entry."""
+    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
+        """Return the local entry as a context, for requests of an asker; None is the owner.
+
+        Raises:
+            LinkLost: this node is not the entry.
+        """
         ...
 
 
@@ -121,8 +124,12 @@ class RequestRouter:
         async with self._jobs:
             await asyncio.Event().wait()  # never set
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+    async def generate(
+        self, request: Request, asker: NodeId | None = None
+    ) -> AsyncGenerator[Event, None]:
         """Yield the events of a request from the entry, wherever it is; survive the loss of a ring.
+
+        ``asker`` is the client that sent it; None is the owner of this node.
 
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
@@ -132,7 +139,7 @@ class RequestRouter:
         try:
             while True:
                 try:
-                    async with self._answering(failover.request) as events:
+                    async with self._answering(failover.request, asker) as events:
                         async for event in events:
                             if new := failover.take(event):
                                 if isinstance(new, Answer):
@@ -175,7 +182,9 @@ class RequestRouter:
         self._remote.lost(peer)
 
     @asynccontextmanager
-    async def _answering(self, request: Request) -> AsyncIterator[AsyncGenerator[Event, None]]:
+    async def _answering(
+        self, request: Request, asker: NodeId | None
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of the entry, local or remote; close it at the end."""
         entry = await self._entry()
         async with AsyncExitStack() as stack:
@@ -183,7 +192,7 @@ class RequestRouter:
                 await stack.enter_async_context(self._slot())
                 entry = await self._entry()  # it may have changed
             if entry == self._me:
-                backend = await stack.enter_async_context(self._ring.backend())
+                backend = await stack.enter_async_context(self._ring.backend(asker))
                 events = backend.generate(request)
             else:
                 events = self._remote.generate(entry, request)
@@ -253,10 +262,13 @@ class RequestRouter:
             if is_client:
                 most = min(request.max_tokens, CLIENT_TOKENS)
                 request = replace(request, max_tokens=most)
-            async with (
-                nullcontext(self) if is_client else self._ring.backend() as backend,
-                aclosing(backend.generate(request)) as events,
-            ):
+            async with AsyncExitStack() as stack:
+                if is_client:
+                    answer = self.generate(request, peer)
+                else:
+                    backend = await stack.enter_async_context(self._ring.backend(peer))
+                    answer = backend.generate(request)
+                events = await stack.enter_async_context(aclosing(answer))
                 async for event in events:
                     for line in event_to_lines(event):
                         self._send(peer, AnswerEvent(request_id, line))

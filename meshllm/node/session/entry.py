@@ -10,7 +10,7 @@ from functools import partial
 from meshllm.errors import LinkLost, MeshError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.names import SessionId, WireMode
+from meshllm.names import NodeId, SessionId, WireMode
 from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
@@ -190,7 +190,7 @@ class EntryNode:
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
-        async with self._admitted(task):
+        async with self._admitted(task, order.asker):
             generation = self._open(task, order, key)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
@@ -203,10 +203,10 @@ class EntryNode:
                 await generation.closed.wait()
 
     @asynccontextmanager
-    async def _admitted(self, task: GenerationTask) -> AsyncIterator[None]:
+    async def _admitted(self, task: GenerationTask, asker: NodeId | None) -> AsyncIterator[None]:
         """Wait for admission of a task; hold its reservation inside the context."""
         try:
-            if not self._admission.ask(task.session, task.limit):
+            if not self._admission.ask(task.session, task.limit, asker):
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiting[task.session] = waiter
                 await waiter

@@ -13,6 +13,7 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
@@ -72,6 +73,8 @@ class GenerationRequest:
     penalties."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
     """Called before ``is_last``, with the logits [V] from which the token was sampled."""
+    asker: NodeId | None = field(default=None, kw_only=True)
+    """The node that sent the request, for its turn in the queue; None is the owner of this one."""
 
     @property
     def known(self) -> tuple[int, ...]:

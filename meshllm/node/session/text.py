@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.tokenizer import Text
+from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryNode
@@ -45,6 +46,8 @@ class RingBackend:
     worker: Worker
     text: Text
     plan: Plan
+    asker: NodeId | None = None
+    """The node that sends the requests; None is the owner of this one."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request, see `Backend`: with what follows the tokens that were given."""
@@ -56,7 +59,7 @@ class RingBackend:
         prompt, stream = await self.worker.run(_prepare, text, request)
         _check_room(request, prompt, self.entry.context)
         transcript = _Transcript(text, stream, request.logprobs)
-        order = _order(request, prompt, transcript)
+        order = replace(_order(request, prompt, transcript), asker=self.asker)
         is_scored = request.scores_prompt and not order.max_tokens  # a single token
         finished = (
             FinishReason.LENGTH

@@ -9,19 +9,25 @@ Theory of operation
                    '-----leave------> gone
 
 A generation is admitted if the queue is empty, fewer than ``most`` run, and the largest KV cache it
-may need fits on every rank along with theirs. Else it waits in FIFO order: a short generation does
-not overtake a long one, which could starve. When nothing runs, the head of the queue is always
-admitted, because a generation that does not fit on an empty ring is rejected at once; so there is
-always progress. A full queue rejects, and the client may retry. Each `leave` returns the
-generations that it lets in.
+may need fits on every rank along with theirs. Else it waits: in FIFO order behind those of the same
+asker, and askers take turns by deficit round robin (Shreedhar and Varghese 1995), so that each gets
+the same number of tokens, however many requests it sends. The asker None, who owns this node, comes
+before all others. Who has the turn keeps it until its generation fits: a short one does not
+overtake a long one, which could starve. When nothing runs, the next one is always admitted, because
+a generation that does not fit on an empty ring is rejected at once; so there is always progress. A
+full queue rejects, and the client may retry; others cannot fill the queue of the owner. Each
+`leave` returns the generations that it lets in.
 """
 
+from collections import defaultdict
+
 from meshllm.errors import Busy, ContextTooLong
-from meshllm.names import SessionId
+from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 
 MAX_WAITING = 64
 """Length of the queue; its last generation waits for 8 rounds of 8."""
+QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
 
 
 class Admission:
@@ -32,10 +38,14 @@ class Admission:
         self._most = most
         self._most_waiting = waiting
         self._admitted: set[SessionId] = set()
-        self._waiting: dict[SessionId, int] = {}  # tokens, in order of arrival
+        self._waiting: dict[NodeId | None, dict[SessionId, int]] = {}
+        """Tokens in order of arrival, by asker; the first asker has the turn."""
+        self._credit: defaultdict[NodeId | None, int] = defaultdict(int)  # tokens, of those waiting
 
-    def ask(self, session: SessionId, tokens: int) -> bool:
+    def ask(self, session: SessionId, tokens: int, asker: NodeId | None = None) -> bool:
         """Request admission of up to ``tokens`` tokens; return whether to start now, else wait.
+
+        ``asker`` is the node that sent the request; None is the owner of this one.
 
         Raises:
             ContextTooLong: they would not fit on an empty ring.
@@ -43,32 +53,60 @@ class Admission:
         """
         if not self._budget.holds(tokens):
             raise self._too_long(tokens)
-        if len(self._waiting) >= self._most_waiting:
+        waiting = self._places_taken(by_owner=asker is None)
+        if waiting >= self._most_waiting:
             raise Busy(
                 f"The queue is full: {len(self._admitted)} generations are running and"
-                f" {len(self._waiting)} are waiting",
+                f" {waiting} are waiting",
                 hint="retry later",
             )
-        self._waiting[session] = tokens
+        self._waiting.setdefault(asker, {})[session] = tokens
         return session in self._admit()
 
     def leave(self, session: SessionId) -> list[SessionId]:
         """Remove a running or waiting generation; return those that may start now."""
-        self._waiting.pop(session, None)
+        for asker, sessions in self._waiting.items():
+            if session in sessions:
+                self._forget(asker, session)
+                break
         self._admitted.discard(session)
         self._budget.release(session)
         return self._admit()
 
     def _admit(self) -> list[SessionId]:
         begun = []
-        for session, tokens in list(self._waiting.items()):
-            is_full = len(self._admitted) >= self._most
-            if is_full or not self._budget.reserve(session, tokens):
+        while self._waiting and len(self._admitted) < self._most:
+            asker = self._turn()
+            session, tokens = next(iter(self._waiting[asker].items()))
+            if not self._budget.reserve(session, tokens):
                 break
-            del self._waiting[session]
+            self._credit[asker] -= tokens
+            self._forget(asker, session)
             self._admitted.add(session)
             begun.append(session)
         return begun
+
+    def _places_taken(self, *, by_owner: bool) -> int:
+        askers = self._waiting.items()
+        return sum(len(each) for asker, each in askers if (asker is None) == by_owner)
+
+    def _turn(self) -> NodeId | None:
+        """Return the asker whose first generation is next, which has the credit for it."""
+        if None in self._waiting:
+            return None
+        while True:
+            asker, sessions = next(iter(self._waiting.items()))
+            if self._credit[asker] >= next(iter(sessions.values())):
+                return asker
+            self._credit[asker] += QUANTUM
+            self._waiting[asker] = self._waiting.pop(asker)  # to the end
+
+    def _forget(self, asker: NodeId | None, session: SessionId) -> None:
+        """Remove a waiting generation; an asker without any has no credit either."""
+        del self._waiting[asker][session]
+        if not self._waiting[asker]:
+            del self._waiting[asker]
+            self._credit.pop(asker, None)
 
     def _too_long(self, tokens: int) -> ContextTooLong:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)

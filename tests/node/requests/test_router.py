@@ -64,6 +64,7 @@ class FakeRing:
     attempts: list[Sequence[Event | Exception | None]] = field(default_factory=list)
     """None waits without end."""
     asked: list[Request] = field(default_factory=list)
+    askers: list[NodeId | None] = field(default_factory=list)
     closed: int = 0
 
     async def entry(self) -> NodeId:
@@ -75,7 +76,8 @@ class FakeRing:
     def reason(self) -> str:
         return "they sleep"
 
-    def backend(self) -> AbstractAsyncContextManager["FakeRing"]:
+    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["FakeRing"]:
+        self.askers.append(asker)
         return nullcontext(self)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -562,6 +564,18 @@ def test_the_requests_of_clients_are_limited_alone_and_together(world: World) ->
         ["4 requests of clients are in progress"] * (MAX_PER_CLIENT + 1),
     ]
     assert world.said(OTHER) == []
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_the_ring_learns_which_peer_asks(world: World, is_client: bool) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer(), answer()]))
+
+    async def story() -> None:
+        await all_of(router)
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=is_client)
+
+    world.run(story)
+    assert world.rings[ME].askers == [None, OTHER]
 
 
 @pytest.mark.parametrize("is_client", [True, False])

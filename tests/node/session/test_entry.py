@@ -12,7 +12,7 @@ from torch import Tensor
 from meshllm.errors import Busy, LinkLost, ModelError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.names import SessionId
+from meshllm.names import NodeId, SessionId
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.generation import Ended, EntryRunners, GenerationRequest, Output, Token
@@ -212,6 +212,26 @@ async def test_a_generation_waits_until_another_has_left() -> None:
         rest = await entry.read(second)
 
         assert ids(rest) == [9, 10, 11]
+
+
+async def test_the_owner_does_not_wait_behind_the_requests_of_others() -> None:
+    async with running(sessions=1) as entry:
+        first = entry.node.generate(order())
+        await entry.read(first, 1)
+        other = replace(order(7, 8), asker=NodeId(b"o" * 32))
+        theirs = asyncio.ensure_future(anext(entry.node.generate(other)))
+        await entry.settle()
+        own = entry.node.generate(order(7, 8))
+        ours = asyncio.ensure_future(anext(own))
+        await entry.settle()
+
+        await entry.read(first)
+        await entry.drive(cast("asyncio.Future[Output | None]", ours))
+
+        assert ours.done()
+        assert not theirs.done()
+        await entry.read(own)
+        await entry.drive(cast("asyncio.Future[Output | None]", theirs))
 
 
 async def test_a_waiting_generation_that_is_cancelled_leaves_the_queue() -> None:

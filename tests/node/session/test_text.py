@@ -1,6 +1,6 @@
 """Text requests to a ring of the built-in model."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.files.source import resolve
+from meshllm.names import NodeId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.session.generation import GenerationRequest, Output
+from meshllm.node.session.text import RingBackend
 from meshllm.request import (
     Answer,
     Event,
@@ -39,6 +42,21 @@ async def events_of(ring: LocalRing, request: Request) -> tuple[list[Event], Ans
     events = [event async for event in ring.generate(request)]
     assert isinstance(events[-1], Answer)
     return events, events[-1]
+
+
+async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    asker, orders, generate = NodeId(b"o" * 32), list[GenerationRequest](), ring.entry.generate
+
+    def record(order: GenerationRequest) -> AsyncGenerator[Output, None]:
+        orders.append(order)
+        return generate(order)
+
+    monkeypatch.setattr(ring.entry, "generate", record)
+    backend = RingBackend(ring.entry, ring.worker, await ring.model.text(), ring.plan, asker)
+
+    _ = [event async for event in backend.generate(ASKED)]
+
+    assert [order.asker for order in orders] == [asker]
 
 
 async def test_the_pieces_are_the_text(ring: LocalRing) -> None:

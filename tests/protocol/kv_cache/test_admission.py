@@ -1,14 +1,15 @@
-"""Admission control: FIFO order, and no generation waits without a chance."""
+"""Admission control: turns by asker, FIFO order for each, and every generation gets its chance."""
 
 import pytest
 
 from meshllm.errors import Busy, UserError
-from meshllm.names import SessionId
-from meshllm.protocol.kv_cache.admission import Admission
+from meshllm.names import NodeId, SessionId
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from tests.protocol.kv_cache.test_budget import room
 
 A, B, C, D = (SessionId(name * 16) for name in (b"a", b"b", b"c", b"d"))
+GREEDY, MODEST = (NodeId(name * 32) for name in (b"g", b"m"))
 
 
 def admission(blocks: int = 4, most: int = 8, waiting: int = 2) -> Admission:
@@ -87,3 +88,78 @@ def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
     )
     assert "--max-tokens" in str(refused.value.hint)
     assert not entry.ask(C, 4 * BLOCK)
+
+
+def order_of(entry: Admission, first: SessionId) -> list[SessionId]:
+    """End one generation after the other, and return the order in which the others started."""
+    order, ends = [], first
+    while begun := entry.leave(ends):
+        (ends,) = begun
+        order.append(ends)
+    return order
+
+
+def test_askers_take_turns_however_many_requests_one_sends() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, GREEDY)
+    many = [SessionId(bytes([number]) * 16) for number in range(4)]
+    for session in many:
+        entry.ask(session, QUANTUM, GREEDY)
+
+    entry.ask(B, QUANTUM, MODEST)
+    entry.ask(C, QUANTUM, MODEST)
+
+    assert order_of(entry, A) == [many[0], B, many[1], C, many[2], many[3]]
+
+
+def test_turns_are_fair_in_tokens_not_in_requests() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, GREEDY)
+    long = SessionId(b"l" * 16)
+    entry.ask(long, 2 * QUANTUM, GREEDY)
+
+    for session in (B, C, D):
+        entry.ask(session, QUANTUM, MODEST)
+
+    assert order_of(entry, A) == [B, long, C, D]
+
+
+def test_an_asker_collects_no_credit_while_it_asks_nothing() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, GREEDY)
+    entry.ask(B, 1, MODEST)  # uses little of its credit
+    entry.leave(A)
+    entry.ask(C, QUANTUM, GREEDY)
+    entry.ask(D, QUANTUM, MODEST)
+
+    assert entry.leave(B) == [C]
+
+
+def test_the_owner_is_served_before_all_others() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, GREEDY)
+    entry.ask(B, QUANTUM, GREEDY)
+    entry.ask(C, 2 * QUANTUM)
+
+    assert order_of(entry, A) == [C, B]
+
+
+def test_others_cannot_fill_the_queue_of_the_owner() -> None:
+    entry = admission(most=1, waiting=1)
+    entry.ask(A, 1, GREEDY)
+    entry.ask(B, 1, GREEDY)
+    with pytest.raises(Busy, match="1 are waiting"):
+        entry.ask(C, 1, MODEST)
+
+    assert not entry.ask(D, 1)
+    assert order_of(entry, A) == [D, B]
+
+
+def test_one_whose_turn_it_is_is_not_overtaken_until_it_fits() -> None:
+    entry = admission()
+    entry.ask(A, 2 * BLOCK, GREEDY)
+    entry.ask(B, 4 * BLOCK, GREEDY)
+
+    assert not entry.ask(C, BLOCK, MODEST)
+    assert entry.leave(A) == [B]
+    assert entry.leave(B) == [C]
