@@ -1,17 +1,24 @@
 """Model folders and state folders that others prepared, and a charter that names a folder."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import time
+from contextlib import aclosing
 from pathlib import Path
 
+from meshllm.api.unix import SOCKET
+from meshllm.cli.shared.client import NodeClient
+from meshllm.errors import MeshError
 from meshllm.model.files.source import resolve
+from meshllm.request import Answer, Request
 from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet
 from tests.security.attack import Attack, Outcome
 
 TENSORS = 1_000_000
+ANSWER_S = 90.0  # s; the limit of a template is a third of it
 FILES_S = 10.0  # s; starting Python and torch takes 3 s of it
 
 
@@ -63,6 +70,38 @@ def planted_lock() -> Outcome:
     return Outcome(effect, "no links, own files only", held=code == 2 and is_whole)
 
 
+def endless_template() -> Outcome:
+    """Chat with a model whose template does not end, then ask it without the template."""
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd")
+        (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 4)
+        fleet.found("victim")
+        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
+        fleet.form()
+        client = NodeClient(victim.state / SOCKET)
+        chat = _ask(client, Request(turns=({"role": "user", "content": "Hi"},)))
+        raw = _ask(client, Request(raw="once", max_tokens=2))
+    effect = f"chat: {chat}; then without template: {raw}"
+    return Outcome(effect, "an error, then an answer", held=(chat, raw) == ("error", "answered"))
+
+
+def _ask(client: NodeClient, request: Request) -> str:
+    """Return how a request ends."""
+
+    async def ask() -> str:
+        async with asyncio.timeout(ANSWER_S), aclosing(client.generate(request)) as events:
+            kinds = [type(event) async for event in events]
+        return "answered" if Answer in kinds else "nothing"
+
+    try:
+        return asyncio.run(ask())
+    except TimeoutError:
+        return "hangs"
+    except MeshError:
+        return "error"
+
+
 def _copy(fleet: Fleet) -> Path:
     return Path(shutil.copytree(resolve("builtin").folder, fleet.folder / "model"))
 
@@ -85,4 +124,5 @@ ATTACKS = (
     Attack("config.json is a pipe", "hung without end", pipe_as_config),
     Attack("a million empty tensors", "24 s of work", million_tensors),
     Attack("planted `lock` link", "its target was emptied", planted_lock),
+    Attack("a chat template without end", "the node hung for good", endless_template),
 )

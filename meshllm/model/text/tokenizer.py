@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,10 +17,12 @@ from jinja2 import TemplateError
 from meshllm.errors import ModelError, UserError
 from meshllm.local_files import read_regular
 from meshllm.model.locate import MAX_CONFIG_BYTES
+from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
+CHAT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
 
 # Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
 _UNREADABLE = (
@@ -104,6 +107,7 @@ class Text:
 
         Raises:
             UserError: there is no turn, or the template rejects them.
+            ModelError: the template does not end.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
@@ -112,14 +116,19 @@ class Text:
         if not self._tokenizer.chat_template:
             return self.encode(_plain(turns))
         try:
-            encoding = self._tokenizer.apply_chat_template(
-                list(turns), add_generation_prompt=True, sanitize_control_tokens=True
-            )
+            return run_within(CHAT_S, partial(self._apply_template, turns))
+        except DeadlineExceeded:
+            raise ModelError(f"The model's chat template did not end within {CHAT_S:g} s") from None
         except _REFUSALS as error:
             raise UserError(
                 f"The model's chat template rejects this chat: {error}",
                 hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
+
+    def _apply_template(self, turns: Sequence[Turn]) -> list[int]:
+        encoding = self._tokenizer.apply_chat_template(
+            list(turns), add_generation_prompt=True, sanitize_control_tokens=True
+        )
         return list(encoding["input_ids"])
 
     def spell(self, token: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import ModelError, UserError
+from meshllm.model.text import tokenizer
 from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, Text, quieten
 from meshllm.request import Turn
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace
@@ -212,6 +214,18 @@ def test_code_in_a_model_folder_is_never_run(folder: Path) -> None:
 
     with pytest.raises(ModelError):
         Text.load(folder)
+
+
+def test_a_template_without_end_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd")
+    (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 4)
+    text = Text.load(folder)
+    monkeypatch.setattr(tokenizer, "CHAT_S", 0.1)
+
+    with pytest.raises(ModelError, match=r"chat template did not end within 0\.1 s"):
+        text.encode_chat([Turn(role="user", content="Hi")])
+
+    assert not [each for each in threading.enumerate() if each.name == "deadline"]
 
 
 def test_a_huge_template_is_refused(folder: Path) -> None:
