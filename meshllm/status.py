@@ -212,6 +212,10 @@ class SessionCounts:
     failed: int
     tokens: int
     """Generated, over all answers."""
+    losses: int = 0
+    """Losses of a ring that an answer survived."""
+    paused_s: float = 0.0
+    """Seconds from these losses to the next text, in total."""
 
 
 @dataclass(frozen=True, slots=True)

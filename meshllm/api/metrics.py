@@ -59,6 +59,12 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         "Sessions that ended, by result.",
         _one(counts.served, result="served") + _one(counts.failed, result="failed"),
     )
+    yield _counter(
+        "ring_losses_total", "Losses of a ring that an answer survived.", _one(counts.losses)
+    )
+    yield _counter(
+        "paused_seconds_total", "Time from these losses to the next text.", _one(counts.paused_s)
+    )
     yield _gauge(
         "memory_bytes",
         "Memory of this process, in total and by use.",

@@ -83,6 +83,8 @@ class NodeControl:
                 served=counts.served,
                 failed=counts.failed,
                 tokens=counts.tokens,
+                losses=counts.losses,
+                paused_s=round(counts.paused_s, 3),
             ),
             listening=view.addresses,
             networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),

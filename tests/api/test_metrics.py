@@ -38,6 +38,8 @@ def test_each_family_is_described_once() -> None:
         'meshllm_ring_state{state="waiting"} 0.0',
         "meshllm_ring_epoch 3",
         "meshllm_tokens_total 99",
+        "meshllm_ring_losses_total 2",
+        "meshllm_paused_seconds_total 1.75",
         'meshllm_token_seconds{source="measured"} 0.01',
         'meshllm_token_seconds{source="predicted"} 0.008',
         "meshllm_first_token_seconds 0.04",

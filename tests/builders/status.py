@@ -62,7 +62,9 @@ def status_of(count: int, *, measured: bool = True) -> MeshStatus:
             advice="`studio` is the slowest: 3 of its layers on `attic` would save 4 ms",
         ),
         nodes=tuple(map(_node, ranks)),
-        sessions=SessionCounts(active=1, waiting=0, served=12, failed=0, tokens=4711),
+        sessions=SessionCounts(
+            active=1, waiting=0, served=12, failed=0, tokens=4711, losses=2, paused_s=1.75
+        ),
         listening=("ws://192.168.1.10:7700",),
         networks=(),
         since_s=754.0,

@@ -216,7 +216,7 @@ def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
 
 
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
-    node.see(counts=Counts(active=3, served=2, failed=1, tokens=9))
+    node.see(counts=Counts(active=3, served=2, failed=1, tokens=9, losses=1, paused_s=0.9))
     assert node.ring().measured is None
 
     node.see(counts=replace(node.view.counts, last=answer_of("", 0), last_tokens=5), sessions=1)
@@ -230,7 +230,7 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
         bytes_per_token=512.0,
     )  # fmt: skip
     assert node.control.status().sessions == SessionCounts(
-        active=3, waiting=2, served=2, failed=1, tokens=9
+        active=3, waiting=2, served=2, failed=1, tokens=9, losses=1, paused_s=0.9
     )
 
 

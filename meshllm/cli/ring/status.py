@@ -221,8 +221,12 @@ def _totals(ring: RingStatus) -> Iterator[str]:
 
 
 def _foot(status: MeshStatus, columns: int) -> str:
-    counts = ", ".join(f"{count} {word}" for word, count in to_json(status.sessions).items())
-    lines = [*_totals(status.ring), f"sessions  {counts}"]
+    counts = to_json(status.sessions)
+    losses, paused_s = counts.pop("losses"), counts.pop("paused_s")
+    told = ", ".join(f"{count} {word}" for word, count in counts.items())
+    lines = [*_totals(status.ring), f"sessions  {told}"]
+    if losses:
+        lines.append(f"{'losses':<10}{losses} survived, answers paused {paused_s:.1f} s in total")
     notes = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:

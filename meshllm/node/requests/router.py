@@ -41,7 +41,7 @@ from meshllm.node.requests.request_json import (
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.ring.failover import Failover
-from meshllm.request import Answer, Backend, Event, Request
+from meshllm.request import Answer, Backend, Event, Piece, Request
 
 MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
@@ -83,9 +83,35 @@ class Counts:
     served: int = 0
     failed: int = 0
     tokens: int = 0
+    losses: int = 0
+    """Losses of a ring that an answer survived."""
+    paused_s: float = 0.0
+    """Seconds from these losses to the next text."""
     last: Answer | None = None
     """The latest answer, for its times; without its text and tokens."""
     last_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Pause:
+    """Measures the time from the loss of a ring to the next text of an answer."""
+
+    counts: Counts
+    since: float | None = None
+
+    def begin(self) -> None:
+        """Begin, unless the answer has paused since an earlier loss."""
+        if self.since is None:
+            self.since = _now()
+
+    def end(self, event: Event) -> None:
+        """End with an event that has text; count it."""
+        if self.since is None or not isinstance(event, Piece | Answer):
+            return
+        seconds, self.since = _now() - self.since, None
+        self.counts.losses += 1
+        self.counts.paused_s += seconds
+        logger.info("an answer continues after a pause of %.1f s", seconds)
 
 
 class RequestRouter:
@@ -134,7 +160,7 @@ class RequestRouter:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        failover = Failover(request)
+        failover, pause = Failover(request), _Pause(self.counts)
         self.counts.active += 1
         try:
             while True:
@@ -142,11 +168,13 @@ class RequestRouter:
                     async with self._answering(failover.request, asker) as events:
                         async for event in events:
                             if new := failover.take(event):
+                                pause.end(new)
                                 if isinstance(new, Answer):
                                     self._count(new)
                                 yield new
                 except (LinkLost, Busy) as error:
                     delay = failover.failed(error)
+                    pause.begin()
                     logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
                     await asyncio.sleep(delay)
                 else:

@@ -26,7 +26,7 @@ from meshllm.node.requests.router import (
 )
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
-from meshllm.protocol.ring.failover import ATTEMPTS
+from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
@@ -331,7 +331,21 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
         assert Piece("") not in events
 
     world.run(story)
-    assert (router.counts.served, router.counts.failed) == (1, 0)
+    assert (router.counts.served, router.counts.failed, router.counts.losses) == (1, 0, 1)
+
+
+def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> None:
+    lost: list[Event | Exception] = [Prefilled(1, 1), LinkLost("gone")]
+    first: list[Event | Exception] = [*answer()[:3], LinkLost("gone")]
+    router = world.add(ME, FakeRing(attempts=[first, lost, lost, answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(router)) == TEXT
+
+    world.run(story)
+    delays = RETRY_DELAY_S + 2 * RETRY_DELAY_S  # the first retry is immediate
+    assert router.counts.losses == 1
+    assert router.counts.paused_s == pytest.approx(delays)
 
 
 @pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])
