@@ -68,7 +68,9 @@ def test_the_names_in_json_are_stable() -> None:
     assert status["nodes"][1]["link"].keys() == LINK
     assert [each["self"] for each in status["nodes"]] == [True, False]
     assert status["model"].keys() == MODEL
-    assert status["sessions"].keys() == {"active", "waiting", "served", "failed", "tokens"}
+    assert status["sessions"].keys() == {
+        "active", "waiting", "served", "failed", "tokens", "losses", "paused_s",
+    }  # fmt: skip
     assert status["ring"]["stages"][1] == {
         "rank": 1, "node": node_id(1), "name": "desk", "layers": "10:20", "room_tokens": None,
     }  # fmt: skip

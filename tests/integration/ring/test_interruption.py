@@ -13,7 +13,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
-from meshllm.request import Sampling
+from meshllm.request import Resumable, Sampling
 from meshllm.testing.models import tiny_model
 from tests.builders.tampering import Tampering
 
@@ -35,17 +35,30 @@ class Cut:
         return None
 
 
+class Tokens(list[int]):
+    """Tokens of an answer, and how it can be resumed."""
+
+    resume: Resumable | None = None
+
+
+NONE = Tokens()
+
+
 async def attempt(
-    ring: LocalRing, given: list[int], on_token: Callable[[int], None] = lambda _: None
-) -> tuple[list[int], Ended | None]:
+    ring: LocalRing, given: Tokens, on_token: Callable[[int], None] = lambda _: None
+) -> tuple[Tokens, Ended | None]:
     """Continue the answer behind ``given``; return the new tokens, and the end if it is reached."""
-    order = GenerationRequest(PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given))
-    tokens: list[int] = []
+    order = GenerationRequest(
+        PROMPT, SAMPLING, TOKENS, lambda _: False, given=tuple(given), resume=given.resume
+    )
+    tokens = Tokens()
     try:
         async for output in ring.entry.generate(order):
             if isinstance(output, Token):
                 tokens.append(output.id)
                 on_token(len(tokens))
+            elif isinstance(output, Resumable):
+                tokens.resume = output
             elif isinstance(output, Ended):
                 return tokens, output
     except LinkLost:
@@ -65,7 +78,7 @@ async def formed_again(ring: LocalRing) -> None:
 async def plain(folder: Path, *, speculation: bool) -> list[int]:
     config = InferenceConfig(threads=1, speculation=speculation)
     async with open_local_ring(resolve(str(folder)), RingOptions(3, inference=config)) as ring:
-        return (await attempt(ring, []))[0]
+        return (await attempt(ring, NONE))[0]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -91,7 +104,7 @@ async def test_a_broken_link_costs_no_computed_row(
             if count == at:
                 cut.at = 0
 
-        first, ended = await attempt(ring, [], on_token)
+        first, ended = await attempt(ring, NONE, on_token)
         assert ended is None
         await formed_again(ring)
         rest, ended = await attempt(ring, first)
@@ -111,16 +124,16 @@ async def test_a_prompt_that_is_interrupted_continues_behind_its_finished_chunks
     async with open_local_ring(
         resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
     ) as ring:
-        whole, _ = await attempt(ring, [])
+        whole, _ = await attempt(ring, NONE)
     async with open_local_ring(
         resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
     ) as ring:
         cut.at = 11
-        first, ended = await attempt(ring, [])
+        first, ended = await attempt(ring, NONE)
         assert (first, ended) == ([], None)
         await formed_again(ring)
 
-        tokens, ended = await attempt(ring, [])
+        tokens, ended = await attempt(ring, NONE)
 
         assert tokens == whole
         assert ended is not None
@@ -144,7 +157,7 @@ async def test_without_a_prefix_cache_the_answer_goes_on_with_the_same_bits(
             if count == 9:
                 cut.at = 0
 
-        first, _ = await attempt(ring, [], on_token)
+        first, _ = await attempt(ring, NONE, on_token)
         await formed_again(ring)
         rest, ended = await attempt(ring, first)
 
@@ -167,7 +180,7 @@ async def test_a_request_that_waits_for_a_place_is_interrupted_too(
             if count == 3:
                 cut.at = 0
 
-        first, second = await asyncio.gather(attempt(ring, [], on_token), attempt(ring, []))
+        first, second = await asyncio.gather(attempt(ring, NONE, on_token), attempt(ring, NONE))
 
         assert len(first[0]) >= 3
         assert (first[1], second) == (None, ([], None))
