@@ -160,6 +160,7 @@ MUTANTS = {
     "attempts are never given up": Mutant(
         {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},
         "is not at work",
+        114,
     ),
 }
 
