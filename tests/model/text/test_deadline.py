@@ -29,7 +29,8 @@ def test_a_panic_is_the_callers() -> None:
         run_within(60, panic)
 
 
-def test_a_loop_without_end_is_interrupted() -> None:
+def test_a_loop_without_end_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "GRACE_S", 60)
     ended = Event()
 
     def loop() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import ModelError, UserError
-from meshllm.model.text import tokenizer
+from meshllm.model.text import deadline, tokenizer
 from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, Text, quieten
 from meshllm.request import Turn
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace
@@ -221,6 +221,7 @@ def test_a_template_without_end_is_an_error(folder: Path, monkeypatch: pytest.Mo
     (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 4)
     text = Text.load(folder)
     monkeypatch.setattr(tokenizer, "CHAT_S", 0.1)
+    monkeypatch.setattr(deadline, "GRACE_S", 60)
 
     with pytest.raises(ModelError, match=r"chat template did not end within 0\.1 s"):
         text.encode_chat([Turn(role="user", content="Hi")])
