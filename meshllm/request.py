@@ -73,11 +73,11 @@ class Request:
     """Most tokens of an answer."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
-    resume: "Resumable | None" = None
-    """The latest one of that ring, if its caches may still exist."""
     given: tuple[int, ...] = ()
     """Tokens of the answer sampled by an earlier ring. The answer continues after them: they count
     for `max_tokens`, penalties and stop strings, and are not yielded again."""
+    resume: "Resumable | None" = None
+    """The latest one that this ring sent: which caches they continue from, if these still exist."""
     ids: tuple[int, ...] = ()
     """A prompt of token ids, instead of a text."""
     logit_bias: tuple[tuple[int, float], ...] = ()

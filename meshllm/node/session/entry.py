@@ -236,16 +236,18 @@ class EntryNode:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
-        # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
-        machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
         found = None
         if order.resume:
-            held = len(order.known) - 1  # on every rank: the last token was sampled behind them
-            lost, chunks = read_resumable(order.resume, held, self._config.max_chunk)
+            held = order.known[:-1]  # on every rank: the last token was sampled behind them
+            lost, chunks = read_resumable(order.resume, len(held), self._config.max_chunk)
             found = self._prefixes.resume(lost, held, chunks, now)
         if found is None and self._prefixes.index.keeps:
             found = self._prefixes.find(order.known, now)
         start = start_from(found, self._ends.front.new_cache)
+        if start.base and start.base.is_claimed:
+            task = replace(task, keep_from=None)  # no other prompt may continue from it
+        # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
+        machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
@@ -339,6 +341,7 @@ class EntryNode:
                 chunks=machine.kept_chunks,
                 lost=machine.lost,
                 is_lost=self._lost is not None,
+                is_claimed=base is not None and base.is_claimed,
             )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:

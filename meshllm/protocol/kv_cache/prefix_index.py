@@ -61,6 +61,8 @@ class PrefixHit:
     """How they were computed; the last one stops at ``length``."""
     lost: tuple[Span, ...] = ()
     """Layers whose caches are lost."""
+    is_claimed: bool = False
+    """This rank did not see the tokens of the session, and has them from the request."""
 
 
 class PrefixIndex:

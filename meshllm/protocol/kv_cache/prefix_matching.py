@@ -7,7 +7,7 @@ Texts are compared token by token; the other ranks only need the id of a session
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from meshllm.names import SessionId, Span
@@ -62,17 +62,22 @@ class PrefixCache(Generic[Cache]):
         return self._hit(name, length, capacity, text.chunks, whole=whole)
 
     def resume(
-        self, session: SessionId, length: int, chunks: Sequence[Chunk], now: float
+        self, session: SessionId, tokens: Sequence[int], chunks: Sequence[Chunk], now: float
     ) -> tuple[PrefixHit, Cache] | None:
-        """Take over the cache of a session whose ring was lost; None if it is gone or too short.
+        """Take over the first positions of a session, which hold ``tokens``, after a lost ring.
 
-        If it was kept by another rank than the entry, ``chunks`` tell how it was computed.
+        None if the cache is gone or too short, or holds other tokens. A rank that was not the entry
+        knows neither the tokens nor how they were computed: the hit is claimed, and ``chunks`` say.
         """
+        text, length = self._texts.get(session), len(tokens)
+        if not tokens or (text and text.tokens[:length] != array("i", tokens)):
+            return None
         if not (capacity := self.index.take(session, length, now, whole=True)):
             return None
         self._drop(self.index.make_room())
-        text = self._texts.get(session)
-        return self._hit(session, length, capacity, text.chunks if text else chunks, whole=True)
+        held = text.chunks if text else chunks
+        hit, cache = self._hit(session, length, capacity, held, whole=True)
+        return replace(hit, is_claimed=text is None), cache
 
     def _hit(
         self, name: SessionId, length: int, capacity: int, chunks: Sequence[Chunk], *, whole: bool
@@ -95,15 +100,19 @@ class PrefixCache(Generic[Cache]):
         chunks: Sequence[Chunk] = (),
         lost: Sequence[Span] = (),
         is_lost: bool = False,
+        is_claimed: bool = False,
     ) -> None:
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
         was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
+        ``is_claimed``: the cache may hold other tokens, so that no prompt may match them.
         """
         self.caches[session] = cache
         self._lost[session] = frozenset(at for span in lost for at in range(span.start, span.stop))
-        self._texts[session] = _Text(array("i", tokens), min(prompt, len(tokens)), tuple(chunks))
+        if not is_claimed:
+            held = array("i", tokens)
+            self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks))
         self._drop(self.index.put(session, len(tokens), capacity, now, is_lost=is_lost))
 
     def lose(self, layers: Collection[int]) -> None:

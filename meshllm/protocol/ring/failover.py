@@ -42,8 +42,8 @@ class Failover:
         self._text = ""
         self._tokens: list[int] = []
         self._tail = ""  # the end of the text, which was held back and has no tokens
-        self._resume = request.resume
         self._skip = 0  # characters of it that this attempt has yet to repeat
+        self._resume = request.resume
         self.resumed = 0
         """Tokens that earlier attempts gave to this one."""
 

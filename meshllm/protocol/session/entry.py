@@ -133,7 +133,7 @@ class Entry:
         self._base: PrefixHit | None = None
         self._refill = 0  # positions to compute again in the lost layers of the base
         self._chunks: list[Chunk] = []  # how the positions so far were computed
-        self._is_told = False
+        self._is_told = False  # whether `take_chunks` has returned them as they are
         self._waiting = 0.0  # time of the last injection, result or Close
         self.reused = 0
         """Positions of the prompt that came from the prefix cache."""

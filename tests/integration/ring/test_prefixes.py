@@ -16,7 +16,7 @@ from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.node.session.resume import ResumeKey, session_of
 from meshllm.protocol.session.messages import Close, Data, Resume
-from meshllm.request import FinishReason, Sampling
+from meshllm.request import FinishReason, Resumable, Sampling
 from meshllm.testing.counting import CountingTransport
 from meshllm.testing.models import tiny_model
 from meshllm_loopback import LoopbackTransport
@@ -37,12 +37,21 @@ async def ring_of(folder: Path, nodes: int = 2, **options: int | bool) -> AsyncI
 
 
 async def ask(
-    ring: LocalRing, prompt: Sequence[int], tokens: int = TOKENS
+    ring: LocalRing,
+    prompt: Sequence[int],
+    tokens: int = TOKENS,
+    *,
+    resume: Resumable | None = None,
+    told: list[Resumable] | None = None,
 ) -> tuple[list[int], int]:
     """Return the answer, and the number of cached tokens of the prompt."""
     text: list[int] = []
-    order = GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    order = GenerationRequest(
+        tuple(prompt), Sampling(), tokens, is_last=lambda _: False, resume=resume
+    )
     async for output in ring.entry.generate(order):
+        if isinstance(output, Resumable) and told is not None:
+            told.append(output)
         if isinstance(output, Token):
             text.append(output.id)
         elif isinstance(output, Ended):
@@ -276,3 +285,15 @@ async def test_a_refused_prompt_takes_nothing_from_the_cache(llama: Path) -> Non
             await ask(ring, PROMPT * 10)
 
         assert (await ask(ring, (*PROMPT, *MORE)))[1] == len(PROMPT)
+
+
+async def test_a_key_makes_no_other_prompt_continue_from_a_session(llama: Path) -> None:
+    other = tuple(token + 1 for token in PROMPT)
+    async with ring_of(llama, 3) as ring:
+        told: list[Resumable] = []
+        await ask(ring, PROMPT, told=told)
+        for prompt in (other, other[:1], PROMPT[:1]):  # the last ones would resume no position
+            answer, reused = await ask(ring, prompt, resume=told[0])
+            assert (answer, reused) == (await fresh(llama, prompt, 3), 0)
+
+        assert (await ask(ring, (*other, *MORE)))[0] == await fresh(llama, (*other, *MORE), 3)

@@ -14,7 +14,7 @@ from meshllm.errors import LinkLost
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
-from meshllm.node.session.generation import GenerationRequest, Token
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.request import Resumable, Sampling
 from meshllm.testing.clock import run_virtual
@@ -79,6 +79,8 @@ class Ingress:
 
     answer: list[int] = field(default_factory=list)
     resume: Resumable | None = None
+    reused: int | None = None
+    """Tokens of the prompt that were cached, once the answer has ended."""
 
     async def ask(self, place: Place, then: Callable[[], None] = nothing) -> None:
         """Add tokens up to the loss of the ring; call ``then`` in between."""
@@ -93,6 +95,8 @@ class Ingress:
                 match output:
                     case Resumable():
                         self.resume = output
+                    case Ended():
+                        self.reused = output.measured.reused
                     case Token(token):
                         self.answer.append(token)
                         if len(self.answer) == len(given) + BEFORE:
@@ -159,17 +163,40 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
     run_virtual(main())
 
 
-def test_two_losses_recompute_what_each_of_them_took(world: World, rows: Rows) -> None:
-    two, one = plan_of((A, "0:3"), (C, "3:6"), epoch=2), plan_of((A, "0:6"), epoch=3)
+TWICE = {
+    "the others": (A, (plan_of((A, "0:3"), (C, "3:6"), epoch=2), plan_of((A, "0:6"), epoch=3))),
+    "each entry": (C, (plan_of((B, "0:4"), (C, "4:6"), epoch=2), plan_of((C, "0:6"), epoch=3))),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_two_losses_recompute_what_each_of_them_took(world: World, rows: Rows, name: str) -> None:
+    left, plans = TWICE[name]
+    kept = set(range(THREE.stages[0].span.stop)) if left == A else {4, 5}
 
     async def main() -> None:
         async with ring_of_three(world) as (places, undisturbed):
             rows.clear()
 
-            assert await ask_over(places, two, one) == undisturbed
-            assert all(rows[layer] <= TOKENS + 2 * IN_FLIGHT for layer in (0, 1))
+            assert await ask_over(places, *plans) == undisturbed
+            assert all(rows[layer] <= TOKENS + 2 * IN_FLIGHT for layer in kept)
             held = 2 * len(PROMPT) + 3 * BEFORE
-            assert all(rows[layer] <= TOKENS + held + 2 * IN_FLIGHT for layer in range(2, 6))
+            assert all(rows[layer] <= TOKENS + held + 2 * IN_FLIGHT for layer in {*range(6)} - kept)
+
+    run_virtual(main())
+
+
+def test_no_prompt_continues_from_an_answer_whose_tokens_were_only_claimed(world: World) -> None:
+    plan = TAKEOVERS["the one behind, for the entry"][0]
+
+    async def main() -> None:
+        async with ring_of_three(world) as (places, undisturbed):
+            await ask_over(places, plan)
+            again = Ingress()
+            await again.ask(places[1])
+
+            assert again.answer == undisturbed
+            assert again.reused == 0
 
     run_virtual(main())
 

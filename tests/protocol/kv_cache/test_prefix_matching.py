@@ -137,9 +137,11 @@ def test_a_resumed_answer_takes_over_the_cache_of_its_session() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
     prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, chunks=CHUNKS)
 
-    assert prefixes.resume(SessionId(b"x" * 16), 2, (), 1.0) is None
-    assert prefixes.resume(A, len(PROMPT) + 1, (), 1.0) is None
-    found = prefixes.resume(A, 2, (Chunk(9, is_step=False),), 1.0)
+    for session, tokens in (
+        (SessionId(b"x" * 16), PROMPT), (A, (*PROMPT, 1)), (A, MORE), (A, ()),
+    ):  # fmt: skip
+        assert prefixes.resume(session, tokens, (), 1.0) is None
+    found = prefixes.resume(A, PROMPT[:2], (Chunk(9, is_step=False),), 1.0)
     assert found == (PrefixHit(A, 2, True, 40, (Chunk(2, is_step=False),)), "a")
     assert (prefixes.caches, prefixes.index.holds(A)) == ({}, False)
 
@@ -150,10 +152,20 @@ def test_a_stage_that_becomes_the_entry_resumes_as_it_is_told() -> None:
     prefixes.caches[A] = "a"  # as a stage does
     prefixes.lose([0, 1])
 
-    found = prefixes.resume(A, 35, CHUNKS, 1.0)
+    found = prefixes.resume(A, PROMPT[:35], CHUNKS, 1.0)
 
     chunks = (Chunk(30, is_step=False), Chunk(35, is_step=True))
-    assert found == (PrefixHit(A, 35, True, 40, chunks, (Span(0, 2),)), "a")
+    assert found == (PrefixHit(A, 35, True, 40, chunks, (Span(0, 2),), is_claimed=True), "a")
+
+
+def test_no_prompt_matches_tokens_that_were_only_claimed() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.keep(A, PROMPT, 30, "a", 40, 0.0, is_lost=True, is_claimed=True)
+
+    assert prefixes.find((*PROMPT, *MORE), 1.0) is None
+    found = prefixes.resume(A, PROMPT, CHUNKS, 1.0)
+    assert found is not None
+    assert found[0].is_claimed
 
 
 def test_lost_layers_are_named_with_every_hit() -> None:
