@@ -36,6 +36,7 @@ class NodeState(StrEnum):
     SERVING = "serving"
     JOINING = "joining"
     DOWN = "down"
+    LEAVING = "leaving"
     LEFT = "left"
     REFUSED = "refused"
 

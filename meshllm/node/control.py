@@ -322,6 +322,8 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
         return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
     if agreement and (why := agreement.refused.get(node)):
         return NodeState.REFUSED, why
+    if state.lifecycle is Lifecycle.LEAVING:
+        return NodeState.LEAVING, "finishing requests"
     if state.lifecycle is Lifecycle.JOIN:
         return NodeState.JOINING, "loading and benchmarking the model"
     if view.plan and view.plan.rank(node) is not None:

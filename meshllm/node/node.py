@@ -227,9 +227,13 @@ class MeshNode:
         save_records(self.store, self._records())  # on disk before the caller returns
 
     def leave(self) -> None:
-        """Finish running requests, announce that this node leaves, and stop."""
+        """Leave the ring, finish the requests of its clients, leave the mesh, and stop.
+
+        The ring serves until the other nodes have agreed on a plan without this node.
+        """
         if not self.is_leaving:
-            self.is_leaving = True
+            self.is_leaving = self.ring_member.is_leaving = True
+            self.ring_member.publish()
             self._jobs.create_task(self._drain())
 
     async def run(self) -> None:

@@ -44,6 +44,8 @@ class RingMember:
         self.runtime: RingRuntime | None = None
         self.agreement: Agreement | None = None
         """The latest, with the offers of its nodes."""
+        self.is_leaving = False
+        """Whether this node tells the others to make a plan without it."""
         self.has_left = False
         """Whether this node publishes no more."""
         self.trouble: MeshError | None = None
@@ -86,7 +88,7 @@ class RingMember:
         if self.plan:  # else keep publishing the last one, so that epochs never decrease
             self._followed = self.plan.encode()
         state = StateRecord(
-            lifecycle=Lifecycle.SERVING if self.runtime else Lifecycle.JOIN,
+            lifecycle=self._lifecycle(),
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
@@ -190,6 +192,11 @@ class RingMember:
     def _name(self, node: NodeId) -> str:
         profile = self._machine.profiles.get(node)
         return profile.name if profile and profile.name else short(node)
+
+    def _lifecycle(self) -> Lifecycle:
+        if self.is_leaving:
+            return Lifecycle.LEAVING
+        return Lifecycle.SERVING if self.runtime else Lifecycle.JOIN
 
     def _is_formed(self, plan: Plan) -> bool:
         followed, states = plan.encode(), self._machine.states

@@ -1,11 +1,12 @@
 """What a user sees of losses in the middle of an answer: `python -m tests.bench.chaos`.
 
 Three processes form a ring and a client asks a fourth one, which holds no layers. When the answer
-has so many tokens, the fault happens: a rank is killed (`kill -9`), or stopped for two seconds
-(`SIGSTOP`, `SIGCONT`). The table shows the longest pause between two tokens, and whether the answer
-is that of the undisturbed ring, token for token. An answer that ends with an error, is too short,
-or repeats or drops a token that was shown fails the command. Other tokens behind the loss are
-counted, and do not fail it: another ring may round another way.
+has so many tokens, the fault happens: a rank is killed (`kill -9`), stopped for two seconds
+(`SIGSTOP`, `SIGCONT`), or told to leave (`SIGTERM`). The table shows the longest pause between two
+tokens, how long the process took to leave, and whether the answer is that of the undisturbed ring,
+token for token. An answer that ends with an error, is too short, or repeats or drops a token that
+was shown fails the command. Other tokens behind the loss are counted, and do not fail it: another
+ring may round another way.
 """
 
 import json
@@ -15,11 +16,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from threading import Thread
 
 import httpx2
 import torch
@@ -33,7 +34,7 @@ from tests.processes.fleet import ALONE, Fleet, Node, open_fleet, until
 RANKS = ("attic", "bench", "cellar")
 INGRESS = "door"
 ROLES = ("entry", "middle", "last")
-FAULTS = ("kill", "stop")
+FAULTS = ("kill", "stop", "leave")
 STOP_S = 2.0
 TIMEOUT_S = 120.0
 
@@ -51,6 +52,8 @@ class Outcome:
     same: int
     """Tokens that are those of the undisturbed answer, from the first on."""
     tokens: int
+    left_s: float
+    """Time that the process took to leave; 0 for other faults."""
     error: str = ""
 
 
@@ -94,25 +97,36 @@ def ask(node: Node, tokens: int, temperature: float, seed: int) -> Iterator[list
             yield event.get("ids", [])
 
 
-def strike(node: Node, fault: str) -> None:
-    if fault == "kill":
-        node.kill()
-        return
-    node.send(signal.SIGSTOP)
-    time.sleep(STOP_S)
-    node.send(signal.SIGCONT)
+def strike(node: Node, fault: str) -> float:
+    """Let the fault happen; return how long the process took to leave."""
+    began = time.monotonic()
+    match fault:
+        case "kill":
+            node.kill()
+        case "leave":
+            node.send(signal.SIGTERM)
+            if code := node.ended():
+                raise RuntimeError(f"{node.name} left with exit status {code}")
+            return time.monotonic() - began
+        case _:
+            node.send(signal.SIGSTOP)
+            time.sleep(STOP_S)
+            node.send(signal.SIGCONT)
+    return 0.0
 
 
 def disturb(
-    fleet: Fleet, model: str, fault: str, role: str, at: int, right: list[int], heat: float
-) -> Outcome:
+    fleet: Fleet, model: str, fault: str, role: str, at: int, right: list[int], heat: float,
+    pool: Executor,
+) -> Outcome:  # fmt: skip
     """Ask, let a fault happen after ``at`` tokens, and compare the answer."""
     ingress = fleet.node(INGRESS)
     names = {node["rank"]: node["name"] for node in ingress.status()["nodes"]}
     victim = fleet.node(names[ROLES.index(role)])
     got: list[int] = []
     pause, last, error = 0.0, 0.0, ""
-    striking: Thread | None = None
+    striking: Future[float] | None = None
+    left_s = 0.0
     try:
         for tokens in ask(ingress, len(right), heat, at):
             now = time.monotonic()
@@ -120,18 +134,18 @@ def disturb(
                 pause = max(pause, now - last)
             got, last = got + tokens, now
             if striking is None and len(got) >= at:
-                striking = Thread(target=strike, args=(victim, fault))
-                striking.start()
+                striking = pool.submit(strike, victim, fault)
+        if striking:
+            left_s = striking.result()
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
-    if striking:
-        striking.join()
-    if fault == "kill":
+    if fault != "stop":
         victim.start("--model", model, *ALONE)
     same = next(
         (i for i, pair in enumerate(zip(got, right, strict=False)) if len(set(pair)) > 1), None
     )
-    return Outcome(fault, role, at, pause, len(got) if same is None else same, len(got), error)
+    agreed = len(got) if same is None else same
+    return Outcome(fault, role, at, pause, agreed, len(got), left_s, error)
 
 
 def whole(fleet: Fleet) -> None:
@@ -159,10 +173,11 @@ def main() -> None:
     options = parser.parse_args()
     report, outcomes, heat = Report(options), list[Outcome](), options.temperature
     report.say(
-        "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |"
+        " left after, s |",
+        "|---|---|---|---|---|---|---|---|---|",
     )
-    with open_fleet() as fleet:
+    with ThreadPoolExecutor(1) as pool, open_fleet() as fleet:
         (fleet.folder / "model").mkdir()
         model = "builtin" if options.embedded else str(random_model(fleet.folder / "model"))
         ticket = fleet.found(RANKS[0])
@@ -178,7 +193,7 @@ def main() -> None:
                     rows = []
                     right = [*chain.from_iterable(ask(ingress, options.tokens, heat, at))]
                     for _ in range(options.times):
-                        rows.append(disturb(fleet, model, fault, role, at, right, heat))
+                        rows.append(disturb(fleet, model, fault, role, at, right, heat, pool))
                         whole(fleet)
                     outcomes += rows
                     report.say(line(rows, len(right)))
@@ -192,9 +207,8 @@ def line(rows: list[Outcome], length: int) -> str:
     first, pauses = rows[0], [row.pause_s for row in rows]
     same, errors = sum(row.same == length for row in rows), sum(bool(row.error) for row in rows)
     cells = [first.fault, first.role, first.at, len(rows), same, errors]
-    return (
-        f"| {' | '.join(map(str, cells))} | {statistics.median(pauses):.2f} | {max(pauses):.2f} |"
-    )
+    seconds = statistics.median(pauses), max(pauses), max(row.left_s for row in rows)
+    return f"| {' | '.join(map(str, cells))} | {' | '.join(f'{it:.2f}' for it in seconds)} |"
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class World:
     followed: Mapping[NodeId, Plan] = field(default_factory=dict)
     busy: Collection[NodeId] = ()
     """Entries with sessions that a change would hurt."""
+    leaving: Collection[NodeId] = ()
     left: Collection[NodeId] = ()
     gone: Collection[NodeId] = ()
     """Dead nodes, which have no links."""
@@ -80,8 +81,9 @@ class World:
 
     def _state(self, node: NodeId) -> StateRecord:
         plan = self.followed.get(node)
+        lifecycle = Lifecycle.LEAVING if node in self.leaving else Lifecycle.SERVING
         return StateRecord(
-            Lifecycle.LEFT if node in self.left else Lifecycle.SERVING,
+            Lifecycle.LEFT if node in self.left else lifecycle,
             tuple(
                 (peer, round(self.apart_ms.get(frozenset({node, peer}), 1.0) * 1e3))
                 for peer in self.profiles

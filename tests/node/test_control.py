@@ -191,6 +191,8 @@ def test_each_node_has_one_state(node: Owned) -> None:
 
     node.view = with_state(node.view, C, lifecycle=Lifecycle.JOIN)
     assert node.state(C)[0] is NodeState.JOINING
+    node.view = with_state(node.view, C, lifecycle=Lifecycle.LEAVING)
+    assert node.state(C) == (NodeState.LEAVING, "finishing requests")
     assert node.view.agreement
     node.see(agreement=replace(node.view.agreement, refused={C: "other weights"}))
     assert node.state(C) == (NodeState.REFUSED, "other weights")

@@ -114,6 +114,19 @@ def test_a_change_is_published_once() -> None:
     run(story)
 
 
+def test_a_leaving_node_says_so_until_it_has_left() -> None:
+    async def story() -> None:
+        place = Place()
+        place.ring_member.is_leaving = True
+        place.ring_member.publish()
+        place.serve()
+        place.ring_member.has_left = True
+        place.ring_member.loaded(True, None)
+        assert [state.lifecycle for state in place.told] == [Lifecycle.LEAVING] * 2
+
+    run(story)
+
+
 def test_the_last_plan_is_published_while_there_is_none() -> None:
     async def story() -> None:
         place = Place()

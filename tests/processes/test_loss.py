@@ -72,10 +72,29 @@ def test_a_leaving_node_finishes_its_answers(
     assert witness.states()["cellar"] == "left"
 
 
+@pytest.mark.parametrize("is_entry", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_leaving_node_hands_its_layers_over(
+    trio: Fleet, answers: Answers, *, is_entry: bool
+) -> None:
+    first = entry(trio)
+    others = [node for node in trio.nodes.values() if node is not first]
+    leaver, ingress = (first, others[0]) if is_entry else (others[0], first)
+
+    with asking(ingress, STORY) as chat:
+        leaver.send(signal.SIGTERM)
+        until(lambda: ingress.states()[leaver.name] == "left", trio.told)
+        is_under_way = chat.is_under_way
+        answer = chat.answer()
+
+    assert is_under_way
+    assert answer == answers[STORY]
+    assert leaver.ended() == 0
+
+
 def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> None:
     leaver, ingress = trio.node("cellar"), trio.node("bench")
 
-    with asking(ingress, STORY) as chat:
+    with asking(ingress, STORY) as chat, asking(leaver, STORY):
         leaver.send(signal.SIGINT)
         leaver.sees("Ctrl-C again exits at once")
         leaver.send(signal.SIGINT)

@@ -82,8 +82,9 @@ def node(
     """Run a node that holds layers and serves requests.
 
     Without `--join` it returns to its last mesh, or founds one. It prints a ticket and the command
-    for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM finishes the
-    running requests and leaves the mesh; the second exits at once.
+    for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM lets the other
+    nodes take its layers over, finishes the requests of its clients and leaves the mesh; the
+    second exits at once.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from meshllm.status import MeshStatus, NodeStatus, RingStatus
 
 _ABSENT = {"left", "down"}
-_VERBS = {"left": "left", "down": "is down", "refused": "is refused", "standby": "is on standby"}
+_VERBS = {
+    "leaving": "is leaving",
+    "left": "left",
+    "down": "is down",
+    "refused": "is refused",
+    "standby": "is on standby",
+}
 
 
 @dataclass(frozen=True, slots=True)

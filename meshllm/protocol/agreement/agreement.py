@@ -11,7 +11,8 @@ The plan in force is the *incumbent*: the plan with the highest (epoch, digest) 
 nodes follow. A node that restarts or joins late therefore adopts the current plan, and after a
 partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
 are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
-When it stops working, the best plan replaces it at once. Otherwise a better plan waits until the
+When it stops working, or a node of it is leaving, the best plan without that node replaces it at
+once; a leaving node serves on while no other plan exists. Otherwise a better plan waits until the
 entry has no session that the change would hurt, and it must be faster by `GAIN`, or satisfy a
 constraint of the charter (exclude, prefer, members, fixed spans) that the incumbent violates. A
 first plan reports how many of the requested members are missing: nodes that follow it wait for them
@@ -132,6 +133,8 @@ def _decide(
         return new, fault if new else best.missing
     if new is None:
         return incumbent, "no other plan was found"
+    if leaving := case.found.leaving.intersection(nodes_of(incumbent)):
+        return new, f"`{short(min(leaving))}` is leaving"
     if new.stages == incumbent.stages:
         return incumbent, "no plan is better"
     gain = _gain(case, incumbent, new)
@@ -212,4 +215,5 @@ def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[Node
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
     excluded = dict.fromkeys(charter.exclude, "it is excluded")
-    return {node: (spans | excluded).get(node, why) for node, why in reasons.items()}
+    leaving = dict.fromkeys(found.leaving, "it is leaving")
+    return {node: (spans | excluded | leaving).get(node, why) for node, why in reasons.items()}

@@ -56,7 +56,9 @@ class Candidates:
     waiting: Mapping[NodeId, str]
     """Nodes that cannot hold layers yet, or not their fixed span, and why (a phrase)."""
     spans: Mapping[NodeId, Span] = field(default_factory=dict)
-    """The fixed span of each node that has one."""
+    """The fixed span of each node that has one and stays."""
+    leaving: frozenset[NodeId] = frozenset()
+    """Nodes that a new plan must not use."""
 
 
 def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:
@@ -70,7 +72,9 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
     accepted, refused, waiting = _classify(view, here, precedence)
     usable = [node for node in accepted if node in here]
     # Longer spans first: a short one in the middle would exclude two that tile the layers.
-    wanted = {node: span for node in usable if (span := view.profiles[node].span)}
+    leaving = _leaving(view, here)
+    staying = [node for node in usable if node not in leaving]
+    wanted = {node: span for node in staying if (span := view.profiles[node].span)}
     order = sorted(wanted, key=lambda node: (node not in ring, -len(wanted[node])))
     spans, idle = _spans({node: wanted[node] for node in order}, view.charter)
     return Candidates(
@@ -79,6 +83,7 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
         {node: why for node, why in refused.items() if node in here},
         {node: why for node, why in (waiting | idle).items() if node in here},
         spans,
+        leaving,
     )
 
 
@@ -159,6 +164,14 @@ def _incompatibility(
         if part := first_mismatch(other.weights, profile.weights):
             return f"its {part} differs from that of `{short(node)}`"
     return None
+
+
+def _leaving(view: MeshView, here: Collection[NodeId]) -> frozenset[NodeId]:
+    return frozenset(
+        node
+        for node in here
+        if (state := view.states.get(node)) and state.lifecycle is Lifecycle.LEAVING
+    )
 
 
 def _spans(

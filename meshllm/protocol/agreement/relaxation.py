@@ -104,8 +104,9 @@ def _excess(plan: Plan, most: int | None) -> str:
 
 def _planner_input(
     case: PlanningInput,
-) -> tuple[Charter, tuple[Offer, ...], Links, PlanConstraints]:
-    return case.view.charter, case.found.offers, case.found.links, case.terms
+) -> tuple[Charter, tuple[Offer, ...], Links, PlanConstraints, frozenset[NodeId]]:
+    found = case.found
+    return case.view.charter, found.offers, found.links, case.terms, found.leaving
 
 
 def _relaxed_terms(case: PlanningInput) -> list[PlanConstraints]:
@@ -114,17 +115,18 @@ def _relaxed_terms(case: PlanningInput) -> list[PlanConstraints]:
     A ring of fewer nodes, or without a node whose fixed span fits no ring, is better than none.
     """
     charter, base = case.view.charter, case.terms
-    nodes = {offer.node for offer in case.found.offers}.difference(charter.exclude)
+    exclude = (*charter.exclude, *sorted(case.found.leaving))
+    nodes = {offer.node for offer in case.found.offers}.difference(exclude)
     client = charter.ends is Ends.CLIENT
     most = min(len(nodes), charter.shape.layers + client)
     strict = replace(
         base,
         members=charter.members and max(1 + client, min(charter.members, most)),
-        exclude=charter.exclude,
+        exclude=exclude,
         prefer=tuple(node for node in charter.prefer if node in nodes),
     )
     loose = replace(strict, members=None, prefer=())
-    free = replace(loose, spans={}, exclude=(*charter.exclude, *base.spans))
+    free = replace(loose, spans={}, exclude=(*exclude, *base.spans))
     return [
         terms for terms, last in ((strict, None), (loose, strict), (free, loose)) if terms != last
     ]

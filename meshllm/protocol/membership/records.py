@@ -40,7 +40,7 @@ _LINK = Struct(f"<{NODE_ID_BYTES}sI")
 
 
 class Lifecycle(IntEnum):
-    """The life cycle of a node, which only advances within one incarnation."""
+    """The life cycle of a node within one incarnation."""
 
     OTHER = 0
     """A phase added by a later version: alive, and holds no layers."""
@@ -50,6 +50,8 @@ class Lifecycle(IntEnum):
     SERVING = 2
     LEFT = 3
     """Left the mesh deliberately."""
+    LEAVING = 4
+    """Finishing its requests and leaving its ring before it leaves the mesh."""
 
 
 _LIFECYCLES = set(Lifecycle)

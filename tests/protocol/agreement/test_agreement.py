@@ -6,6 +6,7 @@ import pytest
 from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.relaxation import nodes_of
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
@@ -161,6 +162,68 @@ def test_a_member_that_leaves_is_dropped_from_the_plan() -> None:
 
     assert lost not in agreement.alive
     assert planned(agreement).epoch == 2
+
+
+@pytest.mark.parametrize("leaver", [A, B, C], ids=["entry", "middle", "last"])
+def test_a_leaving_member_is_replaced_while_sessions_run(leaver: NodeId) -> None:
+    followed = ring((A, 0, 1), (B, 1, 2), (C, 2, 4))
+    world = replace(THREE, followed={A: followed}, leaving={leaver}, busy={A})
+
+    agreements = [world.agree(me) for me in (A, B, C)]
+
+    plan = planned(agreements[0])
+    assert set(nodes_of(plan)) == {A, B, C} - {leaver}
+    assert plan.epoch == followed.epoch + 1
+    assert agreements[0].reason == f"`{short(leaver)}` is leaving"
+    assert standbys(agreements[0]) == {leaver: "it is leaving"}
+    assert agreements[0] == agreements[1] == agreements[2]
+
+
+def test_a_leaving_member_serves_on_while_no_other_ring_is_found() -> None:
+    world = World({A: profile(2), B: profile(2)})
+    followed = world.agree()
+
+    agreement = replace(world.follow(followed), leaving={B}).agree()
+
+    assert agreement.plan == followed.plan
+    assert agreement.reason == "no other plan was found"
+
+
+def test_a_leaving_client_keeps_the_ring_that_has_its_ends() -> None:
+    profiles = {A: profile(0), B: profile(4), C: profile(4)}
+    world = World(profiles, replace(charter(), ends=Ends.CLIENT))
+    followed = world.agree()
+
+    agreement = replace(world.follow(followed), leaving={A}).agree()
+
+    assert agreement.plan == followed.plan
+
+
+def test_a_node_that_leaves_before_the_first_plan_gets_no_layers() -> None:
+    agreement = World({A: profile(4), B: profile(4)}, leaving={A}).agree()
+
+    assert spans(planned(agreement)) == {B: "0:4"}
+
+
+def test_a_standby_takes_the_fixed_span_of_a_leaving_member() -> None:
+    fixed = replace(profile(2), span=Span(2, 4))
+    world = World({A: profile(2), B: fixed, C: replace(fixed, layer_s=((1, 0.5),))})
+    world = world.follow(world.agree())
+    assert spans(planned(world.agree())) == {A: "0:2", B: "2:4"}
+
+    agreement = replace(world, leaving={B}).agree()
+
+    assert spans(planned(agreement)) == {A: "0:2", C: "2:4"}
+
+
+def test_a_leaving_standby_changes_no_plan() -> None:
+    world = World({A: profile(4), B: profile(4, ms=2.0)})
+    world = world.follow(world.agree())
+
+    agreement = replace(world, leaving={B}).agree()
+
+    assert agreement.plan == world.agree().plan
+    assert standbys(agreement) == {B: "it is leaving"}
 
 
 def test_the_epoch_outlives_the_ring() -> None:
