@@ -160,6 +160,26 @@ class Resumable:
     """Those of them behind decode steps; the others are behind chunks of a prompt."""
 
 
+class LossCause(StrEnum):
+    """Why the ring of an answer was lost."""
+
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    LINK_LOST = "link_lost"
+    REPLANNED = "replanned"
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """The ring of the answer was lost; the answer continues with the next event."""
+
+    cause: LossCause
+    text: str
+    """What happened, for people: who is gone, and which layers the others took over."""
+    pause_s: float
+    """Seconds from the loss to this event."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """New text of the answer, complete characters only, and its new tokens."""
@@ -172,15 +192,15 @@ class Piece:
     """Of the tokens, if requested."""
 
 
-Event = Prefilled | Resumable | Piece | Answer
-"""An item of a generation: progress, how to resume, pieces of text, and the answer last."""
+Event = Prefilled | Resumable | Interruption | Piece | Answer
+"""An item of a generation: progress, how to resume, losses, pieces of text, the answer last."""
 
 
 class Backend(Protocol):
     """Serves requests: a local ring, the entry of a ring, another node, a mesh, a provider."""
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Yield progress, how to resume, pieces of text, and the `Answer` last.
+        """Yield progress, how to resume, losses, pieces of text, and the `Answer` last.
 
         Raises:
             UserError: the request is invalid.

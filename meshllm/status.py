@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import Span
+from meshllm.request import LossCause
 from meshllm.strict_json import build, lay_out
 
 T = TypeVar("T")
@@ -204,6 +205,16 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LossCounts:
+    """Losses of a ring with one cause that answers survived."""
+
+    cause: LossCause
+    count: int
+    paused_s: float
+    """Seconds from these losses to the next text, in total."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionCounts:
     """Counts of the requests received by this node."""
 
@@ -213,10 +224,8 @@ class SessionCounts:
     failed: int
     tokens: int
     """Generated, over all answers."""
-    losses: int = 0
-    """Losses of a ring that an answer survived."""
-    paused_s: float = 0.0
-    """Seconds from these losses to the next text, in total."""
+    losses: tuple[LossCounts, ...] = ()
+    """Losses of a ring that an answer survived, by cause."""
 
 
 @dataclass(frozen=True, slots=True)

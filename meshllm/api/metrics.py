@@ -60,10 +60,14 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         _one(counts.served, result="served") + _one(counts.failed, result="failed"),
     )
     yield _counter(
-        "ring_losses_total", "Losses of a ring that an answer survived.", _one(counts.losses)
+        "ring_losses_total",
+        "Losses of a ring that an answer survived, by cause.",
+        [_Sample({"cause": each.cause}, each.count) for each in counts.losses],
     )
     yield _counter(
-        "paused_seconds_total", "Time from these losses to the next text.", _one(counts.paused_s)
+        "paused_seconds_total",
+        "Time from these losses to the next text.",
+        [_Sample({"cause": each.cause}, each.paused_s) for each in counts.losses],
     )
     yield _gauge(
         "memory_bytes",

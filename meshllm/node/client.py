@@ -29,10 +29,11 @@ from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Credential, Role
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
-from meshllm.request import Backend, Event, Request
+from meshllm.request import Backend, Event, LossCause, Request
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
@@ -99,6 +100,13 @@ class MeshClient:
     def reason(self) -> str:
         """Return why no node can serve a request."""
         return "no node of the mesh answers"
+
+    plan = None  # a client does not know it
+
+    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+        """Return that the link to the ingress was lost: an ingress survives other losses."""
+        _ = before
+        return LossCause.LINK_LOST, "the node that answered is gone; another one answers"
 
     def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
         """Raise `LinkLost`: a client holds no model."""

@@ -24,6 +24,7 @@ from meshllm.request import Event, Request
 from meshllm.status import (
     Change,
     LinkStatus,
+    LossCounts,
     Measured,
     MeasuredTimes,
     Members,
@@ -83,8 +84,10 @@ class NodeControl:
                 served=counts.served,
                 failed=counts.failed,
                 tokens=counts.tokens,
-                losses=counts.losses,
-                paused_s=round(counts.paused_s, 3),
+                losses=tuple(
+                    LossCounts(cause, count, round(paused_s, 3))
+                    for cause, (count, paused_s) in sorted(counts.losses.items())
+                ),
             ),
             listening=view.addresses,
             networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),

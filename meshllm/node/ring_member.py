@@ -29,8 +29,9 @@ from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short
-from meshllm.request import Backend
+from meshllm.request import Backend, LossCause
 
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
@@ -135,6 +136,13 @@ class RingMember:
         if gone := [self._name(node) for node in nodes if node not in self._machine.alive]:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
         return "its nodes are loading and connecting"
+
+    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+        """Return why the ring of an earlier plan was lost, and a phrase about it."""
+        machine = self._machine
+        ends = Lifecycle.LEAVING, Lifecycle.LEFT
+        leaving = {node for node, state in machine.states.items() if state.lifecycle in ends}
+        return explain(before, self.plan, alive=machine.alive, leaving=leaving, name=self._name)
 
     @asynccontextmanager
     async def backend(self, asker: NodeId | None = None) -> AsyncIterator[Backend]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshllm.errors import MeshError
-from meshllm.request import Event, Piece, Prefilled, Request
+from meshllm.request import Event, LossCause, Piece, Prefilled, Request
 from meshllm.status import (
     Change,
+    LossCounts,
     Measured,
     Members,
     MeshStatus,
@@ -42,7 +43,8 @@ def told() -> MeshStatus:
     )
     status = with_node(status, 1, name='a "b"\\\nc')
     status = with_link(status, 1, round_trip_ms=2.5, bytes_sent=1000)
-    return replace(status, sessions=SessionCounts(1, 2, 3, 4, 99, 2, 1.75))
+    losses = (LossCounts(LossCause.NODE_LOST, 2, 1.75),)
+    return replace(status, sessions=SessionCounts(1, 2, 3, 4, 99, losses))
 
 
 @dataclass

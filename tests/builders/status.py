@@ -4,8 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from meshllm.names import Span
+from meshllm.request import LossCause
 from meshllm.status import (
     LinkStatus,
+    LossCounts,
     Measured,
     MeasuredTimes,
     MemberStatus,
@@ -63,7 +65,12 @@ def status_of(count: int, *, measured: bool = True) -> MeshStatus:
         ),
         nodes=tuple(map(_node, ranks)),
         sessions=SessionCounts(
-            active=1, waiting=0, served=12, failed=0, tokens=4711, losses=2, paused_s=1.75
+            active=1,
+            waiting=0,
+            served=12,
+            failed=0,
+            tokens=4711,
+            losses=(LossCounts(LossCause.NODE_LOST, 2, 1.75),),
         ),
         listening=("ws://192.168.1.10:7700",),
         networks=(),

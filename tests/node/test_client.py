@@ -21,10 +21,11 @@ from meshllm.node.client import (
 from meshllm.node.net import beacon
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
+from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
-from meshllm.request import Event, Piece, Request
+from meshllm.request import Event, Interruption, LossCause, Piece, Request
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.fake_ring import answer_of
@@ -47,6 +48,11 @@ class Inn(House):
 
     def reason(self) -> str:
         return ""
+
+    plan = None
+
+    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+        raise NotImplementedError
 
     def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["Inn"]:
         return nullcontext(self)
@@ -231,7 +237,10 @@ def test_an_answer_survives_a_node_that_restarts(run: Run) -> None:
                 if len(events) == 1:
                     await a.close()
                     a = await inn(town, life=2)
-            assert events == ANSWER
+            told = [event for event in events if isinstance(event, Interruption)]
+            assert [event for event in events if event not in told] == ANSWER
+            assert [event.cause for event in told] == [LossCause.LINK_LOST]
+            assert "another one answers" in told[0].text
 
     run(story)
 

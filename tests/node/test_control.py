@@ -15,10 +15,11 @@ from meshllm.node.requests.router import Counts
 from meshllm.protocol.membership.records import Lifecycle, Profile
 from meshllm.protocol.trust.credential import Removal, Role
 from meshllm.protocol.trust.identity import short, show
-from meshllm.request import Event, Piece, Request
+from meshllm.request import Event, LossCause, Piece, Request
 from meshllm.status import (
     Change,
     LinkStatus,
+    LossCounts,
     MeasuredTimes,
     MemoryStatus,
     ModelStatus,
@@ -218,7 +219,11 @@ def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
 
 
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
-    node.see(counts=Counts(active=3, served=2, failed=1, tokens=9, losses=1, paused_s=0.9))
+    node.see(
+        counts=Counts(
+            active=3, served=2, failed=1, tokens=9, losses={LossCause.NODE_LOST: (1, 0.9)}
+        )
+    )
     assert node.ring().measured is None
 
     node.see(counts=replace(node.view.counts, last=answer_of("", 0), last_tokens=5), sessions=1)
@@ -232,7 +237,12 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
         bytes_per_token=512.0,
     )  # fmt: skip
     assert node.control.status().sessions == SessionCounts(
-        active=3, waiting=2, served=2, failed=1, tokens=9, losses=1, paused_s=0.9
+        active=3,
+        waiting=2,
+        served=2,
+        failed=1,
+        tokens=9,
+        losses=(LossCounts(LossCause.NODE_LOST, 1, 0.9),),
     )
 
 

@@ -17,6 +17,7 @@ from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
+from meshllm.request import LossCause
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile
@@ -123,6 +124,21 @@ def test_a_leaving_node_says_so_until_it_has_left() -> None:
         place.ring_member.has_left = True
         place.ring_member.loaded(True, None)
         assert [state.lifecycle for state in place.told] == [Lifecycle.LEAVING] * 2
+
+    run(story)
+
+
+def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
+        place.alive.discard(STAGE)
+        place.profiles[STAGE] = SimpleNamespace(name="cellar")
+        cause, text = place.ring_member.explain(PLAN)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LOST, "cellar is gone")
+        place.states[STAGE] = StateRecord(Lifecycle.LEFT)
+        cause, text = place.ring_member.explain(PLAN)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LEFT, "cellar left")
 
     run(story)
 

@@ -9,11 +9,18 @@ from typing import Any, TypeVar, cast
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
 from meshllm.names import Span
+from meshllm.request import LossCause
 from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
 
 T = TypeVar("T")
 
 MAX_SKEW_S = 5.0  # tolerated clock skew; beats, which carry the time, arrive up to 3 s late
+_CAUSES = {
+    LossCause.NODE_LOST: "of a node",
+    LossCause.NODE_LEFT: "of a node that left",
+    LossCause.LINK_LOST: "of a link",
+    LossCause.REPLANNED: "by another plan",
+}
 _SHORT = 12  # characters of a name in the widest table
 _NODES, _LINKS, _HOPS = 2, 3, 4  # positions in the layout
 
@@ -222,11 +229,12 @@ def _totals(ring: RingStatus) -> Iterator[str]:
 
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = to_json(status.sessions)
-    losses, paused_s = counts.pop("losses"), counts.pop("paused_s")
+    del counts["losses"]
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     lines = [*_totals(status.ring), f"sessions  {told}"]
-    if losses:
-        lines.append(f"{'losses':<10}{losses} survived, answers paused {paused_s:.1f} s in total")
+    if losses := status.sessions.losses:
+        each = (f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s)" for it in losses)
+        lines.append(f"{'losses':<10}survived, with the pauses of answers: {', '.join(each)}")
     notes = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:

@@ -5,7 +5,9 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from meshllm.cli.terminal import render
-from meshllm.request import Answer, Backend, Piece, Prefilled, Request, Resumable
+from meshllm.request import Answer, Backend, Interruption, Piece, Prefilled, Request, Resumable
+
+_NOTE_CHARS = 200
 
 
 async def stream(
@@ -23,6 +25,10 @@ async def stream(
                     write(text)
                 case Resumable():
                     pass
+                case Interruption(_, text, pause_s):
+                    status.notes.append(
+                        f"{render.cut(render.safe(text), _NOTE_CHARS)}; {pause_s:.1f} s"
+                    )
                 case Answer():
                     answer = event
                 case _:

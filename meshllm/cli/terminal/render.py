@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, TextIO
 
 from meshllm.cli.terminal.wrap import Wrap
@@ -177,12 +177,16 @@ class Status:
 
     stream: TextIO
     shown: bool = False
+    notes: list[str] = field(default_factory=list)
+    """Lines to write at the end, so that they do not interrupt an answer."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()
+        for note in self.notes:
+            talk(dim(note))
 
     def show(self, text: str) -> None:
         """Show a text in place of the current line."""

@@ -4,6 +4,7 @@
 
     {"prefilled": [128, 512]}                                 progress
     {"resumable": {...}}                                      how to go on if the ring is lost
+    {"interruption": {...}}                                   a loss that the answer survived
     {"piece": "text", "ids": [1], "logprobs": [...]}          new text and tokens
     {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
@@ -34,7 +35,16 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.json_shape import check_shape
-from meshllm.request import Answer, Event, Piece, Prefilled, Request, Resumable, TokenLogprobs
+from meshllm.request import (
+    Answer,
+    Event,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Resumable,
+    TokenLogprobs,
+)
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
@@ -81,6 +91,7 @@ class _Line:
 
     prefilled: tuple[int, ...] | None = None
     resumable: Resumable | None = None
+    interruption: Interruption | None = None
     piece: str | None = None
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -123,6 +134,8 @@ def event_to_json(event: Event) -> bytes:
             return _write({"prefilled": [done, total]})
         case Resumable():
             return _write({"resumable": lay_out(event)})
+        case Interruption():
+            return _write({"interruption": lay_out(event)})
         case Piece(text, ids, logprobs):
             more = {"ids": ids} if ids else {}
             told = {"logprobs": lay_out(logprobs)} if logprobs else {}
@@ -208,7 +221,8 @@ def _read_line(data: bytes) -> _Line:
 
 
 def _event_of(line: _Line) -> Event | None:
-    found: list[Event] = [each for each in (line.resumable, line.answer) if each is not None]
+    whole = line.resumable, line.interruption, line.answer
+    found: list[Event] = [each for each in whole if each is not None]
     match line.prefilled:
         case None:
             pass

@@ -18,14 +18,14 @@ When a ring breaks, the ingress repeats the request on the next ring, see
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
@@ -40,8 +40,17 @@ from meshllm.node.requests.request_json import (
 )
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
+from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import Failover
-from meshllm.request import Answer, Backend, Event, Piece, Request
+from meshllm.request import (
+    Answer,
+    Backend,
+    Event,
+    Interruption,
+    LossCause,
+    Piece,
+    Request,
+)
 
 MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
@@ -66,6 +75,15 @@ class Ring(Protocol):
         """Return why there is none."""
         ...
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the ring, if it is known here."""
+        ...
+
+    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+        """Return why the ring of an earlier plan was lost, and a phrase about it."""
+        ...
+
     def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
         """Return the local entry as a context, for requests of an asker; None is the owner.
 
@@ -83,10 +101,8 @@ class Counts:
     served: int = 0
     failed: int = 0
     tokens: int = 0
-    losses: int = 0
-    """Losses of a ring that an answer survived."""
-    paused_s: float = 0.0
-    """Seconds from these losses to the next text."""
+    losses: Mapping[LossCause, tuple[int, float]] = field(default_factory=dict)
+    """Losses of a ring that an answer survived, and the seconds from them to the next text."""
     last: Answer | None = None
     """The latest answer, for its times; without its text and tokens."""
     last_tokens: int = 0
@@ -96,22 +112,29 @@ class Counts:
 class _Pause:
     """Measures the time from the loss of a ring to the next text of an answer."""
 
-    counts: Counts
+    ring: Ring
+    plan: Plan | None = None
+    """Of the attempt that was lost, or is under way."""
     since: float | None = None
+
+    def attempt(self) -> None:
+        """Note the plan of an attempt, unless the answer has paused since an earlier loss."""
+        if self.since is None:
+            self.plan = self.ring.plan
 
     def begin(self) -> None:
         """Begin, unless the answer has paused since an earlier loss."""
         if self.since is None:
             self.since = _now()
 
-    def end(self, event: Event) -> None:
-        """End with an event that has text; count it."""
+    def end(self, event: Event) -> Interruption | None:
+        """End with an event that has text."""
         if self.since is None or not isinstance(event, Piece | Answer):
-            return
+            return None
         seconds, self.since = _now() - self.since, None
-        self.counts.losses += 1
-        self.counts.paused_s += seconds
-        logger.info("an answer continues after a pause of %.1f s", seconds)
+        cause, text = self.ring.explain(self.plan)
+        self.attempt()
+        return Interruption(cause, text, round(seconds, 3))
 
 
 class RequestRouter:
@@ -160,18 +183,17 @@ class RequestRouter:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        failover, pause = Failover(request), _Pause(self.counts)
+        failover, pause = Failover(request), _Pause(self._ring)
         self.counts.active += 1
         try:
             while True:
                 try:
                     async with self._answering(failover.request, asker) as events:
+                        pause.attempt()
                         async for event in events:
                             if new := failover.take(event):
-                                pause.end(new)
-                                if isinstance(new, Answer):
-                                    self._count(new)
-                                yield new
+                                for each in self._noted(new, pause):
+                                    yield each
                 except (LinkLost, Busy) as error:
                     delay = failover.failed(error)
                     pause.begin()
@@ -319,6 +341,21 @@ class RequestRouter:
         except UserError:
             self._strikes.strike(peer, _now())
             raise
+
+    def _noted(self, event: Event, pause: _Pause) -> Iterator[Event]:
+        """Count an event; yield it, behind the end of a pause."""
+        if interruption := pause.end(event):
+            self._note(interruption)
+            yield interruption
+        if isinstance(event, Answer):
+            self._count(event)
+        yield event
+
+    def _note(self, interruption: Interruption) -> None:
+        cause, seconds = interruption.cause, interruption.pause_s
+        count, paused_s = self.counts.losses.get(cause, (0, 0.0))
+        self.counts.losses = {**self.counts.losses, cause: (count + 1, paused_s + seconds)}
+        logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
 
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from meshllm.errors import Busy, LinkLost
-from meshllm.request import Answer, Event, Piece, Prefilled, Request, Resumable
+from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request, Resumable
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
 RETRY_DELAY_S = (
@@ -77,6 +77,8 @@ class Failover:
                 return None if self._tokens else event
             case Resumable():
                 self._resume = event
+                return event
+            case Interruption():
                 return event
             case Piece():
                 return self._piece(event)

@@ -116,6 +116,13 @@ def test_a_status_line_is_replaced_and_erased(
     assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is t\r\x1b[K"
 
 
+def test_notes_are_written_behind_the_status_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with render.Status(io.StringIO()) as status:
+        status.notes.append("attic is gone; 0.6 s")
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "attic is gone; 0.6 s\n"
+
+
 def test_a_pipe_gets_no_status_line() -> None:
     pipe = io.StringIO()
 

@@ -39,7 +39,9 @@ from meshllm.node.requests.request_json import (
 from meshllm.request import (
     Event,
     FinishReason,
+    Interruption,
     Logprob,
+    LossCause,
     Piece,
     Prefilled,
     Request,
@@ -54,6 +56,7 @@ from tests.builders.fake_ring import answer_of
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
 EVENTS: list[Event] = [
     Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
+    Interruption(LossCause.NODE_LOST, "attic is gone", 0.6),
     Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2)
 ]  # fmt: skip
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)

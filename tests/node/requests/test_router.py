@@ -26,8 +26,9 @@ from meshllm.node.requests.router import (
 )
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
+from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
-from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, Interruption, LossCause, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
 
@@ -75,6 +76,12 @@ class FakeRing:
 
     def reason(self) -> str:
         return "they sleep"
+
+    plan = None
+
+    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+        assert before is None
+        return LossCause.NODE_LOST, "they slept"
 
     def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["FakeRing"]:
         self.askers.append(asker)
@@ -329,9 +336,13 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
         assert text_of(events) == TEXT
         assert events[-1] == answer()[-1]
         assert Piece("") not in events
+        told = [event for event in events if isinstance(event, Interruption)]
+        assert told == [Interruption(LossCause.NODE_LOST, "they slept", 0.0)]
 
     world.run(story)
-    assert (router.counts.served, router.counts.failed, router.counts.losses) == (1, 0, 1)
+    assert (router.counts.served, router.counts.failed, router.counts.losses) == (
+        1, 0, {LossCause.NODE_LOST: (1, 0.0)},
+    )  # fmt: skip
 
 
 def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> None:
@@ -344,8 +355,9 @@ def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> 
 
     world.run(story)
     delays = RETRY_DELAY_S + 2 * RETRY_DELAY_S  # the first retry is immediate
-    assert router.counts.losses == 1
-    assert router.counts.paused_s == pytest.approx(delays)
+    [(count, paused_s)] = router.counts.losses.values()
+    assert count == 1
+    assert paused_s == pytest.approx(delays)
 
 
 @pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])
@@ -682,6 +694,7 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
                 await anext(events)
             world.rings[ME].at = ME
             world.rings[ME].attempts = [[Prefilled(1, 1), *letters[:8], Piece("b", (8,))]]
+            assert isinstance(await anext(events), Interruption)
             assert await anext(events) == Piece("b", (8,))
 
     world.run(story)

@@ -12,7 +12,9 @@ from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, Re
 from meshllm.request import (
     Answer,
     Event,
+    Interruption,
     Logprob,
+    LossCause,
     Piece,
     Prefilled,
     Request,
@@ -112,6 +114,12 @@ def test_prefill_is_reported_until_the_first_token() -> None:
     failover.failed(GONE)
 
     assert failover.take(Prefilled(4, 9)) is None
+
+
+def test_a_loss_that_the_ingress_survived_is_passed_on() -> None:
+    told = Interruption(LossCause.NODE_LOST, "attic is gone", 0.6)
+
+    assert Failover(REQUEST).take(told) == told
 
 
 def test_a_request_that_no_ring_accepted_yet_is_not_retried_when_it_is_refused() -> None:
