@@ -226,6 +226,8 @@ class SessionCounts:
     """Generated, over all answers."""
     losses: tuple[LossCounts, ...] = ()
     """Losses of a ring that an answer survived, by cause."""
+    recomputed: int = 0
+    """Rows of lost layers that this node computed again, times these layers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ def test_the_names_in_json_are_stable() -> None:
     assert [each["self"] for each in status["nodes"]] == [True, False]
     assert status["model"].keys() == MODEL
     assert status["sessions"].keys() == {
-        "active", "waiting", "served", "failed", "tokens", "losses",
+        "active", "waiting", "served", "failed", "tokens", "losses", "recomputed",
     }  # fmt: skip
     assert status["ring"]["stages"][1] == {
         "rank": 1, "node": node_id(1), "name": "desk", "layers": "10:20", "room_tokens": None,

@@ -69,6 +69,11 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         "Time from these losses to the next text.",
         [_Sample({"cause": each.cause}, each.paused_s) for each in counts.losses],
     )
+    yield _counter(
+        "recomputed_layer_rows_total",
+        "Rows of lost layers that this node computed again, times these layers.",
+        _one(counts.recomputed),
+    )
     yield _gauge(
         "memory_bytes",
         "Memory of this process, in total and by use.",

@@ -88,6 +88,7 @@ class NodeControl:
                     LossCounts(cause, count, round(paused_s, 3))
                     for cause, (count, paused_s) in sorted(counts.losses.items())
                 ),
+                recomputed=view.recomputed,
             ),
             listening=view.addresses,
             networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),

@@ -202,6 +202,7 @@ class MeshNode:
             reason=ring_member.reason(),
             trouble=str(ring_member.trouble or ""),
             sessions=ring_member.sessions,
+            recomputed=ring_member.recomputed,
             counts=replace(self.router.counts),
             execution=str(ring_member.rank.runners[0].execution) if ring_member.rank else "",
             warnings=(self.trouble,) if self.trouble else (),

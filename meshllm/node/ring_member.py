@@ -77,6 +77,11 @@ class RingMember:
         """The number of running sessions on this rank."""
         return self.runtime.sessions if self.runtime else 0
 
+    @property
+    def recomputed(self) -> int:
+        """Rows computed again on this rank after losses, times the layers that computed them."""
+        return self.runtime.recomputed if self.runtime else 0
+
     def begin(self, model: ModelRuntime) -> RingRuntime:
         """Create the runtime for a model."""
         self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)

@@ -66,6 +66,7 @@ class NodeView:
     trouble: str
     """The error that keeps it from serving its span; may be empty."""
     sessions: int
+    recomputed: int
     """Running on this rank."""
     counts: Counts
     execution: str = ""

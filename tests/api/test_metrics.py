@@ -40,6 +40,7 @@ def test_each_family_is_described_once() -> None:
         "meshllm_tokens_total 99",
         'meshllm_ring_losses_total{cause="node_lost"} 2',
         'meshllm_paused_seconds_total{cause="node_lost"} 1.75',
+        "meshllm_recomputed_layer_rows_total 480",
         'meshllm_token_seconds{source="measured"} 0.01',
         'meshllm_token_seconds{source="predicted"} 0.008',
         "meshllm_first_token_seconds 0.04",

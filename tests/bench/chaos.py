@@ -3,10 +3,11 @@
 Three processes form a ring and a client asks a fourth one, which holds no layers. When the answer
 has so many tokens, the fault happens: a rank is killed (`kill -9`), stopped for two seconds
 (`SIGSTOP`, `SIGCONT`), or told to leave (`SIGTERM`). The table shows the longest pause between two
-tokens, how long the process took to leave, and whether the answer is that of the undisturbed ring,
-token for token. An answer that ends with an error, is too short, or repeats or drops a token that
-was shown fails the command. Other tokens behind the loss are counted, and do not fail it: another
-ring may round another way.
+tokens, how long the process took to leave, how many rows the other nodes computed again (a row in
+one layer counts 1), and whether the answer is that of the undisturbed ring, token for token. An
+answer that ends with an error, is too short, or repeats or drops a token that was shown fails the
+command. Other tokens behind the loss are counted, and do not fail it: another ring may round
+another way.
 """
 
 import json
@@ -54,6 +55,8 @@ class Outcome:
     tokens: int
     left_s: float
     """Time that the process took to leave; 0 for other faults."""
+    recomputed: int
+    """Rows that nodes other than the victim computed again, times layers."""
     error: str = ""
 
 
@@ -115,6 +118,10 @@ def strike(node: Node, fault: str) -> float:
     return 0.0
 
 
+def recomputed(nodes: list[Node]) -> int:
+    return sum(node.status()["sessions"]["recomputed"] for node in nodes)
+
+
 def disturb(
     fleet: Fleet, model: str, fault: str, role: str, at: int, right: list[int], heat: float,
     pool: Executor,
@@ -123,6 +130,8 @@ def disturb(
     ingress = fleet.node(INGRESS)
     names = {node["rank"]: node["name"] for node in ingress.status()["nodes"]}
     victim = fleet.node(names[ROLES.index(role)])
+    others = [fleet.node(name) for name in RANKS if name != victim.name]
+    before = recomputed(others)
     got: list[int] = []
     pause, last, error = 0.0, 0.0, ""
     striking: Future[float] | None = None
@@ -139,13 +148,14 @@ def disturb(
             left_s = striking.result()
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
+    rows = recomputed(others) - before
     if fault != "stop":
         victim.start("--model", model, *ALONE)
     same = next(
         (i for i, pair in enumerate(zip(got, right, strict=False)) if len(set(pair)) > 1), None
     )
     agreed = len(got) if same is None else same
-    return Outcome(fault, role, at, pause, agreed, len(got), left_s, error)
+    return Outcome(fault, role, at, pause, agreed, len(got), left_s, rows, error)
 
 
 def whole(fleet: Fleet) -> None:
@@ -174,8 +184,8 @@ def main() -> None:
     report, outcomes, heat = Report(options), list[Outcome](), options.temperature
     report.say(
         "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |"
-        " left after, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        " left after, s | rows again |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     )
     with ThreadPoolExecutor(1) as pool, open_fleet() as fleet:
         (fleet.folder / "model").mkdir()
@@ -208,7 +218,8 @@ def line(rows: list[Outcome], length: int) -> str:
     same, errors = sum(row.same == length for row in rows), sum(bool(row.error) for row in rows)
     cells = [first.fault, first.role, first.at, len(rows), same, errors]
     seconds = statistics.median(pauses), max(pauses), max(row.left_s for row in rows)
-    return f"| {' | '.join(map(str, cells))} | {' | '.join(f'{it:.2f}' for it in seconds)} |"
+    cells += [*(f"{it:.2f}" for it in seconds), max(row.recomputed for row in rows)]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def status_of(count: int, *, measured: bool = True) -> MeshStatus:
             failed=0,
             tokens=4711,
             losses=(LossCounts(LossCause.NODE_LOST, 2, 1.75),),
+            recomputed=480,
         ),
         listening=("ws://192.168.1.10:7700",),
         networks=(),

@@ -35,6 +35,7 @@ def view_of(**changes: Any) -> NodeView:
         incarnation=7,
         since_s=3.0,
         is_leaving=False,
+        recomputed=5,
         addresses=("loopback:a",),
         networks=(_NETWORK,),
         charter=world.charter,

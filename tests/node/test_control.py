@@ -243,6 +243,7 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
         failed=1,
         tokens=9,
         losses=(LossCounts(LossCause.NODE_LOST, 1, 0.9),),
+        recomputed=5,
     )
 
 

@@ -229,12 +229,14 @@ def _totals(ring: RingStatus) -> Iterator[str]:
 
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = to_json(status.sessions)
-    del counts["losses"]
+    del counts["losses"], counts["recomputed"]
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     lines = [*_totals(status.ring), f"sessions  {told}"]
     if losses := status.sessions.losses:
         each = (f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s)" for it in losses)
         lines.append(f"{'losses':<10}survived, with the pauses of answers: {', '.join(each)}")
+    if rows := status.sessions.recomputed:
+        lines.append(f"recomputed {rows} rows of single layers after losses")
     notes = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:

@@ -73,6 +73,8 @@ class SpanRunner:
     def __init__(self, pieces: Sequence[Runner], sent: SentRows | None = None) -> None:
         """Run consecutive ``pieces``; the rows for the next rank are recorded in ``sent``."""
         self.pieces = list(pieces)
+        self.recomputed = 0
+        """Rows that `refill` computed, times the layers that computed them."""
         self._sent = sent
 
     @property
@@ -146,6 +148,7 @@ class SpanRunner:
             else:
                 part.crop(places.start)
                 x = piece.step(x, part) if is_step else piece.prefill(x, part, 1)
+                self.recomputed += len(places) * len(piece.span)
                 self._record(cache, places.start, x, piece)
         return x
 

@@ -132,6 +132,7 @@ class RingRuntime:
         self._closing = set[asyncio.Task[None]]()
         self._numbers = count()
         self._span: LoadedSpan | None = None
+        self._recomputed = 0  # by earlier spans
         self._store: SessionStore | None = None
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
@@ -153,6 +154,11 @@ class RingRuntime:
     def sessions(self) -> int:
         """Number of sessions in progress on this rank."""
         return sum(node.sessions for node in (self._entry, self.stage) if node)
+
+    @property
+    def recomputed(self) -> int:
+        """Rows computed again after losses, times the layers that computed them."""
+        return self._recomputed + (self._span.layers.recomputed if self._span else 0)
 
     @property
     def entry(self) -> EntryNode | None:
@@ -211,7 +217,8 @@ class RingRuntime:
                     self._job = self._job_of(action)
                     self._is_replaced.set()
                 case Release():
-                    self._span = self._store = None
+                    self._drop_span()
+                    self._store = None
                     self._model.release()
                 case CloseLink(number):
                     self._close(number)
@@ -263,7 +270,7 @@ class RingRuntime:
         try:
             rooms, rank = self._host.rooms(plan), plan.rank(self._me)
             room = rooms[rank] if rooms and rank is not None else 0
-            self._span = None
+            self._drop_span()
             store, budget = self._store, self._budget(plan)
             if store and budget:
                 store.move(plan, self._me, budget)
@@ -326,6 +333,9 @@ class RingRuntime:
             running.cancel()
             warming_up.cancel()
             await asyncio.gather(running, warming_up, return_exceptions=True)
+
+    def _drop_span(self) -> None:
+        self._recomputed, self._span = self.recomputed, None
 
     # Parts of a rank.
 

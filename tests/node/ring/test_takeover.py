@@ -159,6 +159,8 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
             assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in kept_layers(lost))
             held = len(PROMPT) + BEFORE
             assert all(0 <= rows[layer] - TOKENS - held <= IN_FLIGHT for layer in lost)
+            told = sum(place.runtime.recomputed for place in places)
+            assert 0 <= told - held * len(lost) <= IN_FLIGHT * len(lost)
 
     run_virtual(main())
 
