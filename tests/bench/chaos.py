@@ -96,8 +96,9 @@ def ask(node: Node, tokens: int, temperature: float, seed: int) -> Iterator[list
                 raise RuntimeError(event["error"]["message"])
             if "answer" in event and event["answer"]["tokens"] != shown:
                 raise RuntimeError("the answer is not what was shown")
-            shown += event.get("ids", [])
-            yield event.get("ids", [])
+            if tokens := event.get("ids"):
+                shown += tokens
+                yield tokens
 
 
 def strike(node: Node, fault: str) -> float:
