@@ -245,6 +245,27 @@ def files(folder: Path | None = None) -> list[Path]:
     return [user, (folder or Path.cwd()) / PROJECT_FILE]
 
 
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file sets, unchecked; nothing if it is missing.
+
+    Raises:
+        UserError: it cannot be read, or is not TOML.
+    """
+    try:
+        return _parse_file(path, read_regular(path, MAX_FILE_BYTES))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"Cannot read `{path}`: {error}") from None
+
+
+def check_file(path: Path, text: str) -> None:
+    """Raise `UserError` unless a file of this text would be valid."""
+    for name, value in _parse_file(path, text.encode()).items():
+        _check_place(name, path)
+        check(name, value, str(path))
+
+
 def state_path(settings: Settings) -> Path:
     """Return the folder of the node's key, membership and socket."""
     if settings.state is not None:
@@ -263,13 +284,10 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def _given(
     flags: Mapping[str, Scalar], environ: Mapping[str, str] | None, folder: Path | None
 ) -> Iterator[tuple[str, Scalar, str]]:
-    user, project = files(folder)
-    for name, value in _read(user).items():
-        yield name, value, str(user)
-    for name, value in _read(project).items():
-        if _known(name, str(project)).name not in PROJECT_KEYS:
-            raise _not_of_a_project(name, project, user)
-        yield name, value, str(project)
+    for path in files(folder):
+        for name, value in read_file(path).items():
+            _check_place(name, path)
+            yield name, value, str(path)
     for variable, text in sorted((os.environ if environ is None else environ).items()):
         if variable.startswith(PREFIX):
             name = variable.removeprefix(PREFIX).lower()
@@ -279,20 +297,20 @@ def _given(
             yield name, value, f"--{name.replace('_', '-')}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path, MAX_FILE_BYTES).decode())
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"Cannot read `{path}`: {error}") from None
 
 
-def _not_of_a_project(name: str, project: Path, user: Path) -> UserError:
-    return UserError(
-        f"`{name}` cannot be set by a project file ({project})",
-        hint=f"set it in `{user}`, as `{keys()[name].variable}` or as a flag",
-    )
+def _check_place(name: str, path: Path) -> None:
+    """Raise `UserError` if a project file may not contain a setting."""
+    if _known(name, str(path)).name not in PROJECT_KEYS and path.name == PROJECT_FILE:
+        raise UserError(
+            f"`{name}` cannot be set by a project file ({path})",
+            hint=f"set it in `{files()[0]}`, as `{keys()[name].variable}` or as a flag",
+        )
 
 
 def _known(name: str, origin: str) -> Key:

@@ -1,19 +1,33 @@
-"""`meshllm config`: the settings and their origins."""
+"""`meshllm config`: the settings, their origins, and the files that set them."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshllm.cli.shared.complete import setting_names
 from meshllm.cli.shared.options import Json, help_of
 from meshllm.cli.terminal import render
 from meshllm.config import current, files, keys, load
+from meshllm.errors import UserError
 
-app = typer.Typer(help="Show settings and where they come from.", rich_markup_mode=None)
+app = typer.Typer(
+    help="Show and change settings, and see where they come from.", rich_markup_mode=None
+)
 
-
-@app.callback()
-def group() -> None:
-    """Keep `show` a subcommand although it is the only one."""
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="A setting, as `show` lists them.", autocompletion=setting_names
+    ),
+]
+Project = Annotated[
+    bool,
+    typer.Option(
+        "--project/--user",
+        help="The file `meshllm.toml` of this folder, or that of this user.",
+    ),
+]
 
 
 @app.command()
@@ -38,3 +52,84 @@ def show(
         for name, value in values.items()
     ]
     render.out(render.table(("setting", "value", "origin" if origin else "meaning"), rows))
+
+
+@app.command("set")
+def set_(
+    name: Name,
+    value: Annotated[str, typer.Argument(metavar="VALUE", help="Its new value.")],
+    project: Project = False,
+) -> None:
+    """Write one setting to a file.
+
+    The value is checked first, and the file is replaced in one step. Comments in the file are not
+    kept: `meshllm config edit` keeps them.
+    """
+    from meshllm.config_file import put
+
+    path = _file(is_project=project)
+    written = put(path, _key(name), value)
+    render.talk(f"{_key(name)} = {render.plain(written)} in {path}")
+    _warn_if_hidden(_key(name), path)
+
+
+@app.command()
+def unset(name: Name, project: Project = False) -> None:
+    """Remove one setting from a file, so that its default applies again."""
+    from meshllm.config_file import drop
+
+    path = _file(is_project=project)
+    drop(path, _key(name))
+    render.talk(f"removed {_key(name)} from {path}")
+
+
+@app.command("path")
+def path_(project: Project = False) -> None:
+    """Print the path of a file of settings, whether it exists or not."""
+    render.out(str(_file(is_project=project)))
+
+
+@app.command()
+def edit(project: Project = False) -> None:
+    """Open a file of settings in `$VISUAL` or `$EDITOR`.
+
+    A new file lists all settings in comments. It is saved only if every setting in it is valid.
+    """
+    import click
+
+    from meshllm.config_file import template, write
+
+    path = _file(is_project=project)
+    text = path.read_text(encoding="utf-8") if path.exists() else None
+    draft = text if text is not None else template({n: help_of(key) for n, key in keys().items()})
+    while True:
+        edited = click.edit(draft, extension=".toml")
+        if edited is None or edited == text:
+            render.talk("nothing changed")
+            return
+        try:
+            write(path, edited)
+        except UserError as error:
+            render.error(error)
+            if not typer.confirm("Edit it again?", default=True, err=True):
+                raise typer.Exit(error.exit_code) from None
+            draft = edited
+        else:
+            render.talk(f"saved {path}")
+            return
+
+
+def _file(*, is_project: bool) -> Path:
+    user, project = files()
+    return project if is_project else user
+
+
+def _key(name: str) -> str:
+    """Return the key of a setting, which a flag spells with hyphens."""
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _warn_if_hidden(name: str, path: Path) -> None:
+    origin = load({}).origins[name]
+    if origin != str(path):
+        render.talk(f"note: `{origin}` sets it, too, and takes precedence")

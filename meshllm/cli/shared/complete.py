@@ -22,3 +22,10 @@ def transports(incomplete: str) -> list[str]:
 def devices(incomplete: str) -> list[str]:
     """Complete kinds of devices, without checking which exist."""
     return [name for name in ("auto", "cpu", "cuda") if name.startswith(incomplete)]
+
+
+def setting_names(incomplete: str) -> list[str]:
+    """Complete the names of settings."""
+    from meshllm.config import keys
+
+    return [name for name in keys() if name.startswith(incomplete)]

@@ -1,0 +1,85 @@
+"""Writes the files that `meshllm.config` reads: validated first, replaced in one step."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import tomli_w
+
+from meshllm.config import Scalar, check_file, files, keys, parse, read_file
+from meshllm.errors import UserError
+from meshllm.request import Request
+
+
+def user_file() -> Path:
+    """Return the settings of this user."""
+    return files()[0]
+
+
+def project_file() -> Path:
+    """Return the settings of the working directory."""
+    return files()[1]
+
+
+def put(path: Path, name: str, text: str) -> Scalar:
+    """Set one setting in a file, and return its value; comments of the file are not kept.
+
+    Raises:
+        UserError: an unknown name, an invalid value, or a file that cannot be read or written.
+    """
+    value = parse(name, text, str(path))
+    write(path, tomli_w.dumps({**read_file(path), name: value}))
+    return value
+
+
+def drop(path: Path, name: str) -> None:
+    """Remove one setting from a file; comments of the file are not kept.
+
+    Raises:
+        UserError: the file does not set it, or cannot be read or written.
+    """
+    values = read_file(path)
+    if name not in values:
+        raise UserError(
+            f"`{path}` does not set `{name}`", hint="see `meshllm config show --origin`"
+        )
+    del values[name]
+    write(path, tomli_w.dumps(values))
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file by a valid one; a link to a file stays a link.
+
+    Raises:
+        UserError: a setting is unknown, invalid, or not allowed there; the file cannot be written.
+    """
+    check_file(path, text)
+    path = path.resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as draft:
+            try:
+                draft.write(text)
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.fchmod(draft.fileno(), mode)
+                Path(draft.name).replace(path)
+            except OSError:
+                Path(draft.name).unlink()
+                raise
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+
+
+def template(meanings: Mapping[str, str]) -> str:
+    """Return a file that sets nothing, with each setting, its meaning and default in a comment."""
+    lines = ["# Settings of meshllm; remove the `#` in front of a setting to change it.", ""]
+    for name, key in keys().items():
+        default = Request().max_tokens if name == "max_tokens" else key.default
+        value = tomli_w.dumps({name: default}).strip() if default is not None else f'{name} = ""'
+        lines += [f"# {meanings[name]}", f"# {value}", ""]
+    return "\n".join(lines)

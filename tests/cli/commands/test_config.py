@@ -1,0 +1,130 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from meshllm.config import keys, load
+from tests.cli.conftest import Invoke
+
+
+@pytest.fixture
+def user(home: Path) -> Path:
+    """The settings of the user, which do not exist yet."""
+    return home / "config" / "meshllm" / "config.toml"
+
+
+def test_a_setting_is_written_and_removed(meshllm: Invoke, user: Path) -> None:
+    assert meshllm("config", "set", "top-p", "0.9").exit_code == 0
+    told = meshllm("config", "set", "model", "org/model")
+
+    assert told.stderr.strip() == f"model = org/model in {user}"
+    assert tomllib.loads(user.read_text()) == {"top_p": 0.9, "model": "org/model"}
+    assert load({}).settings.sampling.top_p == 0.9
+
+    assert meshllm("config", "unset", "top_p").exit_code == 0
+    assert tomllib.loads(user.read_text()) == {"model": "org/model"}
+
+
+def test_a_new_file_is_private_and_an_old_one_keeps_its_mode(meshllm: Invoke, user: Path) -> None:
+    meshllm("config", "set", "seed", "1")
+    assert user.stat().st_mode & 0o777 == 0o600
+    user.chmod(0o644)
+
+    meshllm("config", "set", "seed", "2")
+
+    assert user.stat().st_mode & 0o777 == 0o644
+    assert list(user.parent.iterdir()) == [user]
+
+
+def test_a_link_to_the_file_stays_a_link(meshllm: Invoke, user: Path, home: Path) -> None:
+    user.parent.mkdir(parents=True)
+    user.symlink_to(home / "dotfiles.toml")
+
+    meshllm("config", "set", "seed", "1")
+
+    assert user.is_symlink()
+    assert (home / "dotfiles.toml").read_text() == "seed = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("set", "temprature", "1"), "did you mean `temperature`?"),
+        (("set", "temperature", "hot"), "`temperature` is 'hot', not a number"),
+        (("set", "top_p", "2"), "not between 0 and 1"),
+        (("set", "model", "x", "--project"), "cannot be set by a project file"),
+        (("unset", "seed"), "does not set `seed`"),
+    ],
+)
+def test_what_is_not_valid_changes_nothing(
+    meshllm: Invoke, user: Path, words: tuple[str, ...], error: str
+) -> None:
+    meshllm("config", "set", "model", "mine")
+
+    result = meshllm("config", *words)
+
+    assert (result.exit_code, error in result.stderr) == (2, True), result.stderr
+    assert user.read_text() == 'model = "mine"\n'
+
+
+def test_a_project_has_its_own_file(meshllm: Invoke, home: Path) -> None:
+    meshllm("config", "set", "--project", "max_tokens", "64")
+
+    assert (home / "meshllm.toml").read_text() == "max_tokens = 64\n"
+    assert meshllm("config", "path", "--project").stdout.strip() == str(home / "meshllm.toml")
+
+
+def test_a_setting_that_has_no_effect_is_pointed_out(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_SEED", "7")
+
+    assert "`MESHLLM_SEED` sets it, too" in meshllm("config", "set", "seed", "1").stderr
+
+
+def test_a_damaged_file_is_named_and_kept(meshllm: Invoke, user: Path) -> None:
+    user.parent.mkdir(parents=True)
+    user.write_text("seed = ")
+
+    result = meshllm("config", "set", "seed", "1")
+
+    assert (result.exit_code, str(user) in result.stderr) == (2, True)
+    assert user.read_text() == "seed = "
+
+
+def test_a_new_file_is_edited_from_a_list_of_all_settings(
+    meshllm: Invoke, user: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    monkeypatch.setenv("EDITOR", _editor(home, "sed -i 's/^# seed = .*/seed = 7/'"))
+
+    assert meshllm("config", "edit").exit_code == 0
+
+    lines = user.read_text().splitlines()
+    assert load({}).settings.sampling.seed == 7
+    named = {line.removeprefix("# ").partition(" = ")[0] for line in lines}
+    assert set(keys()) <= named
+    commented = "\n".join(line.removeprefix("# ") for line in lines if " = " in line)
+    assert set(tomllib.loads(commented)) == set(keys())
+
+
+def test_an_edit_that_is_not_valid_can_be_repeated(
+    meshllm: Invoke, user: Path, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    user.parent.mkdir(parents=True)
+    user.write_text("# mine\nseed = 1\n")
+    monkeypatch.setenv("EDITOR", _editor(home, "sed -i -e 's/seed = 1/sead = 98/'"))
+
+    refused = meshllm("config", "edit", stdin="n\n")
+    assert (refused.exit_code, "did you mean `seed`?" in refused.stderr) == (2, True)
+    assert user.read_text() == "# mine\nseed = 1\n"
+
+    monkeypatch.setenv("EDITOR", _editor(home, "sed -i -e s/sead/seed/ -e 's/seed = 1/sead = 98/'"))
+    assert meshllm("config", "edit", stdin="y\n").exit_code == 0
+    assert user.read_text() == "# mine\nseed = 98\n"
+
+
+def _editor(folder: Path, command: str) -> str:
+    script = folder / "editor"
+    script.write_text(f'#!/bin/sh\n{command} "$1"\n')
+    script.chmod(0o755)
+    return str(script)
