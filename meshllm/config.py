@@ -21,7 +21,7 @@ from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
 from meshllm.local_files import read_regular
-from meshllm.request import Request, Sampling
+from meshllm.request import MODEL_SAMPLING, Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -137,6 +137,8 @@ class Settings:
     """Show the traceback of an error."""
     max_tokens: int = Request().max_tokens
     sampling: Sampling = field(default_factory=Sampling)
+    unset: frozenset[str] = frozenset((*MODEL_SAMPLING, "seed"))
+    """Sampling parameters that are not set: the model recommends them, and a seed is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +198,23 @@ def load(
 
 
 def change(settings: Settings, values: Mapping[str, Scalar]) -> Settings:
-    """Return the settings with these values replaced."""
-    inner: dict[str, Any] = {name: values[name] for name in values.keys() & _names(Sampling)}
+    """Return the settings with these values replaced; None unsets a sampling parameter."""
+    unset = {name for name in values.keys() & Settings().unset if values[name] is None}
+    inner: dict[str, Any] = {
+        name: getattr(Sampling(), name) if name in unset else values[name]
+        for name in values.keys() & _names(Sampling)
+    }
     outer: dict[str, Any] = {name: values[name] for name in values.keys() - inner.keys()}
-    return replace(settings, **outer, sampling=replace(settings.sampling, **inner))
+    sampling = replace(settings.sampling, **inner)
+    return replace(
+        settings, **outer, sampling=sampling, unset=(settings.unset - values.keys()) | unset
+    )
 
 
 def current(settings: Settings, name: str) -> Scalar:
-    """Read one setting by name."""
+    """Read one setting by name; None if it is not set."""
+    if name in settings.unset:
+        return None
     owner = settings.sampling if name in _names(Sampling) else settings
     value: Scalar = getattr(owner, name)
     return value
@@ -325,12 +336,13 @@ def _known(name: str, origin: str) -> Key:
 def _keys_of(owner: type) -> Iterator[Key]:
     hints = get_type_hints(owner)
     for each in fields(owner):
-        if each.name == "sampling":
+        if each.name in {"sampling", "unset"}:
             continue
         kind = hints[each.name]
         if NoneType in get_args(kind):
             kind = get_args(kind)[0]
-        yield Key(each.name, owner, kind, cast("Scalar", each.default))
+        default = None if each.name in Settings().unset else cast("Scalar", each.default)
+        yield Key(each.name, owner, kind, default)
 
 
 def _names(owner: type) -> set[str]:

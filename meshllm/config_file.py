@@ -9,7 +9,6 @@ import tomli_w
 
 from meshllm.config import Scalar, check_file, files, keys, parse, read_file
 from meshllm.errors import UserError
-from meshllm.request import Request
 
 
 def user_file() -> Path:
@@ -79,7 +78,7 @@ def template(meanings: Mapping[str, str]) -> str:
     """Return a file that sets nothing, with each setting, its meaning and default in a comment."""
     lines = ["# Settings of meshllm; remove the `#` in front of a setting to change it.", ""]
     for name, key in keys().items():
-        default = Request().max_tokens if name == "max_tokens" else key.default
+        default = getattr(key.owner(), name)
         value = tomli_w.dumps({name: default}).strip() if default is not None else f'{name} = ""'
         lines += [f"# {meanings[name]}", f"# {value}", ""]
     return "\n".join(lines)

@@ -40,6 +40,10 @@ class Sampling:
     """Random seed: the same seed gives the same text."""
 
 
+MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Parameters for which a model may recommend values, in `generation_config.json`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """A token, and the logarithm of its probability before sampling parameters apply."""
@@ -87,6 +91,8 @@ class Request:
     scores_prompt: bool = False
     """Yield the prompt before the answer, token by token as if it were part of it, so that its log
     probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
+    unset: tuple[str, ...] = ()
+    """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 
 
 class FinishReason(StrEnum):

@@ -20,7 +20,9 @@ def test_config_shows_values_and_meanings(meshllm: Invoke) -> None:
     lines = meshllm("config", "show").stdout.splitlines()
 
     assert lines[0].split() == ["setting", "value", "meaning"]
-    assert "nodes               1         Number of ring nodes, all in this process." in lines
+    rows = [" ".join(line.split()) for line in lines]
+    assert "nodes 1 Number of ring nodes, all in this process." in rows
+    assert "temperature the model's Sampling temperature; 0 is greedy." in rows
 
 
 def test_config_shows_origins(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -20,11 +20,14 @@ _RING_SETTINGS = (
 )  # fmt: skip
 """Settings used when a ring forms; they have no effect on an existing one."""
 
+_HERE, _NODE = "a ring in this process", "the node of this machine"
+
 
 def choose(
     chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True, quiet: bool = False
-) -> tuple[Opener, Settings]:
-    """Return a function that opens the backend, and the settings with its model and nodes.
+) -> tuple[Opener, Settings, str]:
+    """Return a function that opens the backend, the settings with its model and nodes, and who is
+    asked, for people.
 
     Unless ``quiet``, a message says where the prompt goes when another machine reads it. To save
     time, a running node is asked for its status only if something of it is shown or compared.
@@ -35,24 +38,26 @@ def choose(
     if flags["nodes"] is not None:
         if flags["join"] is not None:
             raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
-        return open_local, chosen
+        return open_local, chosen, _HERE
     if flags["join"] is None and is_running(chosen):
         import logging
 
         logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
         _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
         if quiet and not shows_model and flags["model"] is None:
-            return open_client, change(chosen, {"model": "the running node"})
+            return open_client, change(chosen, {"model": "the running node"}), _NODE
         status = _fetch_status(chosen)
-        if not quiet and (reader := _reader_of(status)):
+        reader = _reader_of(status)
+        if not quiet and reader:
             _announce(reader)
-        return open_client, _as_served(status, chosen, flags)
+        return open_client, _as_served(status, chosen, flags), reader or _NODE
     if chosen.join is None:
-        return open_local, chosen
+        return open_local, chosen, _HERE
     _refuse(flags, ("model", *_RING_SETTINGS), "the mesh of the ticket already has a ring")
+    mesh = f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket"
     if not quiet:
-        _announce(f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket")
-    return open_ticket, change(chosen, {"model": "the mesh"})
+        _announce(mesh)
+    return open_ticket, change(chosen, {"model": "the mesh"}), mesh
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshllm.cli.chat.backends import choose
-from meshllm.cli.chat.conversation import with_system
+from meshllm.cli.chat.conversation import request_of, with_system
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.cli.shared.answer import as_fields, stream
 from meshllm.cli.shared.local import Opener, import_heavy, open_local
@@ -70,36 +70,35 @@ def chat(
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener
+    where = ""
     if callable(context.obj):  # tests pass a backend
         opener = context.obj
     else:
         shows_model = text is None or as_json
-        opener, chosen = choose(chosen, flags, shows_model=shows_model, quiet=quiet)
+        opener, chosen, where = choose(chosen, flags, shows_model=shows_model, quiet=quiet)
     if text is None:
         if as_json or raw:
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")
         from meshllm.cli.chat.repl import converse
 
-        converse(opener, chosen, ends, stats=stats)
+        converse(opener, chosen, ends, stats=stats, where=where)
         return
     request = _request(text, chosen, ends, raw=raw)
     answer = _answer_once(opener, chosen, request, as_json=as_json)
     if as_json:
-        render.dump({"model": chosen.model, **as_fields(answer)})
+        seed = request.sampling.seed
+        render.dump({"model": chosen.model, **as_fields(answer), "seed": seed})
     if stats:
-        render.talk(render.statistics(answer))
+        render.talk(f"{render.statistics(answer)}\nseed {request.sampling.seed}")
 
 
 def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:
     if raw and chosen.system:
         raise UserError("`--raw` cannot be combined with a system prompt", hint="omit one of them")
-    return Request(
-        turns=() if raw else with_system(chosen, Turn(role="user", content=text)),
-        raw=text if raw else None,
-        sampling=chosen.sampling,
-        max_tokens=chosen.max_tokens,
-        stop=stop,
-    )
+    if raw:
+        return request_of(chosen, raw=text, stop=stop)
+    turns = with_system(chosen, Turn(role="user", content=text))
+    return request_of(chosen, turns=turns, stop=stop)
 
 
 def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json: bool) -> Answer:

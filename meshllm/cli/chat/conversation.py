@@ -1,17 +1,20 @@
 """State of a conversation, and its slash commands."""
 
 import json
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, check, current, parse
 from meshllm.errors import UserError
-from meshllm.request import Answer, Request, Sampling, Turn
+from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
 
+_SEEDS = 2**31
 SETTABLE = ("max_tokens", *(each.name for each in fields(Sampling)))
 _SAVED = ("system", *SETTABLE)
 
@@ -26,14 +29,35 @@ class Conversation:
     answer: Answer | None = None
     """The latest complete answer."""
 
-    def request(self, text: str) -> Request:
-        """Return the request that continues the conversation with a question."""
-        return Request(
-            turns=with_system(self.settings, *self.turns, Turn(role="user", content=text)),
-            sampling=self.settings.sampling,
-            max_tokens=self.settings.max_tokens,
-            stop=self.stop,
-        )
+    seed: int = 0
+    """Of the latest answer."""
+    where: str = ""
+    """What answers, for people."""
+
+    def request(self, text: str, *, is_new: bool = False) -> Request:
+        """Return the request that continues the conversation with a question.
+
+        With ``is_new`` a seed is drawn, even if one is set, for another answer.
+        """
+        turns = with_system(self.settings, *self.turns, Turn(role="user", content=text))
+        request = request_of(self.settings, turns=turns, stop=self.stop)
+        if is_new:
+            sampling = replace(request.sampling, seed=draw_seed())
+            request = replace(request, sampling=sampling)
+        self.seed = request.sampling.seed
+        return request
+
+    def take_back(self) -> str:
+        """Remove the last question and its answer; return the question.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not self.turns:
+            raise UserError("There is no question yet")
+        question = self.turns[-2]["content"]
+        del self.turns[-2:]
+        return question
 
     def append(self, question: str, reply: str) -> None:
         """Append a question and its reply; drop a question without a reply."""
@@ -43,8 +67,8 @@ class Conversation:
                 Turn(role="assistant", content=reply),
             ]
 
-    def execute(self, line: str) -> str:
-        """Run a line ``/name argument`` and return its output."""
+    def execute(self, line: str) -> "str | Question":
+        """Run a line ``/name argument``; return its output, or what to ask."""
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
@@ -56,12 +80,45 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A question to ask as the result of a command."""
+
+    text: str
+    is_draft: bool = False
+    """The user edits it first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """A slash command."""
 
     usage: str
     meaning: str
-    run: Callable[[Conversation, str], str]
+    run: Callable[[Conversation, str], str | Question]
+
+
+def request_of(
+    settings: Settings,
+    *,
+    turns: tuple[Turn, ...] = (),
+    raw: str | None = None,
+    stop: tuple[str, ...],
+) -> Request:
+    """Return a request with these settings; draw a seed unless one is set."""
+    seed = draw_seed() if "seed" in settings.unset else settings.sampling.seed
+    return Request(
+        turns=turns,
+        raw=raw,
+        sampling=replace(settings.sampling, seed=seed),
+        unset=tuple(name for name in MODEL_SAMPLING if name in settings.unset),
+        max_tokens=settings.max_tokens,
+        stop=stop,
+    )
+
+
+def draw_seed() -> int:
+    """Draw a seed that is short enough to type."""
+    return secrets.randbelow(_SEEDS)
 
 
 def with_system(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
@@ -98,8 +155,9 @@ def _set(conversation: Conversation, argument: str) -> str:
 
 def _show(conversation: Conversation, _: str) -> str:
     names = ("model", "nodes", "transport", *_SAVED)
-    rows = [(name, render.plain(current(conversation.settings, name))) for name in names]
-    return render.table(("", ""), [*rows, ("turns", len(conversation.turns))]).lstrip("\n")
+    rows = [(name, shown(conversation.settings, name)) for name in names]
+    more = [("turns", str(len(conversation.turns))), ("answered by", conversation.where)]
+    return render.table(("", ""), [*rows, *more]).lstrip("\n")
 
 
 def _system(conversation: Conversation, argument: str) -> str:
@@ -115,7 +173,25 @@ def _clear(conversation: Conversation, _: str) -> str:
 def _stats(conversation: Conversation, _: str) -> str:
     if conversation.answer is None:
         raise UserError("No complete answer yet")
-    return render.statistics(conversation.answer)
+    return f"{render.statistics(conversation.answer)}\nseed {conversation.seed}"
+
+
+def _regenerate(conversation: Conversation, _: str) -> Question:
+    return Question(conversation.take_back())
+
+
+def _edit(conversation: Conversation, argument: str) -> Question:
+    question = conversation.take_back()
+    return Question(argument) if argument else Question(question, is_draft=True)
+
+
+def _copy(conversation: Conversation, _: str) -> str:
+    if not conversation.turns:
+        raise UserError("There is no answer yet")
+    text = conversation.turns[-1]["content"]
+    if not render.copy(text):
+        raise UserError("Only a terminal can copy")
+    return f"sent {len(text)} characters to the clipboard of the terminal"
 
 
 def _save(conversation: Conversation, argument: str) -> str:
@@ -194,6 +270,11 @@ COMMANDS = {
     "/save": Command("FILE", "save the conversation to a file", _save),
     "/load": Command("FILE", "load a saved conversation", _load),
     "/clear": Command("", "clear the conversation", _clear),
+    "/regenerate": Command("", "ask the last question again, with another seed", _regenerate),
+    "/edit": Command("[TEXT]", "change the last question and ask it", _edit),
+    "/copy": Command("", "copy the last answer to the clipboard", _copy),
     "/stats": Command("", "show the timings of the last answer", _stats),
+    "/exit": Command("", "exit; also /quit, /bye, exit and quit", _bye),
+    "/quit": Command("", "exit", _bye),
     "/bye": Command("", "exit", _bye),
 }

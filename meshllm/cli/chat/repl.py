@@ -18,21 +18,25 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
+from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation, Question
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
 from meshllm.local_files import make_private, open_own
-from meshllm.request import Answer, Backend
+from meshllm.request import Answer, Backend, Request
 
 QUOTES = '"""'
+_EXITS = {"exit", "quit"}
 
 
-def converse(opener: Opener, settings: Settings, stop: tuple[str, ...], *, stats: bool) -> None:
-    """Run a conversation until the user exits."""
-    asyncio.run(_Repl(Conversation(settings, stop), opener, stats=stats).run())
+def converse(
+    opener: Opener, settings: Settings, stop: tuple[str, ...], *, stats: bool, where: str
+) -> None:
+    """Run a conversation until the user exits; ``where`` says what answers."""
+    conversation = Conversation(settings, stop, where=where)
+    asyncio.run(_Repl(conversation, opener, stats=stats).run())
 
 
 class _Repl:
@@ -68,23 +72,46 @@ class _Repl:
         """Handle one line; return False to exit."""
         try:
             line = await self.session.prompt_async()
+            if line.strip().lower() in _EXITS:
+                return False
             if line.startswith("/"):
-                _note(self.conversation.execute(line))
+                await self._execute(line)
             elif question := _unquoted(line):
                 await self._ask(question)
         except KeyboardInterrupt:
             if not self.session.default_buffer.text:
-                _note("exit with Ctrl-D or /bye")
+                _note("exit with Ctrl-D or /exit")
         except EOFError:
             return False
         except MeshError as error:
             render.error(error)
         return True
 
-    async def _ask(self, question: str) -> None:
+    async def _execute(self, line: str) -> None:
+        turns = [*self.conversation.turns]
+        match self.conversation.execute(line):
+            case Question(text, is_draft=True):
+                try:
+                    text = _unquoted(await self.session.prompt_async(default=text))
+                finally:
+                    self.conversation.turns = turns
+                if text:
+                    self.conversation.take_back()
+                    await self._ask(text)
+            case Question(text):
+                try:
+                    await self._ask(text, is_new=True)
+                except MeshError:
+                    self.conversation.turns = turns
+                    raise
+            case note:
+                _note(note)
+
+    async def _ask(self, question: str, *, is_new: bool = False) -> None:
         """Show an answer; Ctrl-C stops it and keeps the text so far."""
         pieces: list[str] = []
-        asking = asyncio.ensure_future(self._answer(question, pieces))
+        request = self.conversation.request(question, is_new=is_new)
+        asking = asyncio.ensure_future(self._answer(request, pieces))
         with _cancelled_by_sigint(asking):
             await asyncio.wait({asking})
         self.conversation.append(question, "".join(pieces))
@@ -93,9 +120,9 @@ class _Repl:
             return
         self.conversation.answer = asking.result()
         if self.stats:
-            _note(render.statistics(asking.result()))
+            _note(f"{render.statistics(asking.result())}\nseed {self.conversation.seed}")
 
-    async def _answer(self, question: str, pieces: list[str]) -> Answer:
+    async def _answer(self, request: Request, pieces: list[str]) -> Answer:
         with render.Status(sys.stderr) as status, render.answering() as write:
 
             def keep(piece: str) -> None:
@@ -104,7 +131,7 @@ class _Repl:
 
             status.show(f"loading {self.conversation.settings.model}")
             ring = await asyncio.shield(self.ring)
-            return await stream(ring, self.conversation.request(question), status, keep)
+            return await stream(ring, request, status, keep)
 
 
 def _session(settings: Settings) -> PromptSession[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshllm.cli.shared.complete import setting_names
-from meshllm.cli.shared.options import Json, help_of
+from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
 from meshllm.config import current, files, keys, load
 from meshllm.errors import UserError
@@ -48,8 +48,12 @@ def show(
         render.dump({"settings": settings, "files": [str(path) for path in files()]})
         return
     rows = [
-        (name, render.plain(value), config.origins[name] if origin else help_of(keys()[name]))
-        for name, value in values.items()
+        (
+            name,
+            shown(config.settings, name),
+            config.origins[name] if origin else help_of(keys()[name]),
+        )
+        for name in values
     ]
     render.out(render.table(("setting", "value", "origin" if origin else "meaning"), rows))
 

@@ -17,10 +17,10 @@ import typer
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.units import parse_memory
 from meshllm.cli.terminal.render import plain
-from meshllm.config import Key, Scalar, Settings, keys, load
+from meshllm.config import Key, Scalar, Settings, current, keys, load
 from meshllm.errors import UserError
 from meshllm.names import Quant, WireMode
-from meshllm.request import Request
+from meshllm.request import MODEL_SAMPLING, Request
 
 if TYPE_CHECKING:
     from meshllm.node.options import InferenceConfig
@@ -30,6 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., object])
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
+_UNSET = dict.fromkeys(MODEL_SAMPLING, "the model's") | {"seed": "random"}
 _COMPLETERS = {
     "model": complete.models,
     "draft": complete.models,
@@ -159,11 +160,17 @@ def _option(key: Key) -> inspect.Parameter:
     )
 
 
+def shown(chosen: Settings, name: str) -> str:
+    """Return the value of a setting as text."""
+    return _UNSET[name] if name in chosen.unset else plain(current(chosen, name))
+
+
 def help_of(key: Key) -> str:
     """Return the help text of a setting: the docstring of its field."""
     return docs(key.owner).get(key.name) or docs(Request)[key.name]
 
 
 def _help(key: Key) -> str:
-    extra = [] if key.default is None else [f"default: {plain(key.default)}"]
+    default = _UNSET.get(key.name) or (None if key.default is None else plain(key.default))
+    extra = [f"default: {default}"] if default else []
     return f"{help_of(key)}  [{'; '.join([*extra, f'env: {key.variable}'])}]"

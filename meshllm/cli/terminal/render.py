@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import sys
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,15 @@ def talk(text: str, end: str = "\n") -> None:
 def dump(fields: Mapping[str, object]) -> None:
     """Write one JSON object with its schema version."""
     out(json.dumps({"schema": SCHEMA, **fields}, indent=2 if sys.stdout.isatty() else None))
+
+
+def copy(text: str) -> bool:
+    """Send a text to the clipboard of the terminal by OSC 52; return False if there is none."""
+    if not sys.stderr.isatty():
+        return False
+    sys.stderr.write(f"\x1b]52;c;{b64encode(text.encode()).decode()}\a")
+    sys.stderr.flush()
+    return True
 
 
 def dim(text: str) -> str:

@@ -3,22 +3,21 @@
 Generated text is data: nothing is escaped here (`meshllm.log.escape` is for terminals).
 """
 
-import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from jinja2 import TemplateError
 
 from meshllm.errors import ModelError, UserError
-from meshllm.local_files import read_regular
-from meshllm.model.locate import MAX_CONFIG_BYTES
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
+from meshllm.model.text.generation_config import read_config, recommended
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
@@ -57,9 +56,16 @@ _BYTES = _letters()
 class Text:
     """The tokenizer and chat template of one model; not thread-safe."""
 
-    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_tokens: frozenset[int],
+        defaults: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Wrap a tokenizer of transformers; `load` is the usual way."""
         self.end_tokens = end_tokens
+        self.defaults = defaults
+        """The sampling parameters that the model recommends, by name."""
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
         self._tokenizer = tokenizer
@@ -83,7 +89,8 @@ class Text:
                 f"The chat template in `{folder}` has {size} characters, "
                 f"more than {MAX_TEMPLATE_CHARS}"
             )
-        return cls(tokenizer, _end_tokens(folder, tokenizer))
+        defaults = recommended(read_config(folder / "generation_config.json"))
+        return cls(tokenizer, _end_tokens(folder, tokenizer), defaults)
 
     @property
     def words(self) -> dict[int, str]:
@@ -192,18 +199,9 @@ def _load(folder: Path) -> Any:
 
 def _end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Collect the end tokens of generation config, else config, and of the tokenizer."""
-    ends = _eos(folder / "generation_config.json") or _eos(folder / "config.json")
-    return ends | _ids(tokenizer.eos_token_id)
-
-
-def _eos(path: Path) -> frozenset[int]:
-    try:
-        config = json.loads(read_regular(path, MAX_CONFIG_BYTES))
-        return _ids(config.get("eos_token_id"))
-    except FileNotFoundError:
-        return frozenset()
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelError(f"`{path}` is damaged") from error
+    configs = read_config(folder / "generation_config.json"), read_config(folder / "config.json")
+    ends, others = (_ids(config.get("eos_token_id")) for config in configs)
+    return (ends or others) | _ids(tokenizer.eos_token_id)
 
 
 def _ids(value: object) -> frozenset[int]:

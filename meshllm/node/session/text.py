@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class RingBackend:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request, see `Backend`: with what follows the tokens that were given."""
         text = self.text
+        request = _with_defaults(request, text)
         validate(request.sampling)
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
@@ -149,6 +150,14 @@ class _Transcript:
     def _told(self, token: int, logprob: float) -> Logprob:
         spelled = self.text.spell(token)
         return Logprob(token, spelled.decode(errors="replace"), tuple(spelled), logprob)
+
+
+def _with_defaults(request: Request, text: Text) -> Request:
+    """Set the sampling parameters that the request leaves to the model."""
+    values: dict[str, Any] = {
+        name: value for name, value in text.defaults.items() if name in request.unset
+    }
+    return replace(request, sampling=replace(request.sampling, **values)) if values else request
 
 
 def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -> GenerationRequest:

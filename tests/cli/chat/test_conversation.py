@@ -6,6 +6,7 @@ import pytest
 from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation
 from meshllm.config import Settings
 from meshllm.errors import UserError
+from meshllm.request import MODEL_SAMPLING
 from tests.builders.fake_ring import answer_of
 
 
@@ -35,7 +36,7 @@ def test_a_question_without_a_reply_is_dropped(conversation: Conversation) -> No
 
 
 def test_help_lists_every_command(conversation: Conversation) -> None:
-    text = conversation.execute("/help")
+    text = _told(conversation, "/help")
 
     assert all(name in text for name in COMMANDS)
     assert "Ctrl-C" in text
@@ -46,7 +47,7 @@ def test_everything_settable_can_be_set_and_shown(conversation: Conversation, na
     told = conversation.execute(f"/set {name} 1")
 
     assert told == f"{name} = 1"
-    assert f"{name} " in conversation.execute("/show")
+    assert f"{name} " in _told(conversation, "/show")
 
 
 def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> None:
@@ -67,7 +68,10 @@ def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> 
         ("/set", "`/set` needs a name and a value", "`/set temperature 0.8`"),
         ("/set top_p 2", "`top_p` is 2.0, not between 0 and 1 (/set)", ""),
         ("/set top_k many", "`top_k` is 'many', not a whole number (/set)", ""),
-        ("/quit", "Unknown command `/quit`", "see `/help`"),
+        ("/zzzz", "Unknown command `/zzzz`", "see `/help`"),
+        ("/regenerate", "There is no question yet", ""),
+        ("/edit", "There is no question yet", ""),
+        ("/copy", "There is no answer yet", ""),
         ("/shwo", "Unknown command `/shwo`", "did you mean `/show`? see `/help`"),
         ("/save", "`/save` needs a file", "`/save talk.json`"),
         ("/load", "`/load` needs a file", "`/load talk.json`"),
@@ -165,8 +169,35 @@ def test_system_without_a_text_removes_the_system_prompt(conversation: Conversat
 
 def test_stats_show_the_last_answer(conversation: Conversation) -> None:
     conversation.answer = answer_of("hi", 1)
+    seed = conversation.request("hi").sampling.seed
 
-    assert "250.0 tokens/s" in conversation.execute("/stats")
+    assert "250.0 tokens/s" in _told(conversation, "/stats")
+    assert f"\nseed {seed}" in _told(conversation, "/stats")
+
+
+def test_each_answer_has_a_new_seed_unless_one_is_set(conversation: Conversation) -> None:
+    drawn = {conversation.request("hi").sampling.seed for _ in range(8)}
+    conversation.execute("/set seed 7")
+
+    assert len(drawn) == 8
+    assert conversation.request("hi").sampling.seed == 7
+    assert conversation.request("hi", is_new=True).sampling.seed != 7
+
+
+def test_what_is_not_set_is_left_to_the_model(conversation: Conversation) -> None:
+    assert conversation.request("hi").unset == MODEL_SAMPLING
+    assert "the model's" in _told(conversation, "/show")
+
+    conversation.execute("/set temperature 0")
+
+    assert "temperature" not in conversation.request("hi").unset
+    assert conversation.request("hi").sampling.temperature == 0
+
+
+def _told(conversation: Conversation, line: str) -> str:
+    told = conversation.execute(line)
+    assert isinstance(told, str)
+    return told
 
 
 def test_bye_exits(conversation: Conversation) -> None:

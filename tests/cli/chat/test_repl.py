@@ -5,6 +5,7 @@ import select
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
@@ -121,8 +122,59 @@ def test_control_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> No
 def test_control_c_at_an_empty_prompt_says_how_to_exit(terminal: Terminal) -> None:
     terminal.press("\x03")
 
-    assert terminal.wait_for("exit with Ctrl-D or /bye")
+    assert terminal.wait_for("exit with Ctrl-D or /exit")
     terminal.wait_for(PROMPT)
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "/bye", " EXIT "])
+def test_common_words_exit(terminal: Terminal, word: str) -> None:
+    terminal.press(f"{word}\r")
+
+    assert terminal.wait() == 0
+
+
+def test_the_last_question_is_asked_again_or_edited(terminal: Terminal) -> None:
+    terminal.press("one two\r")
+    terminal.wait_for("You said: one two\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/regenerate\r")
+    terminal.wait_for("You said: one two\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/edit\r")
+    terminal.wait_for(f"{PROMPT} one two")
+    terminal.press(" three\r")
+    terminal.wait_for("You said: one two three\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/edit four\r")
+    terminal.wait_for("You said: four\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/show\r")
+    terminal.wait_for("turns")
+
+    assert terminal.wait_for("\r\n").strip() == "2"
+
+
+def test_an_edit_that_is_stopped_keeps_the_answer(terminal: Terminal) -> None:
+    terminal.press("one\r")
+    terminal.wait_for("You said: one\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/edit\r")
+    terminal.wait_for(f"{PROMPT} one")
+    terminal.press("\x03")
+    terminal.wait_for(PROMPT)
+    terminal.press("/show\r")
+    terminal.wait_for("turns")
+
+    assert terminal.wait_for("\r\n").strip() == "2"
+
+
+def test_an_answer_is_copied_to_the_clipboard_of_the_terminal(terminal: Terminal) -> None:
+    terminal.press("hello\r")
+    terminal.wait_for("You said: hello\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/copy\r")
+
+    assert terminal.wait_for(f"\x1b]52;c;{b64encode(b'You said: hello').decode()}\x07")
 
 
 def test_quotes_and_alt_enter_make_several_lines(terminal: Terminal) -> None:

@@ -68,6 +68,24 @@ async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
     assert events[0].total == answer.prompt_tokens
 
 
+async def test_the_model_recommends_what_the_request_does_not_set(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = Sampling(temperature=1.5, top_k=9, seed=3)
+    _, expected = await events_of(ring, replace(ASKED, sampling=hot))
+    monkeypatch.setattr(await ring.model.text(), "defaults", {"temperature": 1.5, "top_k": 9})
+    seeded = replace(ASKED, sampling=Sampling(seed=3))
+
+    _, recommended = await events_of(ring, replace(seeded, unset=("temperature", "top_k")))
+    _, greedy = await events_of(ring, seeded)
+    _, partly = await events_of(
+        ring, replace(seeded, sampling=replace(hot, top_k=1), unset=("temperature",))
+    )
+
+    assert recommended.tokens == expected.tokens
+    assert expected.tokens != greedy.tokens == partly.tokens
+
+
 async def test_an_answer_ends_at_its_length_or_its_end_token(ring: LocalRing) -> None:
     _, short = await events_of(ring, replace(ASKED, max_tokens=3))
     _, whole = await events_of(ring, replace(ASKED, max_tokens=1000))
