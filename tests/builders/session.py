@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import MeshError, ModelError
+from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Span
 from meshllm.protocol.session.messages import Forward, SessionMessage
 from meshllm.protocol.trust.handshake import Features
@@ -74,6 +75,7 @@ class CountingLayers:
     is_row_invariant: bool = True
     vocabulary: int = VOCABULARY
     span: Span = field(default_factory=lambda: Span(0, 1))
+    row_format: RowFormat = field(default_factory=lambda: RowFormat(2, torch.float32))
     pieces: tuple[()] = ()
     prepared: int = 0
 

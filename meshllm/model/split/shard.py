@@ -23,6 +23,7 @@ from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
 from meshllm.model.split.stubs import EndOfSpan, LayerStub, first, key
+from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Quant
 
 
@@ -62,6 +63,13 @@ class Shard:
     def new_cache(self) -> SpanCache:
         """Return an empty KV cache for one session."""
         return SpanCache(self.model.config, self.span)
+
+    @property
+    def row_format(self) -> RowFormat:
+        """The format of the hidden states before and after layers."""
+        config = self.model.config.get_text_config(decoder=True)
+        is_wide = getattr(config, "residual_in_fp32", False)
+        return RowFormat(config.hidden_size, torch.float32 if is_wide else config.dtype)
 
     def layer(self, index: int) -> nn.Module:
         """Return a layer by its index in the whole model; a stub if it is outside the span."""

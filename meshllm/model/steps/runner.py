@@ -75,6 +75,8 @@ class SpanRunner:
         self.pieces = list(pieces)
         self.recomputed = 0
         """Rows that `refill` computed, times the layers that computed them."""
+        self.row_format = pieces[0].shard.row_format
+        """Of the hidden states between ranks."""
         self._sent = sent
 
     @property

@@ -44,7 +44,7 @@ def pack(rows: Tensor) -> Tensor:
     if not float(scales.max()) < inf:
         raise ModelError(
             "Cannot encode hidden states as int8: a value is not finite",
-            hint="leave out `--wire`, or load the model with another `--dtype`",
+            hint="load the model with another `--dtype`",
         )
     blocks.mul_(scales.float().reciprocal_().unsqueeze(-1)).round_()
     packed = torch.empty(packed_size(shape), dtype=torch.uint8)

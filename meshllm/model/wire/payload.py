@@ -5,7 +5,8 @@ The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, l
 without loss, see `meshllm.model.wire.lossless`.
 """
 
-from math import prod
+from dataclasses import dataclass
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _INT8 = len(_CODES)  # added to a code
 _LOSSLESS = 2 * len(_CODES)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The format of the hidden states that one rank sends another."""
+
+    width: int
+    dtype: torch.dtype
+
+
+def is_finite(hidden: Tensor) -> bool:
+    """Return whether no value is infinite or NaN; in one pass, unlike `torch.isfinite`."""
+    least, largest = hidden.aminmax()  # both are NaN if any value is
+    return isfinite(least) and isfinite(largest)
 
 
 def to_payload(

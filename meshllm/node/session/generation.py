@@ -27,7 +27,7 @@ from meshllm.node.session.resume import (
     sent_again,
 )
 from meshllm.node.session.split_head import LogitsRequest
-from meshllm.node.session.wire import error_of, opened
+from meshllm.node.session.wire import error_of, opened_rows
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
 from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.entry import Entry
@@ -268,11 +268,15 @@ class Generation:
         """Return the rows [1, 1 + G, D] for the head; in a ring of one they are logits."""
         watch.queued()
         self._next = None
-        rows = self._rows if job.blob is None else opened(self._encoder.key, job.blob)
+        rows = self._rows if job.blob is None else self._opened(job)
         if rows is None:
             raise ModelError(f"No hidden state to sample the token at position {job.pos} from")
         watch.serialised()
         return rows
+
+    def _opened(self, job: Pick) -> Tensor:
+        form = self._ends.front.row_format
+        return opened_rows(self._encoder.key, job.blob, 1 + len(job.guesses), form)
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""

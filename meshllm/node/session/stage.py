@@ -20,7 +20,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
 from meshllm.node.session.resume import CacheMiss, crop_cache, refill, sent_again
 from meshllm.node.session.ring_link import Neighbours
-from meshllm.node.session.wire import fault_code, opened, sealed
+from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
@@ -191,7 +191,7 @@ class StageNode:
     def _refill(self, job: Compute, watch: Stopwatch) -> Blob | None:
         watch.queued()
         held, places = self._session(job.session), range(job.pos, job.pos + job.rows)
-        x = opened(held.encoder.key, job.blob) if job.blob else None
+        x = self._rows(job, held) if job.blob else None
         watch.serialised()
         rows = refill(self._runner, x, held.cache, places, is_step=job.is_step)
         watch.computed()
@@ -228,11 +228,14 @@ class StageNode:
         """Return the session and its rows [1, T, D]."""
         watch.queued()
         held = self._session(job.session)
-        assert job.blob is not None  # only refills come without
-        hidden = opened(held.encoder.key, job.blob)
+        hidden = self._rows(job, held)
         watch.serialised()
         crop_cache(held.cache, job.pos)
         return held, hidden
+
+    def _rows(self, job: Compute, held: _StageSession) -> Tensor:
+        """Return the rows [1, T, D] that the previous rank sent."""
+        return opened_rows(held.encoder.key, job.blob, job.rows, self._runner.row_format)
 
     def _session(self, session: SessionId) -> _StageSession:
         """Return what is held for a session, at first nothing."""

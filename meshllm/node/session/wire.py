@@ -17,7 +17,7 @@ from meshllm.errors import (
     PeerFault,
     TimedOut,
 )
-from meshllm.model.wire.payload import from_payload, to_payload
+from meshllm.model.wire.payload import RowFormat, from_payload, is_finite, to_payload
 from meshllm.protocol.session.blob import SessionKey, check, seal
 from meshllm.protocol.session.messages import Blob, DType, FaultCode
 
@@ -39,8 +39,14 @@ def sealed(key: SessionKey, hidden: Tensor, *, int8: bool = False, packed: bool 
     """Seal a hidden state ``[1, T, D]`` for the next rank: exact, int8, or losslessly packed.
 
     Raises:
-        ModelError: it cannot be encoded.
+        ModelError: it cannot be encoded, or a value is not finite.
     """
+    hidden = hidden.detach().cpu()
+    if not int8 and not is_finite(hidden):  # the next rank would blame this one; int8 checks it
+        raise ModelError(
+            "A value of the hidden state is infinite or NaN",
+            hint="load the model with another `--dtype`",
+        )
     code, shape, payload = to_payload(hidden, int8=int8, packed=packed)
     return seal(key, DType(code), shape, payload)
 
@@ -52,6 +58,24 @@ def opened(key: SessionKey, blob: Blob) -> Tensor:
         return from_payload(blob.dtype, blob.shape, blob.payload)
     except ModelError as error:
         raise PeerFault(str(error)) from None
+
+
+def opened_rows(key: SessionKey, blob: Blob | None, rows: int, form: RowFormat) -> Tensor:
+    """Verify the hidden state ``[1, rows, D]`` that the previous rank sent.
+
+    Raises:
+        PeerFault: it is missing, malformed or not finite, which no rank sends by mistake.
+    """
+    shape = (1, rows, form.width)
+    if blob is None or blob.shape != shape:
+        found = "no hidden state" if blob is None else f"a hidden state of shape {list(blob.shape)}"
+        raise PeerFault(f"The previous rank sent {found} for {list(shape)}")
+    hidden = opened(key, blob)
+    if hidden.dtype != form.dtype:
+        raise PeerFault(f"The previous rank sent a hidden state of {hidden.dtype}")
+    if not is_finite(hidden):
+        raise PeerFault("The previous rank sent a hidden state with infinite values or NaN")
+    return hidden
 
 
 def fault_code(error: Exception) -> FaultCode:

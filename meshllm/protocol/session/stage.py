@@ -85,8 +85,8 @@ _EMPTY_TALLY = Tally(Spent(0, 0, 0), 0, 0, 0)
 class Compute:
     """Crop the session's cache to ``pos``, run the rows, then call ``computed`` or ``failed``.
 
-    If the cache cannot be cropped to ``pos``, call ``missed``. The digest of the blob is not
-    checked yet: hashing belongs on the compute thread.
+    If the cache cannot be cropped to ``pos``, call ``missed``. The blob is not checked yet, not
+    even that there is one: hashing belongs on the compute thread.
     """
 
     session: SessionId
@@ -95,7 +95,7 @@ class Compute:
     keep: int
     """How many of the last output rows to return; if 0, ``computed`` gets no blob."""
     blob: Blob | None
-    """``[1, rows, D]``; None only if it refills, and no layer of this rank needs them."""
+    """``[1, rows, D]``; None is valid only if it refills, and no layer here needs them."""
     is_step: bool
     """Rows of a decode step, which must be row-invariant: each as if it were computed alone."""
     helps: int | None = None
@@ -433,11 +433,6 @@ def _contains(outer: Span, inner: Span) -> bool:
 
 def _violation(data: Data) -> str:
     """Return which rule the rows of a message break; empty if none."""
-    blob = data.blob
-    if blob is None:
-        return "" if data.flags & Flags.REFILL else f"Data of {data.rows} rows without a blob"
-    if len(blob.shape) != 3 or blob.shape[:2] != (1, data.rows):
-        return f"Data of {data.rows} rows with a blob of shape {list(blob.shape)}"
     if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
         return f"Step of {data.rows} rows; the limit is {MAX_STEP_ROWS}"
     return ""

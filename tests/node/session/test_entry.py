@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import pytest
+import torch
 from torch import Tensor
 
-from meshllm.errors import Busy, LinkLost, ModelError
+from meshllm.errors import Busy, LinkLost, ModelError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.model.wire.payload import RowFormat
 from meshllm.names import NodeId, SessionId
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryConfig, EntryNode
@@ -125,7 +127,8 @@ async def running(
     thread = HeldExecutor()
     neighbours = RecordingNeighbours() if ring > 1 else None
     hidden: Callable[[Tensor], Tensor] = lambda tokens: tokens[..., None].float()  # noqa: E731
-    layers = CountingLayers(hidden if ring > 1 else next_token)
+    form = RowFormat(1, torch.float32)
+    layers = CountingLayers(hidden if ring > 1 else next_token, row_format=form)
     rooms = [Room(blocks * BLOCK, lambda tokens: (tokens, 0))] * ring
     index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=False)
     head = cast("Runner", StepHead()) if ring > 1 else None
@@ -404,3 +407,21 @@ async def test_the_steps_of_several_generations_share_a_pass() -> None:
             ("step", [2, 3]),
             ("step", [3, 4]),
         ]
+
+
+async def test_invalid_rows_end_their_generation_and_name_their_sender() -> None:
+    async with running(ring=2) as entry:
+
+        def narrowed(message: SessionMessage) -> SessionMessage:
+            if isinstance(message, Data) and message.flags & Flags.NEED_ROW:
+                blob = sealed(session_key(message.session), torch.zeros(1, 1, 2))
+                return replace(message, blob=blob)
+            return travelled(message)
+
+        entry.answer = narrowed
+
+        with pytest.raises(PeerFault, match="The previous rank sent a hidden state of shape"):
+            await entry.read(entry.node.generate(order()))
+
+        entry.answer = travelled
+        assert Token(3) in await entry.read(entry.node.generate(order()))

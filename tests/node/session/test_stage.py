@@ -23,6 +23,7 @@ from meshllm.protocol.kv_cache.budget import KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
+    Blob,
     Close,
     Data,
     Fault,
@@ -160,6 +161,29 @@ async def test_corrupt_rows_end_their_session_and_no_other_of_the_batch() -> Non
         assert (fault.session, fault.code) == (ONE, FaultCode.INTEGRITY)
         assert [values_of(message) for message in sent if isinstance(message, Data)] == [[21]]
         assert stage.node.sessions == 1
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        None,
+        sealed(session_key(ONE), rows_of(1, 2)),
+        sealed(session_key(ONE), rows_of(1)[:, :, :1]),
+        sealed(session_key(ONE), rows_of(1).half()),
+    ],
+)
+async def test_invalid_rows_end_their_session_and_no_other(blob: Blob | None) -> None:
+    async with serving() as stage:
+        for session in (ONE, TWO):
+            await stage.receive(data(session, 0, 1, flags=PREFILL))
+
+        (fault,) = await stage.receive(Data(ONE, EPOCH, 0, 1, 1, Flags.NEED_ROW, blob))
+        (step,) = await stage.receive(data(TWO, 1, 20))
+
+        assert isinstance(fault, Fault)
+        assert (fault.session, fault.code) == (ONE, FaultCode.RULES)
+        assert "The previous rank sent" in fault.text
+        assert values_of(step) == [21]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import torch
 
 from meshllm.errors import IntegrityFault, ModelError, PeerFault
 from meshllm.model.wire.int8 import BLOCK, packed_size
+from meshllm.model.wire.payload import RowFormat
 from meshllm.names import SessionId
-from meshllm.node.session.wire import fault_code, opened, sealed
+from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.protocol.session.blob import seal, session_key
 from meshllm.protocol.session.messages import INT8_BLOCK, Blob, DType, FaultCode
 
@@ -77,6 +78,39 @@ def test_an_invalid_int8_scale_is_a_peer_fault(scale: bytes) -> None:
         opened(KEY, blob)
 
     assert fault_code(caught.value) is FaultCode.RULES
+
+
+FORM = RowFormat(40, torch.bfloat16)
+
+
+def test_rows_of_the_expected_format_are_opened() -> None:
+    assert torch.equal(opened_rows(KEY, sealed(KEY, HIDDEN), 3, FORM), HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("blob", "text"),
+    [
+        (None, "no hidden state"),
+        (sealed(KEY, HIDDEN[:, :2]), r"\[1, 2, 40\] for \[1, 3, 40\]"),
+        (sealed(KEY, HIDDEN[:, :, :39]), r"\[1, 3, 39\]"),
+        (sealed(KEY, HIDDEN[0]), r"\[3, 40\]"),
+        (sealed(KEY, HIDDEN.float()), "float32"),
+        (seal(KEY, DType.BFLOAT16, (1, 3, 40), b"\xc0\x7f" * 120), "NaN"),
+        (seal(KEY, DType.BFLOAT16, (1, 3, 40), bytes(238) + b"\x80\xff"), "infinite"),
+    ],
+)
+def test_rows_of_another_format_are_a_fault_of_their_sender(blob: Blob | None, text: str) -> None:
+    with pytest.raises(PeerFault, match=text):
+        opened_rows(KEY, blob, 3, FORM)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_rank_sends_only_finite_rows(value: float) -> None:
+    hidden = HIDDEN.clone()
+    hidden[0, 1, 2] = value
+
+    with pytest.raises(ModelError, match="infinite or NaN"):
+        sealed(KEY, hidden)
 
 
 def test_a_row_that_is_not_finite_is_a_model_error() -> None:

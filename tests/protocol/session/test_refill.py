@@ -159,18 +159,13 @@ def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
     assert stage.budget.live_bytes == 0
 
 
-def test_rows_of_a_refill_are_optional_and_those_of_other_data_are_not() -> None:
+def test_rows_of_a_refill_are_optional() -> None:
     stage = stage_of(Span(8, 12))
     stage.receive(RESUME, 1.0)
 
     (job,) = stage.receive(refill(0, 4, blob=False), 1.1)
     assert isinstance(job, Compute)
     assert job.blob is None
-    bare = replace(s.data(4, session=s.TWO), blob=None)
-    fault = stage.receive(bare, 1.2)[-1]
-    assert isinstance(fault, Forward)
-    assert isinstance(fault.message, Fault)
-    assert "without a blob" in fault.message.text
 
 
 def test_a_lost_cache_that_cannot_be_refilled_is_a_gap() -> None:

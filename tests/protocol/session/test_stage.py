@@ -276,19 +276,6 @@ def test_the_last_rank_keeps_only_the_rows_that_are_needed(flags: Flags, keep: i
     assert stage.receive(data(0, rows=3, flags=flags), 0.0) == [expected]
 
 
-@pytest.mark.parametrize("payload", [None, blob(2), replace(blob(1), shape=(4,))])
-def test_data_without_its_rows_ends_its_session_and_no_other(payload: Blob | None) -> None:
-    stage = filled(2)
-    how = f"with a blob of shape {list(payload.shape)}" if payload else "without a blob"
-    other = replace(data(0), session=TWO)
-
-    assert stage.receive(replace(other, blob=payload), 1.0) == [
-        Forward(Fault(TWO, EPOCH, FaultCode.RULES, 1, f"Data of 1 rows {how}"))
-    ]
-    assert stage.receive(other, 1.0) == []  # it is closed
-    assert stage.receive(data(2), 1.0) == [compute(2, 1, 1)]
-
-
 def test_a_failed_computation_frees_the_session_and_reports_a_fault() -> None:
     stage = filled(2)
     stage.receive(data(2), 1.0)
