@@ -7,9 +7,13 @@ other nodes report the same, each together with the plan that the node follows, 
 for one plan means nothing for the next. A ring is formed when all its nodes have loaded their
 spans, and serves when its links are open. While an entry serves requests, and shortly after the
 last one, it publishes that the plan must not change.
+
+A neighbour that sends invalid data again and again is published as faulty: no plan makes the two
+neighbours again until `FAULTS_S` have passed.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -26,6 +30,7 @@ from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
@@ -35,6 +40,8 @@ from meshllm.request import Backend, LossCause
 
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
+
+logger = logging.getLogger(__name__)
 
 
 class RingMember:
@@ -57,6 +64,7 @@ class RingMember:
         self._state = StateRecord()
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
+        self._faults = Strikes(MAX_FAULTS, FAULTS_S)
         self._busy = 0
         self._is_calm = True
         self._changed = asyncio.Event()
@@ -98,6 +106,7 @@ class RingMember:
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
+            faulty=self._faults.out(self._now()),
         )
         if state != self._state:
             self._state = state
@@ -195,6 +204,13 @@ class RingMember:
             return kv_rooms(plan, agreement.offers, charter.shape)
         except UserError:  # a member has left, and a new plan will follow
             return None
+
+    def faulty(self, node: NodeId) -> None:
+        """Count a fault of a neighbour; after several it is left out for a while."""
+        logger.warning("node %s sent invalid data to this one", self._name(node))
+        self._faults.strike(node, self._now())
+        self.publish()
+        asyncio.get_running_loop().call_later(FAULTS_S, self.publish, context=self._context)
 
     async def dial(self, node: NodeId) -> SecureLink:
         """Open a ring link."""

@@ -114,11 +114,15 @@ class RecordingNeighbours:
 
     def __init__(self) -> None:
         self.sent: list[SessionMessage] = []
+        self.blamed = 0
         self.deliver: Callable[[SessionMessage], None] = lambda _: None
         self._lost = asyncio.get_running_loop().create_future()
 
     def forward(self, action: Forward) -> None:
         self.sent.append(action.message)
+
+    def blame(self) -> None:
+        self.blamed += 1
 
     async def run(self, deliver: Callable[[SessionMessage], None]) -> MeshError:
         self.deliver = deliver

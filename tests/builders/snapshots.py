@@ -60,6 +60,8 @@ class World:
     gone: Collection[NodeId] = ()
     """Dead nodes, which have no links."""
     removed: Collection[NodeId] = ()
+    faulty: Mapping[NodeId, tuple[NodeId, ...]] = field(default_factory=dict)
+    """Nodes that each node refuses as neighbours."""
 
     def view(self, me: NodeId, author: NodeId | None = None) -> MeshView:
         """Return the view of a node; the author of the charter is the lowest id unless given."""
@@ -93,4 +95,5 @@ class World:
             ),
             plan.encode() if plan else b"",
             may_change=node not in self.busy,
+            faulty=self.faulty.get(node, ()),
         )

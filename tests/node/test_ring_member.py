@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
+from meshllm.names import NodeId
 from meshllm.node.ring_member import CALM_S, FORM_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
@@ -281,6 +283,21 @@ def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
         await asyncio.sleep(CALM_S)
         assert place.told[-1].may_change
         assert [state.may_change for state in place.told].count(False) == 1
+
+    run(story)
+
+
+def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        for _ in range(MAX_FAULTS):
+            assert place.told[-1].faulty == ()
+            await asyncio.sleep(1)
+            place.ring_member.faulty(NodeId(STAGE))
+        assert place.told[-1].faulty == (STAGE,)
+        await asyncio.sleep(FAULTS_S)
+        assert place.told[-1].faulty == ()
 
     run(story)
 

@@ -61,6 +61,7 @@ profiles = st.builds(
     st.just(b"") | sixteen,
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
+few_nodes = st.lists(nodes, max_size=3).map(tuple)
 states = st.builds(
     StateRecord,
     st.sampled_from(Lifecycle),
@@ -69,8 +70,8 @@ states = st.builds(
     st.booleans(),
     st.booleans(),
     labels,
+    few_nodes,
 )
-few_nodes = st.lists(nodes, max_size=3).map(tuple)
 
 
 @st.composite

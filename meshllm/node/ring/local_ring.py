@@ -83,6 +83,9 @@ class _Rank:
         """Return the bytes that each rank has for caches."""
         return self._ring.rooms
 
+    def faulty(self, node: NodeId) -> None:
+        """Ignore it: the ranks of one process cannot be left out."""
+
     async def dial(self, node: NodeId) -> Link:
         """Open a link to another rank."""
         return await self._ring.dial(node)

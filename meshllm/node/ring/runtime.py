@@ -67,6 +67,9 @@ class RuntimeHost(Protocol):
     def rooms(self, plan: Plan) -> list[int] | None:
         """Return the bytes that each rank has for caches; None if not all are known."""
 
+    def faulty(self, node: NodeId) -> None:
+        """Called when a neighbour has sent something invalid."""
+
     async def dial(self, node: NodeId) -> contract.Link:
         """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
 
@@ -347,11 +350,14 @@ class RingRuntime:
     def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[RingLink]:
         """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
-        nodes = stages[rank - 1].node, stages[(rank + 1) % len(stages)].node
-        machines = [NeighbourLink(self._hello, peer=node) for node in nodes[: len(links)]]
+        nodes = [stages[rank - 1].node, stages[(rank + 1) % len(stages)].node][: len(links)]
+        machines = [NeighbourLink(self._hello, peer=node) for node in nodes]
         for machine in machines[1:]:
             machine.open(self._now())  # the next rank got a Hello when it was dialled
-        return [RingLink(link, machine) for link, machine in zip(links, machines, strict=True)]
+        return [
+            RingLink(link, machine, partial(self._host.faulty, node))
+            for link, machine, node in zip(links, machines, nodes, strict=True)
+        ]
 
     def _rank(self, plan: Plan, neighbours: Neighbours | None) -> EntryNode | StageNode | None:
         """Build the entry or a stage; None if a node of the plan has withdrawn its offer."""

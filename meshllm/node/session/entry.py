@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from meshllm.errors import LinkLost, MeshError
+from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import NodeId, SessionId, WireMode
@@ -419,6 +419,8 @@ class EntryNode:
         self._act(session, actions)
 
     def _fail(self, session: SessionId, generation: Generation, error: Exception) -> None:
+        if isinstance(error, PeerFault) and self._neighbours:
+            self._neighbours.blame()
         generation.cause = error if isinstance(error, MeshError) else None
         self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
 

@@ -20,7 +20,11 @@ logger = logging.getLogger(__name__)
 class RingLink:
     """Sends to and receives from one neighbour until the link is lost."""
 
-    def __init__(self, link: contract.Link, machine: NeighbourLink) -> None:
+    def __init__(
+        self, link: contract.Link, machine: NeighbourLink, blame: Callable[[], None]
+    ) -> None:
+        """Serve a link; ``blame`` counts a fault of the neighbour."""
+        self.blame = blame
         self._link = link
         self._prompt = link if isinstance(link, contract.Prompt) else None
         self._machine = machine
@@ -78,6 +82,8 @@ class RingLink:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
         finally:
             await self._link.close()
+        if isinstance(reasons[0], PeerFault) and self._machine.is_met:  # else it may be outdated
+            self.blame()
         return reasons[0]
 
     async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:
@@ -170,6 +176,8 @@ class Neighbours:
         self._previous = previous
         self._next = next_
         self.forward = next_.post
+        self.blame = previous.blame
+        """Call it for each invalid hidden state: the previous rank sent it."""
 
     @property
     def round_trip_us(self) -> int:

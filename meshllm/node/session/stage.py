@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 from torch import Tensor
 
-from meshllm.errors import MeshError, ModelError
+from meshllm.errors import MeshError, ModelError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.lm_head import BLOCK
 from meshllm.model.steps.runner import Runner, SpanRunner
@@ -136,6 +136,8 @@ class StageNode:
             case CacheMiss():
                 actions = self._machine.missed(job.session)
             case Exception():  # the supervisor: a bug ends its session only
+                if isinstance(result, PeerFault):
+                    self._neighbours.blame()
                 actions = self._machine.failed(job.session, fault_code(result), str(result))
             case blob:
                 actions = self._machine.computed(job.session, blob, self._now(), watch.spent)

@@ -37,7 +37,7 @@ def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:
     charter = best.case.view.charter
     bounds = _bounds(charter)
     plan = _unbound(best.case) if bounds else best.plan
-    if plan is None or find_missing_link(plan, agreement.links):
+    if plan is None or find_missing_link(plan, best.case.found):
         return ""
     then = predict(plan, agreement.offers, agreement.links, charter.shape)
     token, other = now.seconds_per_token, then.seconds_per_token

@@ -11,12 +11,13 @@ The plan in force is the *incumbent*: the plan with the highest (epoch, digest) 
 nodes follow. A node that restarts or joins late therefore adopts the current plan, and after a
 partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
 are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
-When it stops working, or a node of it is leaving, the best plan without that node replaces it at
-once; a leaving node serves on while no other plan exists. Otherwise a better plan waits until the
-entry has no session that the change would hurt, and it must be faster by `GAIN`, or satisfy a
-constraint of the charter (exclude, prefer, members, fixed spans) that the incumbent violates. A
-first plan reports how many of the requested members are missing: nodes that follow it wait for them
-for a while, to avoid loading layers for rings that are soon replaced.
+Ranks of which one refuses the other for invalid data count as not linked. When it stops working, or
+a node of it is leaving, the best plan without that node replaces it at once; a leaving node serves
+on while no other plan exists. Otherwise a better plan waits until the entry has no session that the
+change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter (exclude,
+prefer, members, fixed spans) that the incumbent violates. A first plan reports how many of the
+requested members are missing: nodes that follow it wait for them for a while, to avoid loading
+layers for rings that are soon replaced.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
@@ -163,7 +164,7 @@ def _fault(case: PlanningInput, plan: Plan) -> str:
             return f"`{name}` is gone"
         if not _fits(problem, numbers[stage.node], stage.span, entry=rank == 0):
             return f"`{name}` cannot hold `{stage.span}`"
-    return find_missing_link(plan, found.links)
+    return find_missing_link(plan, found)
 
 
 def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
@@ -216,4 +217,5 @@ def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[Node
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
     excluded = dict.fromkeys(charter.exclude, "it is excluded")
     leaving = dict.fromkeys(found.leaving, "it is leaving")
-    return {node: (spans | excluded | leaving).get(node, why) for node, why in reasons.items()}
+    known = spans | found.faulty | excluded | leaving
+    return {node: known.get(node, why) for node, why in reasons.items()}

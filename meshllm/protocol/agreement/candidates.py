@@ -59,6 +59,8 @@ class Candidates:
     """The fixed span of each node that has one and stays."""
     leaving: frozenset[NodeId] = frozenset()
     """Nodes that a new plan must not use."""
+    faulty: Mapping[NodeId, str] = field(default_factory=dict)
+    """Nodes that another one refuses as a neighbour, and why (a phrase)."""
 
 
 def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:
@@ -84,6 +86,7 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
         {node: why for node, why in (waiting | idle).items() if node in here},
         spans,
         leaving,
+        _faulty(view.states, here),
     )
 
 
@@ -200,16 +203,30 @@ def _offer(node: NodeId, profile: Profile) -> Offer:
 
 
 def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
-    """Return the links that both ends name, with the shorter of the two measured round trips."""
+    """Return the links that both ends name, with the shorter of the two measured round trips.
+
+    Nodes that refuse each other have none: a false accusation costs only links of its author.
+    """
     named = {node: dict(states[node].links) for node in here if node in states}
     wires = {}
     for node, peers in named.items():
         for peer, round_trip in peers.items():
-            if node < peer and node in named.get(peer, ()):
+            if node < peer and node in named.get(peer, ()) and not _refuse(states, node, peer):
                 measured = [us for us in (round_trip, named[peer][node]) if us]
                 if measured:
                     wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
     return Links(wires, NO_LINK)
+
+
+def _refuse(states: Mapping[NodeId, StateRecord], one: NodeId, other: NodeId) -> bool:
+    return other in states[one].faulty or one in states[other].faulty
+
+
+def _faulty(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> dict[NodeId, str]:
+    pairs = (
+        (node, peer) for node in sorted(here) if node in states for peer in states[node].faulty
+    )
+    return {peer: f"its data to `{short(node)}` was invalid" for node, peer in pairs}
 
 
 def _quantise(round_trip_us: int) -> int:

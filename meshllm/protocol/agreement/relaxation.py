@@ -64,18 +64,21 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
             except MeshError as error:
                 missing = missing or str(error)
                 continue
-            why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found.links)
+            why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
                 return Best(case, plan, pose(found.offers, found.links, charter.shape, terms))
             missing = missing or why
     return Best(case, None, case.problem, missing)
 
 
-def find_missing_link(plan: Plan, links: Links) -> str:
-    """Return which neighbours have no link; empty if all have one."""
+def find_missing_link(plan: Plan, found: Candidates) -> str:
+    """Return which neighbours have no link, or refuse it; empty if all have one."""
     nodes = nodes_of(plan)
     for here, there in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
-        if here != there and links.between(here, there) == NO_LINK:
+        if here != there and found.links.between(here, there) == NO_LINK:
+            for node in (here, there):
+                if why := found.faulty.get(node):
+                    return f"`{short(node)}` is left out: {why}"
             return f"`{short(here)}` and `{short(there)}` have no link"
     return ""
 

@@ -147,13 +147,16 @@ class StateRecord:
     """Whether, as the entry of that plan, it has no session that a change would hurt."""
     obstacle: str = ""
     """Why it cannot hold layers (a phrase); empty if it can."""
+    faulty: tuple[NodeId, ...] = ()
+    """Nodes whose messages in a ring were invalid too often, so that it takes no more of them."""
 
     def encode(self) -> bytes:
         """Encode the record."""
         flags = self.is_loaded, self.may_change, len(self.links)
         links = b"".join(_LINK.pack(node, round_trip) for node, round_trip in self.links)
         texts = sized(self.followed) + sized(self.obstacle.encode())
-        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + texts
+        faulty = sized(b"".join(self.faulty))
+        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + texts + faulty
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -172,6 +175,7 @@ class StateRecord:
             bool(reader.bounded("for a flag", is_loaded, 0, 1)),
             bool(reader.bounded("for a flag", may_change, 0, 1)),
             reader.text(MAX_OBSTACLE_BYTES),
+            _node_ids(reader) if reader.left else (),
         )
 
 
@@ -189,6 +193,12 @@ def alive(states: Mapping[NodeId, StateRecord], me: NodeId) -> frozenset[NodeId]
         wave = {peer for node, peer in pairs if node in named.get(peer, ())} - found
         found |= wave
     return frozenset(found)
+
+
+def _node_ids(reader: Reader) -> tuple[NodeId, ...]:
+    data = reader.sized(MAX_MEMBERS * NODE_ID_BYTES)
+    reader.bounded("bytes at the end of its faulty nodes", len(data) % NODE_ID_BYTES, 0, 0)
+    return tuple(NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES))
 
 
 def _costs(reader: Reader, count: int) -> tuple[tuple[int, float], ...]:

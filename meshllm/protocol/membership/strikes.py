@@ -1,7 +1,8 @@
-"""Peers that send invalid requests again and again.
+"""Peers that break the rules again and again.
 
 One invalid request is a bug or a typo; a peer with `MAX_STRIKES` of them in `WINDOW_S` makes this
-node work for nothing and is refused until the window has passed.
+node work for nothing and is refused until the window has passed. Invalid hidden states end the
+request of somebody else: `MAX_FAULTS` of them in `FAULTS_S` are too many.
 """
 
 from collections import deque
@@ -10,18 +11,22 @@ from meshllm.names import NodeId
 
 MAX_STRIKES = 16
 WINDOW_S = 60.0
+MAX_FAULTS = 3
+FAULTS_S = 600.0
 MAX_STRUCK = 1024  # peers; a new one replaces the oldest
 
 
 class Strikes:
-    """Counts invalid requests by peer; times are seconds on the driver's clock."""
+    """Counts faults by peer; times are seconds on the driver's clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_STRIKES, window_s: float = WINDOW_S) -> None:
+        self._most = most
+        self._window_s = window_s
         self._at: dict[NodeId, deque[float]] = {}
 
     def strike(self, peer: NodeId, now: float) -> None:
-        """Count an invalid request."""
-        times = self._at.pop(peer, deque(maxlen=MAX_STRIKES))
+        """Count a fault."""
+        times = self._at.pop(peer, deque(maxlen=self._most))
         times.append(now)
         self._at[peer] = times
         if len(self._at) > MAX_STRUCK:
@@ -30,4 +35,10 @@ class Strikes:
     def is_out(self, peer: NodeId, now: float) -> bool:
         """Return whether a peer is refused now."""
         times = self._at.get(peer)
-        return times is not None and len(times) == MAX_STRIKES and now - times[0] < WINDOW_S
+        if times is None or len(times) < self._most:
+            return False
+        return now - times[0] < self._window_s
+
+    def out(self, now: float) -> tuple[NodeId, ...]:
+        """Return all peers that are refused now."""
+        return tuple(sorted(peer for peer in self._at if self.is_out(peer, now)))

@@ -58,6 +58,8 @@ class Place:
     def __init__(self, world: "World", me: NodeId, model: ModelRuntime) -> None:
         self.world, self.me = world, me
         self.told: list[tuple[bool, str]] = []
+        self.blamed: list[NodeId] = []
+        self.dialled: list[Link] = []
         world.places[me] = self
         self.known: RingTimes | None = None
         self.runtime = RingRuntime(me, model, self)
@@ -80,8 +82,12 @@ class Place:
     def rooms(self, plan: Plan) -> list[int] | None:
         return [1 << 30] * len(plan.stages)
 
+    def faulty(self, node: NodeId) -> None:
+        self.blamed.append(node)
+
     async def dial(self, node: NodeId) -> Link:
         link = await self.world.transport.dial(NAMES[node])
+        self.dialled.append(link)
         await link.send([self.me], Channel.CONTROL)  # stands for the handshake
         return link
 
@@ -201,6 +207,19 @@ def test_a_broken_ring_forms_again(world: World) -> None:
                 assert len(world.links) >= count
                 await world.links[-1].close()
                 await asyncio.sleep(0.2)
+
+    run_virtual(main())
+
+
+def test_the_rank_before_is_blamed_for_what_it_sends(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(BOTH)
+            await until(lambda: at_work(a, b))
+            (link,) = a.dialled
+            await link.send([b""])  # no message is that short
+            await until(lambda: b.blamed)
+            assert (a.blamed, b.blamed) == ([], [A])
 
     run_virtual(main())
 

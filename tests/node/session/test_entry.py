@@ -424,4 +424,6 @@ async def test_invalid_rows_end_their_generation_and_name_their_sender() -> None
             await entry.read(entry.node.generate(order()))
 
         entry.answer = travelled
+        assert entry.neighbours is not None
+        assert entry.neighbours.blamed == 1
         assert Token(3) in await entry.read(entry.node.generate(order()))

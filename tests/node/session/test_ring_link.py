@@ -1,6 +1,7 @@
 """A link to a neighbour that keeps the protocol, or violates it."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
@@ -36,8 +37,8 @@ async def pair() -> tuple[contract.Link, contract.Link]:
     return ours, theirs
 
 
-def ring_link_on(link: contract.Link) -> RingLink:
-    return RingLink(link, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS))
+def ring_link_on(link: contract.Link, blame: Callable[[], None] = lambda: None) -> RingLink:
+    return RingLink(link, NeighbourLink(Hello(OURS, 1, PLAN), peer=THEIRS), blame)
 
 
 async def say(link: contract.Link, *messages: Message) -> None:
@@ -72,6 +73,21 @@ def test_messages_go_both_ways_after_a_hello() -> None:
     assert CANCEL in heard
     assert any(isinstance(message, Beat) for message in heard)
     assert isinstance(reason, PeerFault)
+
+
+def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None:
+    async def story(*messages: Message) -> int:
+        ours, theirs = await pair()
+        faults = list[None]()
+        peer = ring_link_on(ours, lambda: faults.append(None))
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, *messages)
+        await theirs.send([b""])  # no message is that short
+        assert isinstance(await running, PeerFault)
+        return len(faults)
+
+    assert run_virtual(story(Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))) == 1
+    assert run_virtual(story(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
 
 
 def test_session_messages_wait_for_the_handshake() -> None:

@@ -183,6 +183,7 @@ async def test_invalid_rows_end_their_session_and_no_other(blob: Blob | None) ->
         assert isinstance(fault, Fault)
         assert (fault.session, fault.code) == (ONE, FaultCode.RULES)
         assert "The previous rank sent" in fault.text
+        assert stage.neighbours.blamed == 1
         assert values_of(step) == [21]
 
 
@@ -204,6 +205,7 @@ async def test_an_error_in_the_layers_is_reported_to_the_entry(
 
         assert isinstance(fault, Fault)
         assert (fault.code, fault.text, fault.rank) == (code, str(error), 1)
+        assert stage.neighbours.blamed == 0
         assert stage.node.sessions == 0
 
 

@@ -290,6 +290,38 @@ def test_members_without_a_link_form_no_ring() -> None:
     assert "have no link" in agreement.reason
 
 
+def test_a_node_whose_data_is_invalid_is_left_out_with_the_reason() -> None:
+    world = THREE.follow(THREE.agree())
+    here, there = spans(planned(world.agree()))
+    (third,) = {A, B, C} - {here, there}
+
+    agreement = replace(world, faulty={here: (there,), third: (there,)}, busy={here}).agree()
+
+    assert set(spans(planned(agreement))) == {here, third}
+    why = f"its data to `{short(max(here, third))}` was invalid"
+    assert agreement.reason == f"`{short(there)}` is left out: {why}"
+    assert standbys(agreement) == {there: why}
+
+
+def test_a_node_that_accuses_all_others_is_left_out_itself() -> None:
+    world = THREE.follow(THREE.agree())
+    here, there = spans(planned(world.agree()))
+    (third,) = {A, B, C} - {here, there}
+
+    agreement = replace(world, faulty={here: (there, third)}).agree()
+
+    assert set(spans(planned(agreement))) == {there, third}
+
+
+def test_without_another_node_the_reason_says_whose_data_is_invalid() -> None:
+    world = World({A: profile(2), B: profile(2)}, faulty={A: (B,)})
+
+    agreement = world.agree()
+
+    assert agreement.plan is None
+    assert agreement.reason == f"`{short(B)}` is left out: its data to `{short(A)}` was invalid"
+
+
 def test_no_ring_is_found_without_a_closed_chain_of_links() -> None:
     world = World(
         {A: profile(1.5), B: profile(1.5), C: profile(3)},

@@ -60,6 +60,12 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
         record.decode(record.encode()[:-1])
 
 
+def test_a_state_of_an_earlier_version_names_no_faulty_nodes() -> None:
+    state = StateRecord(links=((A, 9),), obstacle="busy")
+
+    assert StateRecord.decode(state.encode()[:-2]) == state
+
+
 @pytest.mark.parametrize("code", [0, 5, 255])
 def test_an_unknown_lifecycle_is_other(code: int) -> None:
     data = bytearray(StateRecord().encode())
@@ -114,8 +120,10 @@ def test_a_reversed_span_is_refused() -> None:
         StateRecord(links=((A, MAX_ROUND_TRIP_US + 1),)),
         StateRecord(followed=bytes(MAX_PLAN_BYTES + 1)),
         StateRecord(obstacle="o" * (MAX_OBSTACLE_BYTES + 1)),
+        StateRecord(faulty=(A,) * (MAX_MEMBERS + 1)),
+        StateRecord(faulty=(NodeId(b"short"),)),
     ],
-    ids=["links", "round trip", "plan", "obstacle"],
+    ids=["links", "round trip", "plan", "obstacle", "faulty", "id"],
 )
 def test_a_state_beyond_a_limit_is_refused(state: StateRecord) -> None:
     with pytest.raises(PeerFault):

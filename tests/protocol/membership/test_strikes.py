@@ -1,7 +1,14 @@
 """A peer with many invalid requests is refused for a while."""
 
 from meshllm.names import NodeId
-from meshllm.protocol.membership.strikes import MAX_STRIKES, MAX_STRUCK, WINDOW_S, Strikes
+from meshllm.protocol.membership.strikes import (
+    FAULTS_S,
+    MAX_FAULTS,
+    MAX_STRIKES,
+    MAX_STRUCK,
+    WINDOW_S,
+    Strikes,
+)
 
 A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
 
@@ -15,6 +22,17 @@ def test_a_peer_is_out_after_many_strikes_in_a_window() -> None:
     assert strikes.is_out(A, now=MAX_STRIKES)
     assert not strikes.is_out(B, now=MAX_STRIKES)
     assert not strikes.is_out(A, now=WINDOW_S)
+
+
+def test_few_faults_are_too_many_if_the_limit_is_low() -> None:
+    strikes = Strikes(MAX_FAULTS, FAULTS_S)
+    for number in range(MAX_FAULTS):
+        assert strikes.out(now=number) == ()
+        strikes.strike(B, now=number)
+        strikes.strike(A, now=number + FAULTS_S / 2)
+
+    assert strikes.out(now=MAX_FAULTS) == (A, B)
+    assert strikes.out(now=FAULTS_S) == (A,)
 
 
 def test_rare_strikes_are_forgiven() -> None:
