@@ -217,5 +217,5 @@ def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[Node
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
     excluded = dict.fromkeys(charter.exclude, "it is excluded")
     leaving = dict.fromkeys(found.leaving, "it is leaving")
-    known = spans | found.faulty | excluded | leaving
+    known = {**spans, **found.faulty, **excluded, **leaving}
     return {node: known.get(node, why) for node, why in reasons.items()}
