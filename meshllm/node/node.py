@@ -384,7 +384,9 @@ class MeshNode:
             return self._hang
         if self.agreement is not None and self.agreement.plan is not None:
             if lacking := self.agreement.lacking:
-                return f"waiting up to {GATHER_S:.0f} s for {lacking} more members"
+                members = self.machine.charter.members if self.machine.charter else None
+                here = f"{(members or lacking) - lacking} of {members or lacking} members"
+                return f"{here} are ready, up to {GATHER_S:.0f} s for the others"
             return "the nodes are agreeing on a plan"
         if self.agreement is not None:
             is_early = not self.agreement.offers and not self.agreement.refused

@@ -39,6 +39,7 @@ def status(
 
     The report comes from the node running on this machine. With `--watch` a terminal is redrawn in
     place until Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
+    When the node restarts, it is watched again.
     """
     import asyncio
 
@@ -59,7 +60,7 @@ def status(
         from meshllm.cli.ring.watch import changes, follow
 
         show = changes(lambda it: render.out(_line(it) if as_json else f"{_text(it)}\n"))
-        asyncio.run(follow(client, show))
+        asyncio.run(follow(client, show, render.talk))
 
 
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
@@ -83,7 +84,10 @@ def _watch_live(client: "NodeClient") -> None:
         def show(status: "MeshStatus") -> None:
             live.update(Text(_text(status, live.console.height)), refresh=True)
 
-        asyncio.run(follow(client, show))
+        def away(message: str) -> None:
+            live.update(Text(message), refresh=True)
+
+        asyncio.run(follow(client, show, away))
 
 
 def _line(status: "MeshStatus") -> str:

@@ -6,20 +6,45 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 
 from meshllm.cli.shared.client import NodeClient
+from meshllm.errors import LinkLost
 from meshllm.status import MeshStatus
 
 REFRESH_S = 1.0  # figures change without an event
 DEBOUNCE_S = 0.1  # events within this time cause one refresh
 
 
-async def follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None:
+async def follow(
+    client: NodeClient,
+    show: Callable[[MeshStatus], None],
+    away: Callable[[str], None],
+) -> None:
     """Show the status at each event and every second until cancelled.
 
+    ``away`` takes a message when the connection to the node is lost; it is watched again once it
+    has returned.
+
     Raises:
-        LinkLost: no node is running, or, in an exception group, its connection was lost.
+        LinkLost: no node is running at first.
     """
-    changed = asyncio.Event()
     show(await client.status())
+    while True:
+        try:
+            await _follow(client, show)
+        except* LinkLost as errors:
+            away(f"{errors.exceptions[0]}; waiting for the node to return")
+        await _until_back(client)
+
+
+async def _until_back(client: NodeClient) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_S)
+        with suppress(LinkLost):
+            await client.status()
+            return
+
+
+async def _follow(client: NodeClient, show: Callable[[MeshStatus], None]) -> None:
+    changed = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(_listen(client, changed))
         while True:

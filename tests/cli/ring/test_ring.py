@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.cli.ring import watch
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, NotAuthorised
 from meshllm.status import MeshStatus, from_json, to_json
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_link
@@ -59,7 +59,7 @@ def test_status_without_a_node_fails(meshllm: Invoke, node: FakeClient) -> None:
 
 def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, node: FakeClient) -> None:
     later = replace(with_link(status_of(2), 1, heard_s=0.9, bytes_sent=1), since_s=755.0)
-    node.statuses = [waiting("alone"), status_of(2), later, LinkLost("The node is gone")]
+    node.statuses = [waiting("alone"), status_of(2), later, NotAuthorised("No access")]
 
     result = meshllm("ring", "status", "--watch", "--json")
 
@@ -68,13 +68,13 @@ def test_a_watched_pipe_gets_a_line_for_each_change(meshllm: Invoke, node: FakeC
         (1, "waiting"),
         (1, "serving"),
     ]
-    assert (result.exit_code, result.stderr) == (3, "error: The node is gone\n")
+    assert (result.exit_code, result.stderr) == (5, "error: No access\n")
 
 
 def test_a_watched_pipe_gets_text_without_control_characters(
     meshllm: Invoke, node: FakeClient
 ) -> None:
-    node.statuses = [waiting("alone"), status_of(2), LinkLost("The node is gone")]
+    node.statuses = [waiting("alone"), status_of(2), NotAuthorised("No access")]
 
     result = meshllm("ring", "status", "--watch")
 

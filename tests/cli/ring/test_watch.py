@@ -23,22 +23,38 @@ async def test_an_event_causes_an_early_refresh(monkeypatch: pytest.MonkeyPatch)
         if len(seen) == 2:
             both.set()
 
-    watching = asyncio.create_task(watch.follow(client(node), show))
+    watching = asyncio.create_task(watch.follow(client(node), show, print))
     await both.wait()
     watching.cancel()
 
     assert seen == ["waiting", "serving"]
 
 
-async def test_it_ends_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = FakeClient(monkeypatch)
-    node.statuses = [status_of(1), LinkLost("The node is gone")]
+async def test_a_node_that_restarts_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, gone = FakeClient(monkeypatch), LinkLost("The node is gone")
+    node.statuses = [status_of(1), gone, gone, status_of(2), status_of(3)]
     monkeypatch.setattr(watch, "REFRESH_S", 0.01)
+    told: list[str] = []
+    back = asyncio.Event()
 
-    with pytest.raises(ExceptionGroup) as ended:
-        await watch.follow(client(node), lambda _: None)
+    def show(status: MeshStatus) -> None:
+        told.append(f"{len(status.nodes)} nodes")
+        if len(status.nodes) == 3:
+            back.set()
 
-    assert ended.value.subgroup(LinkLost)
+    watching = asyncio.create_task(watch.follow(client(node), show, told.append))
+    await back.wait()
+    watching.cancel()
+
+    assert told == ["1 nodes", "The node is gone; waiting for the node to return", "3 nodes"]
+
+
+async def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = FakeClient(monkeypatch)
+    node.statuses = [LinkLost("No node is running")]
+
+    with pytest.raises(LinkLost):
+        await watch.follow(client(node), print, print)
 
 
 def test_clocks_and_counters_are_no_change() -> None:
