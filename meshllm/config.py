@@ -113,6 +113,8 @@ class Settings:
     """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None
     """Nodes to use if a layer fits: names or ids, with commas."""
+    entry: str | None = None
+    """Who may read prompts: ids or names, with commas, or `self`."""
     context: int = 4096
     """Context length of one session that the ring must hold."""
     discovery: bool = True

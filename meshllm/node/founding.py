@@ -14,6 +14,8 @@ from meshllm.protocol.planning.policies import find_policy
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import parse_node, show
 
+SELF = "self"
+"""Names this node in ``entry``."""
 SHORT_LETTERS = 7  # of an id in its short form
 
 
@@ -60,7 +62,15 @@ def resolve_names(texts: Iterable[str], profiles: Mapping[NodeId, Profile]) -> N
 
 def names_in(options: NodeOptions) -> tuple[str, ...]:
     """Return the names of nodes in the options."""
-    return *(options.exclude or ()), *(options.prefer or ())
+    return *(options.exclude or ()), *(options.prefer or ()), *(options.entry or ())
+
+
+def with_own_entry(options: NodeOptions, me: NodeId) -> NodeOptions:
+    """Return the options with this node's id among those of ``entry``, in place of ``self``."""
+    if not options.entry:
+        return options
+    others = (name for name in options.entry if name != SELF)
+    return replace(options, entry=(show(me), *others))
 
 
 def amend(
@@ -84,6 +94,8 @@ def amend(
         changes["exclude"] = _nodes(options.exclude, profiles, charter.exclude)
     if options.prefer is not None:
         changes["prefer"] = _nodes(options.prefer, profiles, charter.prefer)
+    if options.entry is not None:  # none of before: an unknown name must not let others in
+        changes["entries"] = _nodes(options.entry, profiles, ())
     if options.context is not None:
         changes["shape"] = replace(charter.shape, context=min(options.context, longest))
     changed = replace(charter, **changes)  # type: ignore[arg-type]  # names and types as above

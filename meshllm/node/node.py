@@ -24,7 +24,7 @@ from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
 from meshllm.names import MeshId, NodeId
 from meshllm.node.compute.worker import Worker, compute_thread
-from meshllm.node.founding import amend, names_in, resolve_names
+from meshllm.node.founding import amend, names_in, resolve_names, with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
@@ -600,6 +600,7 @@ async def open_node(
                 open_endpoints(options, store.key, transport)
             )
             own = await enter(store, options, endpoints.transports)
+            options = with_own_entry(options, store.key.node)
             preparation = prepare(options, worker, cache_path())
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             running = asyncio.ensure_future(node.run())

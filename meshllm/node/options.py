@@ -68,6 +68,8 @@ class NodeOptions:
     exclude: tuple[str, ...] | None = None
     """Names or ids of nodes."""
     prefer: tuple[str, ...] | None = None
+    entry: tuple[str, ...] | None = None
+    """Nodes beside this one that may be the entry, or ``self``; only the founder can set it."""
     discovery: bool = True
     context: int | None = None
     """Context length of one session that the ring must hold."""

@@ -17,6 +17,7 @@ from meshllm.node.founding import (
     names_in,
     refuse_other,
     resolve_names,
+    with_own_entry,
 )
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.membership.charter import Charter
@@ -91,6 +92,21 @@ def test_an_unknown_name_keeps_the_previous_nodes() -> None:
     names = resolve_names(names_in(wishes), PROFILES)
     assert names == Names((A,), ("loft", "cellar"), ())
     assert (changed.exclude, changed.prefer) == (tuple(sorted((A, B))), (A,))
+
+
+@pytest.mark.parametrize(
+    ("entry", "entries"),
+    [(("self",), (B,)), (("desk",), (A, B)), (("loft",), (B,)), (("attic",), (B,)), ((), ())],
+)
+def test_a_node_that_names_entries_is_one_and_unknown_names_are_none(
+    entry: tuple[str, ...], entries: tuple[NodeId, ...]
+) -> None:
+    before = amend(charter(), options(entry=(show(A),)), PROFILES, LONGEST)
+    wishes = with_own_entry(options(entry=entry), B)
+
+    assert before.entries == (A,)
+    assert amend(before, wishes, PROFILES, LONGEST).entries == entries
+    assert with_own_entry(options(), B) == options()
 
 
 def test_an_ambiguous_name_keeps_the_previous_nodes() -> None:

@@ -27,6 +27,7 @@ from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Piece, Request
 from meshllm.status import RingState
 from meshllm.transport.contract import Listener
@@ -277,6 +278,20 @@ async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> No
     assert (a.machine.charter.members, a.machine.charter.prefer) == (2, (a.me,))
     assert a.machine.charter == b.machine.charter
     assert control_of(a).plan().policy == "throughput"
+
+
+async def test_only_the_founder_chooses_who_may_be_the_entry(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = await mesh.start("a", entry=("self",))
+    b = await mesh.start("b", join=a.ticket, members=2, entry=("self",))
+    await until(lambda: len(spans(a)) == 2, a)
+
+    assert a.machine.charter is not None
+    assert a.machine.charter.entries == (a.me,)
+    assert a.machine.charter == b.machine.charter
+    assert control_of(b).plan().entry == show(a.me)
+    assert "the mesh keeps its `entries`" in caplog.text
 
 
 async def test_charter_and_membership_survive_a_restart(mesh: Mesh) -> None:

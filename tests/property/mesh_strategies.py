@@ -101,6 +101,7 @@ def charters(draw: st.DrawFn) -> Charter:
 TEXTS: dict[str, st.SearchStrategy[str]] = {
     "context": st.integers(1, 99_999).map(str),
     "ends": st.sampled_from([*map(str, Ends), "nowhere"]),
+    "entries": few_nodes.map(lambda found: b"".join(found).hex()),
     "exclude": few_nodes.map(lambda found: b"".join(found).hex()),
     "members": st.integers(0, MAX_MEMBERS).map(str),
     "policy": st.sampled_from([*POLICIES, "greenest"]),

@@ -48,6 +48,7 @@ def worlds(draw: st.DrawFn) -> World:
         ends=draw(st.sampled_from([Ends.ENTRY, Ends.ENTRY, Ends.ENTRY, Ends.CLIENT])),
         exclude=tuple(sorted(draw(st.frozensets(st.sampled_from(NODES), max_size=1)))),
         prefer=tuple(sorted(draw(some))),
+        entries=tuple(sorted(draw(st.sampled_from([frozenset[NodeId](), frozenset(NODES[:2])])))),
     )
     return World(
         draw(st.dictionaries(st.sampled_from(NODES), profiles(), min_size=1)),

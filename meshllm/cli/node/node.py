@@ -58,8 +58,9 @@ _POLL_S = 0.02
 _PASSED_ON = ("model", "join", "name", "policy", "members", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "dtype", "quant", "device", "threads", "speculation", "draft",
-    "exact", "wire", "prefix_cache", "context", "state", "serve", *DOOR_SETTINGS, "log_format",
+    "members", "exclude", "prefer", "entry", "dtype", "quant", "device", "threads", "speculation",
+    "draft", "exact", "wire", "prefix_cache", "context", "state", "serve", *DOOR_SETTINGS,
+    "log_format",
 )  # fmt: skip
 
 
@@ -278,6 +279,7 @@ def _options(config: Config) -> "NodeOptions":
         relays=listed(chosen.relay) or (),
         exclude=listed(chosen.exclude),
         prefer=listed(chosen.prefer),
+        entry=listed(chosen.entry),
         **given,
     )
 

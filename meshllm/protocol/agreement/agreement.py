@@ -151,10 +151,13 @@ def _decide(
 
 def _fault(case: PlanningInput, plan: Plan) -> str:
     """Return why a plan cannot be followed; empty if it can."""
-    shape, problem, found = case.view.charter.shape, case.problem, case.found
+    charter, problem, found = case.view.charter, case.problem, case.found
+    shape = charter.shape
     asked = (shape.name, shape.layers, case.terms.ends, case.terms.entry or plan.stages[0].node)
     if (plan.model, plan.layers, plan.ends, plan.stages[0].node) != asked:
         return "the charter requires another ring"
+    if case.terms.entry is None and plan.stages[0].node not in (charter.entries or nodes_of(plan)):
+        return f"`{short(plan.stages[0].node)}` may not be the entry"
     numbers = to_numbers(problem)
     for rank, stage in enumerate(plan.stages):
         name = short(stage.node)

@@ -42,7 +42,9 @@ def open_case(view: MeshView, found: Candidates) -> PlanningInput:
     """Build the planning input; raise `UserError` if the charter contradicts itself."""
     charter = view.charter
     entry = view.author if charter.ends is Ends.CLIENT else None
-    terms = PlanConstraints(charter.ends, entry, charter.sessions, spans=found.spans)
+    terms = PlanConstraints(
+        charter.ends, entry, charter.sessions, spans=found.spans, entries=charter.entries
+    )
     return PlanningInput(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
 
 

@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 The founder fixes the model once. The *terms* can change later: every node publishes the terms that
 it changed, each with a version, and of all values of one term the highest (version, author) is in
-force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing.
+force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing,
+and of `FOUNDER_TERMS` only the founder's do: who may read prompts is not for every member to say.
 Concurrent changes of different terms are therefore all kept, and every node with the same
 records derives the same charter, in whatever order they arrived.
 
@@ -40,6 +41,8 @@ MAX_TERMS = 32  # of one author
 MAX_WORD_BYTES = 64  # name of a term, a dtype or a quantisation
 MAX_TERM_BYTES = 8 * 1024  # value of a term; 64 node ids take 4.1 KiB
 
+FOUNDER_TERMS = frozenset({"entries"})
+
 _HEAD = Struct(f"<Q BH IIB QQ {DIGEST_BYTES}s")
 """Version; tied, layers; hidden size, context, item size; embedding, head; configuration."""
 _LAYER = Struct("<QQ")
@@ -71,6 +74,8 @@ class Charter:
     """Nodes that hold no layers."""
     prefer: tuple[NodeId, ...] = ()
     """Nodes that hold layers if one fits."""
+    entries: tuple[NodeId, ...] = ()
+    """Nodes that may be the entry, which reads prompts; empty for all. Only the founder sets it."""
     quant: Quant = Quant.NONE
     """Weight quantisation, the same on every node, so that the text does not depend on the plan."""
     unknown: tuple[str, ...] = ()
@@ -196,6 +201,8 @@ def in_force(
     for author, term in sorted(
         pairs, key=lambda pair: (pair[1].version, pair[0] == founder, pair[0])
     ):
+        if term.name in FOUNDER_TERMS and author != founder:
+            continue
         below = found[term.name][1].version if term.name in found else 0
         if term.version <= below + MAX_STEP:
             found[term.name] = author, term
@@ -280,6 +287,7 @@ def _texts(charter: Charter) -> dict[str, str]:
     return {
         "context": str(charter.shape.context),
         "ends": str(charter.ends),
+        "entries": b"".join(charter.entries).hex(),
         "exclude": b"".join(charter.exclude).hex(),
         "members": str(charter.members or 0),
         "policy": charter.policy,
@@ -309,6 +317,7 @@ def _nodes(text: str) -> tuple[NodeId, ...]:
 _TERMS: Mapping[str, Callable[[str], object]] = {
     "context": _number(1, MAX_POSITION),
     "ends": lambda text: _ENDS.get(text, Ends.ENTRY),
+    "entries": _nodes,
     "exclude": _nodes,
     "members": lambda text: _number(0, MAX_MEMBERS)(text) or None,
     "policy": str,

@@ -316,7 +316,8 @@ class Mesh:
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers)
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
-            actions += self._publish_charter(merge(records.charter, {self.me: own}))
+            wanted = merge(records.charter, {self.me: own}, records.founder)
+            actions += self._publish_charter(wanted)
         for other, at in self.links.nodes() if news else ():
             if other != peer and self._gossips(at):
                 actions += self._send(other, self._replica.for_peer(other, news))

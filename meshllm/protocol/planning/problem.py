@@ -129,6 +129,8 @@ def pose(
     nodes = [offer.node for offer in offers]
     numbers = {node: number for number, node in enumerate(nodes)}
     _check(terms, numbers, shape)
+    if terms.entry is None and terms.entries and numbers.keys().isdisjoint(terms.entries):
+        raise UserError("No node that may be the entry can take part", hint="see `--entry`")
     row = shape.hidden_size * shape.itemsize
     tokens = shape.context * terms.sessions
     growth = shape.context * max(shape.kv_bytes_per_token)  # of one layer of one session, copied
@@ -206,7 +208,8 @@ def _entries(terms: PlanConstraints, numbers: Mapping[NodeId, int]) -> list[int]
     if terms.entry is not None:
         return [numbers[terms.entry]]
     first = [numbers[node] for node, span in terms.spans.items() if span.start == 0]
-    return first or list(numbers.values())
+    allowed = {numbers[node] for node in terms.entries or numbers if node in numbers}
+    return [number for number in first or numbers.values() if number in allowed]
 
 
 def _hop(links: Links, here: NodeId, there: NodeId, row: int) -> int:

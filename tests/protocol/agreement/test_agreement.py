@@ -424,6 +424,33 @@ def test_a_preferred_node_holds_layers() -> None:
     assert B in spans(planned(agreement))
 
 
+def test_only_the_named_nodes_are_entries_however_fast_another_is() -> None:
+    world = World({A: profile(2), B: profile(4, ms=1e-9), C: profile(2)})
+    assert planned(world.agree()).stages[0].node == B
+    pinned = replace(charter(), entries=(A, C))
+
+    agreement = replace(world.follow(world.agree()), charter=pinned, busy={B}).agree()
+
+    assert agreement.reason == f"`{short(B)}` may not be the entry"
+    assert planned(agreement).stages[0].node in {A, C}
+
+
+def test_without_a_node_that_may_be_the_entry_there_is_no_ring() -> None:
+    world = World({A: profile(2), B: profile(4)}, replace(charter(), entries=(A, D)), gone={A})
+
+    agreement = world.agree()
+
+    assert agreement.plan is None
+    assert agreement.reason == "No node that may be the entry can take part"
+
+
+def test_a_fixed_span_makes_no_other_node_the_entry() -> None:
+    fixed = profile(4, span=Span(0, 2))
+    world = World({A: profile(4), B: fixed}, replace(charter(), entries=(A,)))
+
+    assert spans(planned(world.agree())) == {A: "0:4"}
+
+
 def test_a_node_holds_exactly_its_fixed_span() -> None:
     world = World({A: profile(4), B: profile(4, span=Span(1, 3)), C: profile(4)})
 

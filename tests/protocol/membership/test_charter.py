@@ -13,6 +13,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import NodeId, Quant
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
+    FOUNDER_TERMS,
     MAX_STEP,
     MAX_TERMS,
     MAX_VERSION,
@@ -184,7 +185,7 @@ def test_every_term_can_be_changed_and_changed_back() -> None:
     second = amend(CHARTER, merged, B, {A: first})
     assert second is not None
 
-    assert {term.name for term in first.terms} == TEXTS.keys() - {"tariff"}
+    assert {term.name for term in first.terms} == TEXTS.keys() - FOUNDER_TERMS - {"tariff"}
     assert Amendments.decode(first.encode()) == first
     assert merged == AMENDED
     assert merge(CHARTER, {A: first, B: second}) == CHARTER
@@ -218,6 +219,17 @@ def test_of_concurrent_changes_the_founder_wins() -> None:
     assert merge(CHARTER, both, founder=A).members == 2
     assert merge(CHARTER, both | {B: terms(("members", 2, "3"))}, founder=A).members == 3
     assert (effective_terms(A, both, A), overruled(both, A)) == (both[A], {B})
+
+
+def test_only_the_founder_says_who_may_be_the_entry() -> None:
+    wanted = replace(CHARTER, entries=(A,))
+    said = amend(wanted, CHARTER, A, {})
+    assert said is not None
+    hostile = {B: terms(("entries", 2, B.hex()), ("members", 1, "3"))}
+
+    assert merge(CHARTER, {A: said, **hostile}, founder=A) == replace(wanted, members=3)
+    assert merge(CHARTER, hostile, founder=A).entries == ()
+    assert effective_terms(B, hostile, A) == terms(("members", 1, "3"))
 
 
 def test_a_term_that_others_would_refuse_is_left_out() -> None:
