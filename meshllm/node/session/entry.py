@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import SystemRandom
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
@@ -114,7 +115,7 @@ class EntryNode:
         self._jobs = asyncio.TaskGroup()
         self._head: HeadParts | None = None
         if ends.head and ends.helped:
-            self._head = HeadParts(ends.helped, ends.head)
+            self._head = HeadParts(ends.helped, ends.head, SystemRandom().random)
         self._samples = Batcher(worker, partial(sample_batch, ends, self._head), self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes

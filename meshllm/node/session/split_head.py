@@ -19,7 +19,7 @@ from meshllm.model.steps.runner import Runner
 from meshllm.node.session.wire import opened
 from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.messages import Blob, Logits
-from meshllm.protocol.session.split_head import SplitHead
+from meshllm.protocol.session.split_head import RECHECKED, SplitHead
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ class SplitStep:
 class HeadParts:
     """The entry's LM head in two parts, of which the last rank may compute the first."""
 
-    def __init__(self, theirs: Runner, ours: Runner) -> None:
+    def __init__(self, theirs: Runner, ours: Runner, draw: Callable[[], float]) -> None:
+        """Divide a head; ``draw`` returns a number from 0 to 1 that nobody can foresee."""
+        self._draw = draw
         self.control = SplitHead()
         """Used on the event loop only."""
         self._theirs, self._ours = theirs, ours
@@ -87,7 +89,7 @@ class HeadParts:
 
     def begin(self, request: LogitsRequest | None) -> SplitStep:
         """Prepare a step; ``request`` is None if no logits were requested."""
-        return SplitStep(request, self.control.is_proving)
+        return SplitStep(request, self.control.is_proving or self._draw() < RECHECKED)
 
     def wait(self, step: SplitStep, go_on: Callable[[], None]) -> None:
         """Call ``go_on`` once, when the answer arrives or its time is up."""

@@ -14,7 +14,8 @@ one that saves time earns some.
 
 Another processor may round differently. So the first answers of a ring (`PROOFS`) are compared bit
 by bit with what the entry computes itself; a mismatch disables the feature, so that no text depends
-on which result came first. From then on the last rank is trusted, as it is with its layers.
+on which result came first. Later answers are compared at random, by a draw of the driver that the
+last rank cannot foresee: one that turns dishonest is believed for a few tokens only.
 """
 
 from collections import deque
@@ -24,6 +25,8 @@ UNASKED = 8
 """Steps before the first request, to measure the time of the whole head; the last ones count."""
 PROOFS = 2
 """Answers that are verified before one is used."""
+RECHECKED = 1 / 64
+"""Later answers that are verified."""
 CREDIT, MISS, MOST_CREDIT = 8, 2, 8
 """Of a ring: initial credit, cost of an answer that gains nothing, and maximum; others earn 1.
 

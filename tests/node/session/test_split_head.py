@@ -27,7 +27,7 @@ from meshllm.protocol.planning.plan import Ends
 from meshllm.protocol.session import split_head as control
 from meshllm.protocol.session.blob import SessionKey, session_key
 from meshllm.protocol.session.messages import Blob, Logits
-from meshllm.protocol.session.split_head import PROOFS, UNASKED
+from meshllm.protocol.session.split_head import PROOFS, RECHECKED, UNASKED
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
 
@@ -58,7 +58,9 @@ class Asking:
 
     def __init__(self) -> None:
         self.theirs, self.ours = Part(1.0, 2.0), Part(3.0, 4.0, 5.0)
-        self.head = HeadParts(cast("Runner", self.theirs), cast("Runner", self.ours))
+        self.drawn = 1.0
+        runners = cast("Runner", self.theirs), cast("Runner", self.ours)
+        self.head = HeadParts(*runners, lambda: self.drawn)
         for _ in range(UNASKED):
             step = self.head.begin(None)
             assert self.head.finish(ROW, step, KEY).tolist() == WHOLE
@@ -96,6 +98,19 @@ async def test_what_is_proven_is_not_computed_again() -> None:
     assert await asking.step(RIGHT) == WHOLE
     assert asking.theirs.calls == PROOFS
     assert not asking.head.control.is_disabled
+
+
+async def test_answers_are_verified_at_random_after_the_proofs() -> None:
+    asking, wrong = Asking(), sealed(KEY, torch.tensor([[[1.0, 2.5]]]))
+    await asking.prove()
+    asking.drawn = RECHECKED
+    assert await asking.step(wrong) != WHOLE  # believed
+    assert not asking.head.control.is_disabled
+
+    asking.drawn = RECHECKED / 2
+
+    assert await asking.step(wrong) == WHOLE
+    assert asking.head.control.is_disabled
 
 
 @pytest.mark.parametrize("proofs", range(PROOFS))
@@ -242,7 +257,7 @@ async def test_logits_of_the_last_rank_change_no_text(
         texts = [await ask(ring, temperature) for _ in range(3)]
 
         assert texts == [await plain(tiny, temperature)] * 3
-        assert guesses or head_of(ring).control._proofs == PROOFS
+        assert guesses or head_of(ring).control._proofs >= PROOFS
 
 
 @pytest.mark.usefixtures("patient")

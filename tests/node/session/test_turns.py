@@ -160,7 +160,7 @@ def split_job(parts: HeadParts, generation: FakeGeneration) -> SampleJob:
 def test_the_entry_computes_its_part_while_it_waits_for_the_other() -> None:
     theirs, ours = Head(100.0), Head()
     ends, _ = ends_of(whole := Head())
-    parts = HeadParts(cast("Runner", theirs), cast("Runner", ours))
+    parts = HeadParts(cast("Runner", theirs), cast("Runner", ours), lambda: 1.0)
     sample = split_job(parts, generation := FakeGeneration(1.0))
 
     compute_own_logits(parts, sample)
@@ -174,7 +174,7 @@ def test_the_entry_computes_its_part_while_it_waits_for_the_other() -> None:
 
 def test_the_own_part_of_several_rows_is_not_computed_ahead() -> None:
     ours = Head()
-    parts = HeadParts(cast("Runner", Head()), cast("Runner", ours))
+    parts = HeadParts(cast("Runner", Head()), cast("Runner", ours), lambda: 1.0)
     sample = split_job(parts, FakeGeneration(rows=2))
 
     compute_own_logits(parts, sample)
@@ -186,7 +186,7 @@ def test_the_own_part_of_several_rows_is_not_computed_ahead() -> None:
 def test_several_rows_use_no_logits_of_the_last_rank(rows: int, others: int) -> None:
     theirs, ours = Head(100.0), Head()
     ends, _ = ends_of(whole := Head())
-    parts = HeadParts(cast("Runner", theirs), cast("Runner", ours))
+    parts = HeadParts(cast("Runner", theirs), cast("Runner", ours), lambda: 1.0)
     sample = split_job(parts, FakeGeneration(1.0, rows=rows))
 
     picked, _ = sample_batch(ends, parts, [sample, *(job(FakeGeneration(2.0)),) * others])
