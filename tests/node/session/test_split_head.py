@@ -283,7 +283,8 @@ async def test_rows_rounded_in_transit_have_the_same_logits(tiny: Path) -> None:
         first, second = await ask(ring), await ask(ring)
         helper = head_of(ring).control
 
-        assert (helper._proofs, helper.is_disabled) == (PROOFS, False)
+        assert helper._proofs >= PROOFS
+        assert not helper.is_disabled
         assert first == second
 
     async with ring_of(tiny, own_threads=False, speculation=False, wire=WireMode.INT8) as ring:
