@@ -13,10 +13,13 @@ from meshllm.protocol.membership.records import (
     StateRecord,
     alive,
 )
-from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, LinkSpeed, Offer
+from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, LinkSpeed, ModelSizes, Offer
 from meshllm.protocol.trust.identity import short
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
+MAX_BYTES_PER_S = 1 << 48  # 35 times the fastest memory of 2026; sparse layers read only a part
+MIN_LAYER_S = 1e-6  # whatever its size: the launch of one kernel takes longer
+MAX_MEMORY_BYTES = 1 << 46  # 64 TiB, more than the largest single machine
 NO_LINK = LinkSpeed(MAX_SECONDS)
 """Stands for a link that is missing or unmeasured; no ring uses it."""
 
@@ -80,7 +83,10 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
     order = sorted(wanted, key=lambda node: (node not in ring, -len(wanted[node])))
     spans, idle = _spans({node: wanted[node] for node in order}, view.charter)
     return Candidates(
-        tuple(_offer(node, view.profiles[node]) for node in sorted(set(usable) - set(idle))),
+        tuple(
+            _offer(node, view.profiles[node], view.charter.shape)
+            for node in sorted(set(usable) - set(idle))
+        ),
         _links(view.states, here),
         {node: why for node, why in refused.items() if node in here},
         {node: why for node, why in (waiting | idle).items() if node in here},
@@ -198,8 +204,17 @@ def _overlap(one: Span, other: Span) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _offer(node: NodeId, profile: Profile) -> Offer:
-    return Offer(node, profile.memory_bytes, profile.layer_s, profile.head_s, profile.reserve_bytes)
+def _offer(node: NodeId, profile: Profile, shape: ModelSizes) -> Offer:
+    """Make an offer of what a node says of itself, within what any machine could do."""
+    layer_s = max(MIN_LAYER_S, sum(shape.layer_bytes) / shape.layers / MAX_BYTES_PER_S)
+    head_s = shape.head_read_bytes / MAX_BYTES_PER_S
+    return Offer(
+        node,
+        min(profile.memory_bytes, MAX_MEMORY_BYTES),
+        tuple((rows, max(seconds, layer_s)) for rows, seconds in profile.layer_s),
+        max(profile.head_s, head_s),
+        profile.reserve_bytes,
+    )
 
 
 def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:

@@ -4,15 +4,18 @@ import pytest
 
 from meshllm.names import Digest, NodeId, Span
 from meshllm.protocol.agreement.candidates import (
+    MAX_BYTES_PER_S,
+    MAX_MEMORY_BYTES,
+    MIN_LAYER_S,
     NEAR_US,
     NO_LINK,
     Candidates,
     find_candidates,
     first_mismatch,
 )
-from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.membership.records import MAX_BYTES, Lifecycle, Profile, StateRecord
 from meshllm.protocol.trust.identity import short
-from tests.builders.offers import A, B, C, D
+from tests.builders.offers import A, B, C, D, model
 from tests.builders.snapshots import World, charter, profile, weights
 
 OTHER = b"x" * 16
@@ -60,6 +63,18 @@ def test_an_offer_copies_the_profile() -> None:
 
     assert (offer.node, offer.memory_bytes, offer.reserve_bytes) == (A, 200, 7)
     assert (offer.layer_s, offer.head_s) == (((1, 0.003),), 0.5)
+
+
+def test_an_offer_is_within_what_a_machine_could_do() -> None:
+    claims = replace(profile(1, ms=1e-9), memory_bytes=MAX_BYTES, head_s=0.0)
+    big = replace(model(4, sizes=(1 << 30,) * 4), embed_bytes=1 << 40)
+
+    (small,) = look({A: claims}).offers
+    (large,) = look({A: claims}, charter=replace(charter(), shape=big)).offers
+
+    assert (small.memory_bytes, small.layer_s) == (MAX_MEMORY_BYTES, ((1, MIN_LAYER_S),))
+    assert large.layer_s == ((1, (1 << 30) / MAX_BYTES_PER_S),)
+    assert large.head_s == (1 << 40) / MAX_BYTES_PER_S
 
 
 def test_other_weights_are_refused_naming_the_part() -> None:
