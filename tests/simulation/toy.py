@@ -23,6 +23,7 @@ from meshllm.model.shape import ModelShape
 from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
+from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
@@ -103,6 +104,7 @@ class ToyRunner:
     prepared = 0
     vocabulary = VOCABULARY
     execution = Execution(Strategy.STOCK)
+    row_format = RowFormat(1, torch.float32)
 
     def warm_up_steps(self) -> Iterator[None]:
         """Record nothing."""
