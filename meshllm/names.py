@@ -86,6 +86,15 @@ class Span:
         return cls(int(start), int(stop))
 
 
+class LossCause(StrEnum):
+    """Why the ring of an answer was lost."""
+
+    NODE_LOST = "node_lost"
+    NODE_LEFT = "node_left"
+    LINK_LOST = "link_lost"
+    REPLANNED = "replanned"
+
+
 class Quant(StrEnum):
     """Quantisation of the weights of linear layers."""
 

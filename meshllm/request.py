@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol, TypedDict
 
-from meshllm.names import Span
+from meshllm.names import LossCause, Span
 
 
 class Turn(TypedDict):
@@ -91,6 +91,8 @@ class Request:
     scores_prompt: bool = False
     """Yield the prompt before the answer, token by token as if it were part of it, so that its log
     probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
+    schema: str | None = None
+    """A JSON schema, as JSON: the answer is JSON that satisfies it, or ends at its length."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 
@@ -164,15 +166,6 @@ class Resumable:
     """First position behind each chunk."""
     steps: tuple[int, ...] = ()
     """Those of them behind decode steps; the others are behind chunks of a prompt."""
-
-
-class LossCause(StrEnum):
-    """Why the ring of an answer was lost."""
-
-    NODE_LOST = "node_lost"
-    NODE_LEFT = "node_left"
-    LINK_LOST = "link_lost"
-    REPLANNED = "replanned"
 
 
 @dataclass(frozen=True, slots=True)

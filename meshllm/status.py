@@ -10,8 +10,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from meshllm.errors import PeerFault, UserError
-from meshllm.names import Span
-from meshllm.request import LossCause
+from meshllm.names import LossCause, Span
 from meshllm.strict_json import build, lay_out
 
 T = TypeVar("T")

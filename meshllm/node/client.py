@@ -15,7 +15,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import open_beacon
@@ -33,7 +33,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Credential, Role
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
-from meshllm.request import Backend, Event, LossCause, Request
+from meshllm.request import Backend, Event, Request
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.ring.model_runtime import ModelRuntime
@@ -36,7 +36,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short
-from meshllm.request import Backend, LossCause
+from meshllm.request import Backend
 
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve

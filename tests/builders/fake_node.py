@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshllm.errors import MeshError
-from meshllm.request import Event, LossCause, Piece, Prefilled, Request
+from meshllm.names import LossCause
+from meshllm.request import Event, Piece, Prefilled, Request
 from meshllm.status import (
     Change,
     LossCounts,

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from meshllm.names import Span
-from meshllm.request import LossCause
+from meshllm.names import LossCause, Span
 from meshllm.status import (
     LinkStatus,
     LossCounts,

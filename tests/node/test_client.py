@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node import client as thin_module
 from meshllm.node.client import (
     REDIAL_S,
@@ -25,7 +25,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
-from meshllm.request import Event, Interruption, LossCause, Piece, Request
+from meshllm.request import Event, Interruption, Piece, Request
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.fake_ring import answer_of

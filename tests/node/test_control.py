@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, MeshError, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.requests.router import Counts
 from meshllm.protocol.membership.records import Lifecycle, Profile
 from meshllm.protocol.trust.credential import Removal, Role
 from meshllm.protocol.trust.identity import short, show
-from meshllm.request import Event, LossCause, Piece, Request
+from meshllm.request import Event, Piece, Request
 from meshllm.status import (
     Change,
     LinkStatus,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.ring_member import CALM_S, FORM_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
@@ -19,7 +19,6 @@ from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import short
-from meshllm.request import LossCause
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile

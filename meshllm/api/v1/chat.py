@@ -15,6 +15,7 @@ from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
+from meshllm.api.v1.structured import schema_of
 from meshllm.request import Answer, Logprob, Piece, TokenLogprobs, Turn
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
@@ -148,8 +149,9 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body, _ = await read_fields(request, Chat)
-        asked, key = body.requests(), key_of(request)
+        body, form = await read_fields(request, Chat, apart="response_format")
+        schema, key = schema_of(form), key_of(request)
+        asked = [replace(each, schema=schema) for each in body.requests()]
         model = await service.model(key, body.model)
         reply = _ChatReply(
             "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage

@@ -32,7 +32,6 @@ HARMLESS = frozenset(
 """Fields for the operator's records or speed: they change no answer."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

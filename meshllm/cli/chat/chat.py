@@ -1,12 +1,14 @@
 """`meshllm chat`: one answer or a conversation, from any backend."""
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshllm.cli.chat.backends import choose
-from meshllm.cli.chat.conversation import request_of, with_system
+from meshllm.cli.chat.conversation import Conversation, request_of, with_system
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.cli.shared.answer import as_fields, stream
 from meshllm.cli.shared.local import Opener, import_heavy, open_local
@@ -16,6 +18,8 @@ from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
 from meshllm.request import Answer, Request, Turn
 
+MAX_SCHEMA_BYTES = 1 << 20
+
 EXAMPLES = """\b
 Examples:
   meshllm chat
@@ -23,6 +27,7 @@ Examples:
   meshllm chat "Summarise this:" < notes.txt
   echo "What is a span?" | meshllm chat --json
   meshllm chat --join "$(cat ticket)" "What is a span?"
+  meshllm chat --schema person.json "Invent a person"
   meshllm chat --seed 7 --temperature 0.9 "Tell me a story about a fox"
 """
 
@@ -46,6 +51,12 @@ def chat(
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt without the chat template.")
     ] = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--schema", metavar="FILE", help="Answer in JSON that satisfies this JSON schema."
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
@@ -67,6 +78,7 @@ def chat(
     """
     chosen = settings(flags)
     check_draft(chosen)
+    wanted = _read_schema(schema) if schema else None
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener
@@ -81,15 +93,24 @@ def chat(
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")
         from meshllm.cli.chat.repl import converse
 
-        converse(opener, chosen, ends, stats=stats, where=where)
+        converse(opener, Conversation(chosen, ends, wanted, where=where), stats=stats)
         return
-    request = _request(text, chosen, ends, raw=raw)
+    request = replace(_request(text, chosen, ends, raw=raw), schema=wanted)
     answer = _answer_once(opener, chosen, request, as_json=as_json)
     if as_json:
         seed = request.sampling.seed
         render.dump({"model": chosen.model, **as_fields(answer), "seed": seed})
     if stats:
         render.talk(f"{render.statistics(answer)}\nseed {request.sampling.seed}")
+
+
+def _read_schema(path: Path) -> str:
+    from meshllm.local_files import read_regular
+
+    try:
+        return read_regular(path, MAX_SCHEMA_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the JSON schema `{path}`: {error}") from None
 
 
 def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:

@@ -25,6 +25,8 @@ class Conversation:
 
     settings: Settings
     stop: tuple[str, ...] = ()
+    schema: str | None = None
+    """A JSON schema that the answers satisfy."""
     turns: list[Turn] = field(default_factory=list)
     answer: Answer | None = None
     """The latest complete answer."""
@@ -41,6 +43,7 @@ class Conversation:
         """
         turns = with_system(self.settings, *self.turns, Turn(role="user", content=text))
         request = request_of(self.settings, turns=turns, stop=self.stop)
+        request = replace(request, schema=self.schema)
         if is_new:
             sampling = replace(request.sampling, seed=draw_seed())
             request = replace(request, sampling=sampling)

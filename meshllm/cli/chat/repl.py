@@ -31,11 +31,8 @@ QUOTES = '"""'
 _EXITS = {"exit", "quit"}
 
 
-def converse(
-    opener: Opener, settings: Settings, stop: tuple[str, ...], *, stats: bool, where: str
-) -> None:
-    """Run a conversation until the user exits; ``where`` says what answers."""
-    conversation = Conversation(settings, stop, where=where)
+def converse(opener: Opener, conversation: Conversation, *, stats: bool) -> None:
+    """Run a conversation until the user exits."""
     asyncio.run(_Repl(conversation, opener, stats=stats).run())
 
 

@@ -1,5 +1,9 @@
 """`meshllm config`: the settings, their origins, and the files that set them."""
 
+import os
+import shlex
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -99,16 +103,14 @@ def edit(project: Project = False) -> None:
 
     A new file lists all settings in comments. It is saved only if every setting in it is valid.
     """
-    import click
-
     from meshllm.config_file import template, write
 
     path = _file(is_project=project)
     text = path.read_text(encoding="utf-8") if path.exists() else None
     draft = text if text is not None else template({n: help_of(key) for n, key in keys().items()})
     while True:
-        edited = click.edit(draft, extension=".toml")
-        if edited is None or edited == text:
+        edited = _edited(draft)
+        if edited is None:
             render.talk("nothing changed")
             return
         try:
@@ -121,6 +123,26 @@ def edit(project: Project = False) -> None:
         else:
             render.talk(f"saved {path}")
             return
+
+
+def _edited(text: str) -> str | None:
+    """Let the user edit a text; return None if it was not changed.
+
+    Raises:
+        UserError: the editor cannot be started, or fails.
+    """
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    with tempfile.TemporaryDirectory(prefix="meshllm-") as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot start `{editor}`: {error}", hint="set `EDITOR`") from None
+        if code:
+            raise UserError(f"`{editor}` ended with exit status {code}")
+        edited = path.read_text(encoding="utf-8")
+    return None if edited == text else edited
 
 
 def _file(*, is_project: bool) -> Path:

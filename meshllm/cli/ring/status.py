@@ -8,8 +8,7 @@ from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
-from meshllm.names import Span
-from meshllm.request import LossCause
+from meshllm.names import LossCause, Span
 from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
 
 T = TypeVar("T")

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from meshllm.errors import ModelError, UserError
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.generation_config import read_config, recommended
+from meshllm.model.text.grammar import Vocabulary
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
@@ -66,6 +68,8 @@ class Text:
         self.end_tokens = end_tokens
         self.defaults = defaults
         """The sampling parameters that the model recommends, by name."""
+        self.vocabulary: Vocabulary | None = None
+        """Prepared for grammars by the first request that needs one."""
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
         self._tokenizer = tokenizer
@@ -137,6 +141,20 @@ class Text:
             list(turns), add_generation_prompt=True, sanitize_control_tokens=True
         )
         return list(encoding["input_ids"])
+
+    def serialise(self) -> str:
+        """Return the tokenizer in the JSON of the tokenizers library.
+
+        Raises:
+            UserError: it is of another library.
+        """
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError("The tokenizer of the model supports no JSON schemas")
+        plain = copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def spell(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""

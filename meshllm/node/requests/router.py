@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.request_json import (
@@ -47,7 +47,6 @@ from meshllm.request import (
     Backend,
     Event,
     Interruption,
-    LossCause,
     Piece,
     Request,
 )

@@ -13,6 +13,7 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
+from meshllm.model.text.grammar import Grammar
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
@@ -71,6 +72,8 @@ class GenerationRequest:
     forced: tuple[int, ...] = field(default=(), kw_only=True)
     """The first tokens of the answer, whatever sampling gives; they are part of the prompt for
     penalties."""
+    grammar: Grammar | None = field(default=None, kw_only=True)
+    """What the answer may continue with after the given tokens."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
     """Called before ``is_last``, with the logits [V] from which the token was sampled."""
     asker: NodeId | None = field(default=None, kw_only=True)
@@ -317,13 +320,14 @@ class Generation:
 
         Return the tokens and whether the last one ends the answer.
         """
+        grammar = self._order.grammar
         tokens: list[int] = []
         is_last = False
         for row, guess in zip_longest(logits, job.guesses):
             token = self._forced_at(job.pos + len(tokens))
             if token is None:
                 token = pick(
-                    row,
+                    grammar.masked(row) if grammar else row,
                     self._order.sampling,
                     position=job.pos + len(tokens),
                     history=self._history,
@@ -332,6 +336,8 @@ class Generation:
                 )
             if self._order.on_logits:
                 self._order.on_logits(row, token)
+            if grammar:
+                grammar.take([token])
             tokens.append(token)
             self._history.append(token)
             is_last = self._order.is_last(token)

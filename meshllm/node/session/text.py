@@ -1,5 +1,6 @@
 """Answers text requests with the entry of a ring: chat template, tokenizer, detokenizer."""
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,6 +12,7 @@ from torch import Tensor
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.detokenizer import TextStream
+from meshllm.model.text.grammar import Grammar, Vocabulary
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
@@ -60,7 +62,8 @@ class RingBackend:
         prompt, stream = await self.worker.run(_prepare, text, request)
         _check_room(request, prompt, self.entry.context)
         transcript = _Transcript(text, stream, request.logprobs)
-        order = replace(_order(request, prompt, transcript), asker=self.asker)
+        grammar = await self._grammar(request)
+        order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
         is_scored = request.scores_prompt and not order.max_tokens  # a single token
         finished = (
             FinishReason.LENGTH
@@ -104,6 +107,20 @@ class RingBackend:
             tokens_per_step=measured.tokens_per_step,
             hops=_hops(measured, self.plan),
         )
+
+    async def _grammar(self, request: Request) -> Grammar | None:
+        """Compile what the answer may continue with, off the compute thread."""
+        text = self.text
+        if request.schema is None:
+            return None
+        if request.scores_prompt:
+            raise WrongField("response_format", "An echoed prompt cannot follow a JSON schema")
+        if text.vocabulary is None:
+            tokens = await self.worker.run(text.serialise)
+            text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
+        grammar = await asyncio.to_thread(text.vocabulary.compile, request.schema)
+        grammar.take(request.given)
+        return grammar
 
 
 @dataclass(slots=True)

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator
 
-from meshllm.names import NodeId, Span
+from meshllm.names import LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Plan
-from meshllm.request import LossCause
 
 
 def explain(

@@ -25,6 +25,11 @@ BODY: dict[str, Any] = {"model": "builtin", "messages": [HI]}
 STREAM = BODY | {"stream": True}
 
 
+def with_schema(**fields: Any) -> dict[str, Any]:
+    wanted = {"name": "number", "schema": {"type": "integer"}, **fields}
+    return {"response_format": {"type": "json_schema", "json_schema": wanted}}
+
+
 def chunks_of(said: httpx2.Response) -> list[Any]:
     """Read server-sent events; the last of a whole stream is `[DONE]`."""
     data = [part.removeprefix("data: ") for part in said.text.split("\n\n") if part]
@@ -246,6 +251,25 @@ async def test_what_changes_no_answer_is_ignored(
     assert door.requests == [Request(turns=(TURN,))]
 
 
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [
+        (None, None),
+        ({"type": "json_object"}, '{"type":"object"}'),
+        (with_schema(strict=True, description="d")["response_format"], '{"type":"integer"}'),
+        ({"type": "json_schema", "json_schema": {"name": "any"}}, "{}"),
+    ],
+    ids=["none", "object", "schema", "any"],
+)
+async def test_an_answer_follows_a_schema(
+    client: httpx2.AsyncClient, door: FakeNode, form: object, schema: str | None
+) -> None:
+    said = await client.post(PATH, json=BODY | {"response_format": form})
+
+    assert said.status_code == 200
+    assert door.requests[0].schema == schema
+
+
 TURN: Turn = {"role": "user", "content": "hi"}
 
 
@@ -308,7 +332,16 @@ async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) 
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
         ({"tools": [{}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (with_schema(x=1), "response_format.json_schema.x"),
+        (with_schema(name=""), "response_format.json_schema.name"),
+        (with_schema(name="n" * 65), "response_format.json_schema.name"),
+        (with_schema(strict="yes"), "response_format.json_schema.strict"),
+        (with_schema(description=1), "response_format.json_schema.description"),
+        (with_schema(schema=[]), "response_format.json_schema.schema"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"top_logprobs": 1}, "top_logprobs"),

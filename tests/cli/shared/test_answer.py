@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.terminal import render
-from meshllm.request import Event, Interruption, LossCause, Piece, Request
+from meshllm.names import LossCause
+from meshllm.request import Event, Interruption, Piece, Request
 from tests.builders.fake_ring import answer_of
 
 

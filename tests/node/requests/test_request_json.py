@@ -20,6 +20,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.names import LossCause
 from meshllm.node.requests import request_json
 from meshllm.node.requests.request_json import (
     EVENT_BYTES,
@@ -41,7 +42,6 @@ from meshllm.request import (
     FinishReason,
     Interruption,
     Logprob,
-    LossCause,
     Piece,
     Prefilled,
     Request,

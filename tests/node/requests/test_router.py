@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import (
@@ -28,7 +28,7 @@ from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Genera
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
-from meshllm.request import Answer, Event, Interruption, LossCause, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
 

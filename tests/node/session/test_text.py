@@ -1,11 +1,14 @@
 """Text requests to a ring of the built-in model."""
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM
 
 from meshllm.errors import ContextTooLong, UserError
@@ -26,6 +29,7 @@ from meshllm.request import (
     Turn,
 )
 from meshllm.strict_json import WrongField
+from tests.builders.json_schemas import draw_schema
 
 ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),), max_tokens=40)
 
@@ -84,6 +88,36 @@ async def test_the_model_recommends_what_the_request_does_not_set(
 
     assert recommended.tokens == expected.tokens
     assert expected.tokens != greedy.tokens == partly.tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_an_answer_follows_its_schema_on_every_ring(ring: LocalRing, seed: int) -> None:
+    schema = json.dumps(draw_schema(Random(seed)))
+    asked = replace(ASKED, schema=schema, sampling=Sampling(1.0, seed=seed), max_tokens=120)
+    plain = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
+
+    _, answer = await events_of(ring, asked)
+    async with open_local_ring(resolve("builtin"), plain) as alone:
+        _, same = await events_of(alone, asked)
+
+    assert answer.text == same.text
+    if answer.finish_reason is FinishReason.STOP:
+        Draft202012Validator(json.loads(schema)).validate(json.loads(answer.text))
+
+
+async def test_an_answer_that_goes_on_follows_its_schema(ring: LocalRing) -> None:
+    schema = json.dumps(draw_schema(Random(1)))
+    asked = replace(ASKED, schema=schema, sampling=Sampling(1.0, seed=1), max_tokens=120)
+    _, whole = await events_of(ring, asked)
+
+    for cut in (1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        _, rest = await events_of(ring, replace(asked, given=whole.tokens[:cut]))
+        assert whole.tokens[:cut] + rest.tokens == whole.tokens
+
+
+async def test_a_schema_that_is_not_supported_is_refused(ring: LocalRing) -> None:
+    with pytest.raises(WrongField, match="not supported: Invalid type"):
+        await events_of(ring, replace(ASKED, schema='{"type":"str"}'))
 
 
 async def test_an_answer_ends_at_its_length_or_its_end_token(ring: LocalRing) -> None:

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import Busy, LinkLost
+from meshllm.names import LossCause
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
 from meshllm.request import (
     Answer,
     Event,
     Interruption,
     Logprob,
-    LossCause,
     Piece,
     Prefilled,
     Request,

@@ -1,9 +1,8 @@
 import pytest
 
-from meshllm.names import NodeId, Span
+from meshllm.names import LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.interruption import explain
-from meshllm.request import LossCause
 from tests.builders.offers import A, B, C, D
 
 NAMES = {A: "attic", B: "bench", C: "cellar", D: "door"}

@@ -1,0 +1,110 @@
+import json
+from math import inf
+
+import pytest
+import torch
+
+from meshllm.errors import ModelError
+from meshllm.model.files.source import resolve
+from meshllm.model.text.grammar import MAX_SCHEMA_BYTES, Vocabulary
+from meshllm.model.text.tokenizer import Text
+from meshllm.strict_json import WrongField
+
+SIZE = 6144
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text.load(resolve("builtin").folder)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(text: Text) -> Vocabulary:
+    return Vocabulary(text.serialise(), text.end_tokens)
+
+
+def tokens_of(vocabulary: Vocabulary, words: str) -> list[int]:
+    return vocabulary._tokens.greedy_tokenize(words)
+
+
+def test_only_tokens_that_can_follow_keep_their_logits(text: Text, vocabulary: Vocabulary) -> None:
+    grammar, logits = vocabulary.compile(PERSON), torch.ones(SIZE)
+
+    first = grammar.masked(logits)
+    grammar.take(tokens_of(vocabulary, '{"age":'))
+    second = grammar.masked(logits)
+
+    opening = {word for token, word in text.words.items() if first[token] > -inf}
+    assert opening == {"{"}
+    allowed = {text.spell(token).decode().strip() for token in range(SIZE) if second[token] > -inf}
+    assert {"1", "-"} <= allowed
+    assert '"' not in allowed
+    assert bool((logits == 1).all())
+
+
+def test_at_the_end_only_the_end_token_follows(text: Text, vocabulary: Vocabulary) -> None:
+    grammar = vocabulary.compile(PERSON)
+    grammar.take(tokens_of(vocabulary, '{"age":7}'))
+
+    masked = grammar.masked(torch.zeros(SIZE))
+
+    assert {token for token in range(SIZE) if masked[token] > -inf} == text.end_tokens
+    grammar.take(list(text.end_tokens))
+
+
+def test_logits_behind_the_vocabulary_are_masked(vocabulary: Vocabulary) -> None:
+    masked = vocabulary.compile(PERSON).masked(torch.zeros(SIZE + 100))
+
+    assert len(masked) == SIZE + 100
+    assert bool((masked[SIZE:] == -inf).all())
+
+
+def test_tokens_that_do_not_follow_are_refused(vocabulary: Vocabulary) -> None:
+    with pytest.raises(ModelError, match="does not follow its JSON schema"):
+        vocabulary.compile(PERSON).take(tokens_of(vocabulary, '{"name"'))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "str"},
+        {"not": {"type": "string"}},
+        {"$ref": "https://example.com/schema.json"},
+        {"$ref": "#/nowhere"},
+        {"type": "string", "pattern": "(" * 50},
+        {"type": "string", "description": "x" * MAX_SCHEMA_BYTES},
+    ],
+    ids=["type", "not", "remote", "pointer", "pattern", "size"],
+)
+def test_a_schema_that_is_not_supported_is_refused_by_name(
+    vocabulary: Vocabulary, schema: dict[str, object]
+) -> None:
+    with pytest.raises(WrongField) as refused:
+        vocabulary.compile(json.dumps(schema))
+
+    assert refused.value.name == "response_format"
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("schema", ["", "{", "3"])
+def test_what_is_no_schema_is_refused(vocabulary: Vocabulary, schema: str) -> None:
+    with pytest.raises(WrongField):
+        vocabulary.compile(schema)
+
+
+def test_a_model_without_end_token_follows_no_schema(text: Text) -> None:
+    with pytest.raises(ModelError, match="no end token"):
+        Vocabulary(text.serialise(), ())
+
+
+def test_a_tokenizer_that_is_not_supported_is_an_error() -> None:
+    with pytest.raises(ModelError):
+        Vocabulary("{}", [1])
