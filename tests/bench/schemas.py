@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import median
 
 from jsonschema import Draft202012Validator
 
@@ -60,7 +61,8 @@ async def run(
     inference = InferenceConfig(threads=1, speculation=speculation)
     options = RingOptions(nodes=nodes, inference=inference)
     async with open_local_ring(resolve("builtin"), options) as ring:
-        plain = await ask(ring, replace(requests[0], schema=None, max_tokens=100))
+        unbound = [replace(request, schema=None) for request in requests[:20]]
+        plain = [await ask(ring, request) for request in unbound]
         answers = [await ask(ring, request) for request in requests]
     texts = [answer.text for answer in answers]
     ended = [answer.finish_reason is FinishReason.LENGTH for answer in answers]
@@ -69,10 +71,13 @@ async def run(
         for request, text, is_cut in zip(requests, texts, ended, strict=True)
         if not is_cut
     )
-    times = sorted(answer.ms_per_token for answer in answers if answer.ms_per_token)
+    step, plain_step = (
+        median(answer.ms_per_token for answer in several if answer.ms_per_token)
+        for several in (answers, plain)
+    )
     same = sum(text == other for text, other in zip(texts, right or texts, strict=True))
-    slowdown = times[len(times) // 2] / plain.ms_per_token
-    return Row(nodes, speculation, len(texts), valid, sum(ended), same, slowdown), texts
+    row = Row(nodes, speculation, len(texts), valid, sum(ended), same, step / plain_step)
+    return row, texts
 
 
 def main() -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from meshllm.errors import ModelError
@@ -44,6 +43,8 @@ class Vocabulary:
         Raises:
             ModelError: llguidance does not support it.
         """
+        from llguidance import LLTokenizer  # takes a tenth of a second
+
         ends = sorted(end_tokens)
         if not ends:
             raise ModelError("The model has no end token, so no answer of it can follow a schema")
@@ -55,6 +56,8 @@ class Vocabulary:
         Raises:
             WrongField: the schema is too long, invalid, too complex, or uses what is not supported.
         """
+        from llguidance import LLMatcher
+
         size = len(schema.encode())
         if size > MAX_SCHEMA_BYTES:
             text = f"The JSON schema is {size} bytes long; the limit is {MAX_SCHEMA_BYTES}"
