@@ -8,8 +8,9 @@ for one plan means nothing for the next. A ring is formed when all its nodes hav
 spans, and serves when its links are open. While an entry serves requests, and shortly after the
 last one, it publishes that the plan must not change.
 
-A neighbour that sends invalid data again and again is published as faulty: no plan makes the two
-neighbours again until `FAULTS_S` have passed.
+A neighbour that sends invalid data again and again is published as faulty, and so is a node of the
+plan that does not load its span in time: a plan with a node that only claims to have memory would
+wait for it without end. No plan makes the two neighbours again until `FAULTS_S` have passed.
 """
 
 import asyncio
@@ -40,6 +41,8 @@ from meshllm.request import Backend
 
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
+LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
+LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class RingMember:
         self._plan_reason = plan_reason
         self._state = StateRecord()
         self._followed = b""
+        self._watched: Plan | None = None  # the plan whose nodes must load in time
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._faults = Strikes(MAX_FAULTS, FAULTS_S)
         self._busy = 0
@@ -101,6 +105,7 @@ class RingMember:
             return
         if self.plan:  # else keep publishing the last one, so that epochs never decrease
             self._followed = self.plan.encode()
+            self._watch(self.plan)
         state = StateRecord(
             lifecycle=self._lifecycle(),
             followed=self._followed,
@@ -209,8 +214,7 @@ class RingMember:
         """Count a fault of a neighbour; after several it is left out for a while."""
         logger.warning("node %s sent invalid data to this one", self._name(node))
         self._faults.strike(node, self._now())
-        self.publish()
-        asyncio.get_running_loop().call_later(FAULTS_S, self.publish, context=self._context)
+        self._publish_faults()
 
     async def dial(self, node: NodeId) -> SecureLink:
         """Open a ring link."""
@@ -228,9 +232,34 @@ class RingMember:
         return Lifecycle.SERVING if self.runtime else Lifecycle.JOIN
 
     def _is_formed(self, plan: Plan) -> bool:
-        followed, states = plan.encode(), self._machine.states
-        followers = (states.get(stage.node) for stage in plan.stages)
-        return all(state and state.is_loaded and state.followed == followed for state in followers)
+        return all(self._has_loaded(plan, stage.node) for stage in plan.stages)
+
+    def _watch(self, plan: Plan) -> None:
+        """Start the time in which the other nodes of a new plan must load their spans."""
+        charter = self._machine.charter
+        if plan == self._watched or charter is None:
+            return
+        self._watched, sizes, loop = plan, charter.shape.layer_bytes, asyncio.get_running_loop()
+        for stage in plan.stages:
+            if stage.node != self._machine.me:
+                size = sum(sizes[stage.span.start : stage.span.stop]) + charter.shape.ends_bytes
+                latest = LOAD_S + size / LOAD_BYTES_PER_S
+                loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
+
+    def _check_loaded(self, plan: Plan, node: NodeId) -> None:
+        if plan == self.plan and not self._has_loaded(plan, node):
+            logger.warning("node %s did not load its layers in time", self._name(node))
+            self._faults.put_out(node, self._now())
+            self._publish_faults()
+
+    def _has_loaded(self, plan: Plan, node: NodeId) -> bool:
+        state = self._machine.states.get(node)
+        return state is not None and state.is_loaded and state.followed == plan.encode()
+
+    def _publish_faults(self) -> None:
+        """Publish them now, and again when they are forgiven."""
+        self.publish()
+        asyncio.get_running_loop().call_later(FAULTS_S, self.publish, context=self._context)
 
     async def _own_ring(self) -> tuple[EntryNode, Plan, ModelRuntime]:
         """Wait until the ring of which this node is the entry serves, at most `FORM_S`."""

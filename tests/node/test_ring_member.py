@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.errors import LinkLost, ModelError
 from meshllm.names import LossCause, NodeId
-from meshllm.node.ring_member import CALM_S, FORM_S, RingMember
+from meshllm.node.ring_member import CALM_S, FORM_S, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
@@ -296,6 +296,34 @@ def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() ->
             place.ring_member.faulty(NodeId(STAGE))
         assert place.told[-1].faulty == (STAGE,)
         await asyncio.sleep(FAULTS_S)
+        assert not place.told[-1].faulty
+
+    run(story)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_node_that_does_not_load_in_time_is_published_as_faulty(*, loads: bool) -> None:
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = charter()
+        place.serve()
+        await asyncio.sleep(LOAD_S - 1)
+        assert not place.told[-1].faulty
+        if loads:
+            place.states[STAGE] = loaded()
+        await asyncio.sleep(2)
+        assert place.told[-1].faulty == (() if loads else (STAGE,))
+
+    run(story)
+
+
+def test_a_plan_that_was_replaced_in_time_leaves_no_node_out() -> None:
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = charter()
+        place.serve()
+        place.serve(ALONE)
+        await asyncio.sleep(2 * LOAD_S)
         assert not place.told[-1].faulty
 
     run(story)

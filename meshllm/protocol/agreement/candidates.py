@@ -125,6 +125,8 @@ def _classify(
     view: MeshView, here: Collection[NodeId], precedence: Iterable[NodeId]
 ) -> tuple[list[NodeId], dict[NodeId, str], dict[NodeId, str]]:
     """Split nodes into accepted (in order of precedence), refused and not ready."""
+    author = view.states.get(view.author) if view.author in here else None
+    refused_by_author = author.faulty if author else ()
     accepted: list[NodeId] = []
     refused: dict[NodeId, str] = {}
     waiting: dict[NodeId, str] = {}
@@ -134,6 +136,8 @@ def _classify(
             waiting[node] = "its profile has not arrived yet"
         elif why := _unready(profile, view.states.get(node)):
             waiting[node] = why
+        elif node in refused_by_author:
+            waiting[node] = _why_faulty(view.author)
         elif why := _incompatibility(view, here, accepted, profile):
             refused[node] = why
         else:
@@ -220,7 +224,8 @@ def _offer(node: NodeId, profile: Profile, shape: ModelSizes) -> Offer:
 def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
     """Return the links that both ends name, with the shorter of the two measured round trips.
 
-    Nodes that refuse each other have none: a false accusation costs only links of its author.
+    Nodes that refuse each other have none: a false accusation costs only links of its author. A
+    node that the author of the charter refuses is not a candidate, not even for a ring of its own.
     """
     named = {node: dict(states[node].links) for node in here if node in states}
     wires = {}
@@ -241,7 +246,11 @@ def _faulty(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> d
     pairs = (
         (node, peer) for node in sorted(here) if node in states for peer in states[node].faulty
     )
-    return {peer: f"its data to `{short(node)}` was invalid" for node, peer in pairs}
+    return {peer: _why_faulty(node) for node, peer in pairs}
+
+
+def _why_faulty(node: NodeId) -> str:
+    return f"`{short(node)}` refuses it: its data was invalid, or it did not load in time"
 
 
 def _quantise(round_trip_us: int) -> int:

@@ -148,7 +148,7 @@ class StateRecord:
     obstacle: str = ""
     """Why it cannot hold layers (a phrase); empty if it can."""
     faulty: tuple[NodeId, ...] = ()
-    """Nodes whose messages in a ring were invalid too often, so that it takes no more of them."""
+    """Nodes that it refuses in a ring: their data was invalid too often, or they did not load."""
 
     def encode(self) -> bytes:
         """Encode the record."""

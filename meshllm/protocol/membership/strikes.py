@@ -32,6 +32,11 @@ class Strikes:
         if len(self._at) > MAX_STRUCK:
             del self._at[next(iter(self._at))]
 
+    def put_out(self, peer: NodeId, now: float) -> None:
+        """Refuse a peer from now on, until the window has passed."""
+        for _ in range(self._most):
+            self.strike(peer, now)
+
     def is_out(self, peer: NodeId, now: float) -> bool:
         """Return whether a peer is refused now."""
         times = self._at.get(peer)

@@ -295,10 +295,15 @@ def test_a_node_whose_data_is_invalid_is_left_out_with_the_reason() -> None:
     here, there = spans(planned(world.agree()))
     (third,) = {A, B, C} - {here, there}
 
-    agreement = replace(world, faulty={here: (there,), third: (there,)}, busy={here}).agree()
+    faulty = {here: (there,), third: (there,)}
+    view = replace(world, faulty=faulty, busy={here}).view(A, author=D)
+
+    agreement = agree(view)
 
     assert set(spans(planned(agreement))) == {here, third}
-    why = f"its data to `{short(max(here, third))}` was invalid"
+    why = (
+        f"`{short(max(here, third))}` refuses it: its data was invalid, or it did not load in time"
+    )
     assert agreement.reason == f"`{short(there)}` is left out: {why}"
     assert standbys(agreement) == {there: why}
 
@@ -308,7 +313,7 @@ def test_a_node_that_accuses_all_others_is_left_out_itself() -> None:
     here, there = spans(planned(world.agree()))
     (third,) = {A, B, C} - {here, there}
 
-    agreement = replace(world, faulty={here: (there, third)}).agree()
+    agreement = agree(replace(world, faulty={here: (there, third)}).view(A, author=D))
 
     assert set(spans(planned(agreement))) == {there, third}
 
@@ -316,10 +321,21 @@ def test_a_node_that_accuses_all_others_is_left_out_itself() -> None:
 def test_without_another_node_the_reason_says_whose_data_is_invalid() -> None:
     world = World({A: profile(2), B: profile(2)}, faulty={A: (B,)})
 
-    agreement = world.agree()
+    agreement = agree(world.view(A, author=D))
 
     assert agreement.plan is None
-    assert agreement.reason == f"`{short(B)}` is left out: its data to `{short(A)}` was invalid"
+    assert agreement.reason.startswith(f"`{short(B)}` is left out: `{short(A)}` refuses it")
+
+
+def test_a_node_that_the_author_refuses_is_no_ring_of_its_own() -> None:
+    world = World({A: profile(0), B: profile(4)})
+    first = world.agree()
+    assert spans(planned(first)) == {B: "0:4"}
+
+    agreement = replace(world.follow(first), faulty={A: (B,)}).agree()
+
+    assert agreement.plan is None
+    assert f"`{short(A)}` refuses it" in standbys(agreement)[B]
 
 
 def test_no_ring_is_found_without_a_closed_chain_of_links() -> None:

@@ -35,6 +35,15 @@ def test_few_faults_are_too_many_if_the_limit_is_low() -> None:
     assert strikes.out(now=FAULTS_S) == (A,)
 
 
+def test_a_peer_can_be_put_out_at_once() -> None:
+    strikes = Strikes(MAX_FAULTS, FAULTS_S)
+
+    strikes.put_out(A, now=1.0)
+
+    assert strikes.out(now=FAULTS_S) == (A,)
+    assert not strikes.out(now=FAULTS_S + 1)
+
+
 def test_rare_strikes_are_forgiven() -> None:
     strikes = Strikes()
     for number in range(10 * MAX_STRIKES):
