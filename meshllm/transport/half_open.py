@@ -3,6 +3,9 @@
 Strangers must not lock out others by connections that say nothing. So a full table does not refuse
 a newcomer: it drops the oldest connection, first of the same host, then of the same network, then
 of the network that has most. A peer that answers at once needs its place for a few round trips.
+
+The hosts of peers that were authenticated before are known: strangers never take their places, not
+even those of their own network.
 """
 
 from collections import Counter
@@ -10,6 +13,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, ip_address
 from typing import Generic, TypeVar
+
+MAX_KNOWN = 128  # hosts; a new one replaces the one that was not authenticated for longest
 
 T = TypeVar("T", bound=Hashable)
 
@@ -43,6 +48,7 @@ class HalfOpen(Generic[T]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._groups: dict[T, tuple[str, str]] = {}
+        self._known: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -65,15 +71,27 @@ class HalfOpen(Generic[T]):
         """Stop counting a connection."""
         self._groups.pop(who, None)
 
+    def authenticated(self, who: T) -> None:
+        """Stop counting a connection, and know its host from now on."""
+        if (at := self._groups.pop(who, None)) is None:
+            return
+        self._known.pop(at[0], None)
+        self._known[at[0]] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
     def _crowded(self, own: tuple[str, str]) -> T | None:
         """Return the oldest connection of the first group that is full; None if none is."""
-        for level, limit in enumerate((self._limits.host, self._limits.network)):
-            same = [
-                who for who, at in self._groups.items() if own[level] and at[level] == own[level]
-            ]
-            if len(same) >= limit:
-                return same[0]
+        host, network = own
+        same = [who for who, at in self._groups.items() if at[0] == host]
+        if len(same) >= self._limits.host:
+            return same[0]
+        strangers = {who: at for who, at in self._groups.items() if at[0] not in self._known}
+        near = [who for who, at in strangers.items() if network and at[1] == network]
+        if len(near) >= self._limits.network and host not in self._known:
+            return near[0]
         if len(self._groups) < self._limits.total:
             return None
-        ((most, _),) = Counter(network for _, network in self._groups.values()).most_common(1)
-        return next(who for who, (_, network) in self._groups.items() if network == most)
+        others = strangers or self._groups
+        ((most, _),) = Counter(at[1] for at in others.values()).most_common(1)
+        return next(who for who, at in others.items() if at[1] == most)

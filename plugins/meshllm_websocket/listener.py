@@ -87,8 +87,9 @@ class WebsocketListener:
         self, connection: WebsocketConnection, *, is_authenticated: bool
     ) -> None:
         """Count an accepted link as half-open while its peer is unauthenticated."""
-        self._half_open.remove(connection)
-        if not is_authenticated and not connection.socket.is_closing():
+        if is_authenticated:
+            self._half_open.authenticated(connection)
+        elif not connection.socket.is_closing():
             self._count(connection)
 
     def closed(self, connection: WebsocketConnection) -> None:

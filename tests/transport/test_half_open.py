@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshllm.transport.half_open import HalfOpen, Limits, groups
+from meshllm.transport.half_open import MAX_KNOWN, HalfOpen, Limits, groups
 
 LIMITS = Limits(total=8, host=2, network=4)
 
@@ -51,6 +51,48 @@ def test_a_full_table_drops_the_oldest_of_the_network_that_has_most() -> None:
     assert table.add("newcomer", "203.0.113.1") == "1.0"
     assert "honest" in table
     assert len(table) == LIMITS.total
+
+
+def test_strangers_take_no_place_of_a_known_host() -> None:
+    table = HalfOpen[str](LIMITS)
+    table.add("member", "10.0.1.1")
+    table.authenticated("member")
+    table.authenticated("nobody")
+    assert len(table) == 0
+    for number in range(20):
+        table.add(f"10.{number}", f"10.0.1.{2 + number}")
+
+    assert table.add("again", "10.0.1.1") is None
+    dropped = [table.add(f"{number}", f"10.{number}.1.1") for number in range(40)]
+
+    assert "again" not in dropped
+    assert "again" in table
+
+
+def test_a_known_host_makes_room_for_itself_and_a_full_table_of_known_ones_for_any() -> None:
+    table = HalfOpen[str](LIMITS)
+    for number in range(LIMITS.total // LIMITS.host):
+        for place in range(LIMITS.host):
+            table.add(f"{number}.{place}", f"10.{number}.1.1")
+        table.authenticated(f"{number}.0")
+        table.add(f"{number}.0", f"10.{number}.1.1")
+
+    assert table.add("own", "10.3.1.1") == "3.1"
+    assert table.add("newcomer", "10.9.1.1") == "0.1"
+
+
+def test_the_known_hosts_are_bounded() -> None:
+    table = HalfOpen[str](LIMITS)
+    for number in range(MAX_KNOWN + 1):
+        table.add("member", f"10.0.{number // 250}.{number % 250}")
+        table.authenticated("member")
+    table.add("first", "10.0.0.0")
+    for number in range(LIMITS.network):
+        table.add(f"stranger {number}", f"10.0.1.{200 + number}")
+
+    dropped = [table.add(f"{number}", f"10.{1 + number}.1.1") for number in range(LIMITS.total)]
+
+    assert "first" in dropped
 
 
 def test_a_connection_is_counted_once_and_forgotten() -> None:

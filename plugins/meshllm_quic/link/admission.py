@@ -101,6 +101,12 @@ class ConnectionAdmission(Generic[T]):
             self._relays.pop(dropped, None)
         return dropped
 
+    def authenticated(self, who: T) -> None:
+        """Stop counting a connection; its host has reserved places from now on."""
+        if who not in self._relays:  # the tag of a relay is not a host
+            self._half_open.authenticated(who)
+        self.forget(who)
+
     def forget(self, who: T) -> None:
         """Stop counting a connection."""
         self._half_open.remove(who)

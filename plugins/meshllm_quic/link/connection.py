@@ -85,6 +85,8 @@ class Connection:
         """The key that the peer must have; None accepts any."""
         self.is_unknown = False
         """Whether the relay has reported the peer as not registered."""
+        self.was_unproven = False
+        """Whether the application has accepted the link and authenticates its peer itself."""
         self._host = host
         self._loop = asyncio.get_running_loop()
         self._decided = asyncio.Event()  # the handshake has succeeded or failed
@@ -192,6 +194,7 @@ class Connection:
 
     def note_authentication(self, *, is_authenticated: bool) -> None:
         """Pass on whether the peer is authenticated."""
+        self.was_unproven |= not is_authenticated
         self._host.note_authentication(self, is_authenticated=is_authenticated)
         self.path_driver.note_authentication(is_authenticated=is_authenticated)
 

@@ -169,6 +169,8 @@ class Endpoint:
         """Count an incoming link as half-open while its peer is unauthenticated."""
         if connection.machine.is_client:
             return
+        if is_authenticated and connection.was_unproven:
+            self._admission.authenticated(connection)
         self._admission.forget(connection)
         if not is_authenticated and connection in self.table:
             self._count(connection)
