@@ -7,19 +7,34 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshllm.errors import Busy, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.split.kv_cache import GrowingLayer
+from meshllm.names import SessionId
 from meshllm.node.options import InferenceConfig
-from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
+from meshllm.node.ring.local_ring import EPOCH, LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.wire import sealed
 from meshllm.protocol.kv_cache import admission
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
+from meshllm.protocol.session.blob import session_key
+from meshllm.protocol.session.messages import (
+    Data,
+    Fault,
+    FaultCode,
+    Flags,
+    Forward,
+    SessionMessage,
+)
 from meshllm.request import Sampling
 from meshllm.testing.models import tiny_model
 
 PROMPT = tuple(range(2, 32))
+CONTEXT = 1024
+SESSIONS = 8  # of a stage, at most
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     config = tiny_model(folder, "llama").folder / "config.json"
     fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"max_position_embeddings": 1024}))
+    config.write_text(json.dumps(fields | {"max_position_embeddings": CONTEXT}))
     return folder
 
 
@@ -126,6 +141,42 @@ async def test_a_stage_refuses_a_session_beyond_its_memory(
         assert len(await ask(ring)) == 5
         await ring.worker.run(int)  # after the last job of the stage
         assert ring.stages[0].sessions == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code", "positions"),
+    [(2, FaultCode.BUSY, 2 * BLOCK), (99, FaultCode.MODEL, SESSIONS * CONTEXT)],
+)
+async def test_a_hostile_rank_0_exceeds_neither_memory_nor_context_of_a_stage(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, code: FaultCode, positions: int
+) -> None:
+    answers, receive = asyncio.Queue[SessionMessage](), EntryNode._receive
+
+    def overheard(node: EntryNode, message: SessionMessage) -> None:
+        answers.put_nowait(message)
+        receive(node, message)
+
+    monkeypatch.setattr(EntryNode, "_receive", overheard)
+    async with ring_with(llama, monkeypatch, blocks) as ring:
+        (stage,), neighbours = ring.stages, ring.entry._neighbours
+        assert neighbours is not None
+        rows = torch.zeros(1, BLOCK, ring.model.shape.hidden_size)
+        live = {SessionId(bytes([number]) * 16) for number in range(SESSIONS + 2)}
+        codes, most = set[FaultCode](), 0
+        for pos in range(0, 2 * CONTEXT, BLOCK):
+            for session in sorted(live):
+                blob = sealed(session_key(session), rows)
+                data = Data(session, EPOCH, 0, pos, BLOCK, Flags.PREFILL, blob)
+                neighbours.forward(Forward(data))
+                if isinstance(answer := await answers.get(), Fault):
+                    codes.add(answer.code)
+                    live.remove(session)
+                most = max(most, sum(each.cache.length for each in stage._sessions.values()))
+
+        assert (live, codes) == (set(), {code, FaultCode.BUSY})
+        assert most == positions
+        await ring.worker.run(int)  # after the last job of the stage
+        assert (stage.sessions, stage.budget.live_bytes) == (0, 0)
 
 
 async def test_cached_prefixes_are_evicted_for_sessions(
