@@ -6,7 +6,17 @@ Arguments select attacks by a part of their name; without any, all run.
 import sys
 
 from meshllm.cli.terminal.render import out, table, talk
-from tests.security import addresses, charter, clients, doors, files, project_file, relays, removal
+from tests.security import (
+    addresses,
+    charter,
+    clients,
+    doors,
+    files,
+    lies,
+    project_file,
+    relays,
+    removal,
+)
 from tests.security.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
@@ -15,6 +25,7 @@ ATTACKS: tuple[Attack, ...] = (
     *addresses.ATTACKS,
     *charter.ATTACKS,
     *removal.ATTACKS,
+    *lies.ATTACKS,
     *clients.ATTACKS,
     *doors.ATTACKS,
     *relays.ATTACKS,

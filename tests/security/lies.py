@@ -1,0 +1,84 @@
+"""Members that lie about themselves, and ranks that send what no rank computes."""
+
+import asyncio
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from meshllm.node.ring_member import LOAD_S
+from meshllm.protocol.membership.records import MAX_BYTES, MIN_SECONDS, Lifecycle, StateRecord
+from meshllm.protocol.membership.strikes import MAX_FAULTS
+from tests.processes.fleet import ALONE, Node, meshllm, open_fleet
+from tests.security.attack import Attack, Outcome
+from tests.security.member import Member, join
+
+LISTEN_S = 3.0  # s; a beat is sent each half second
+SPARE_S = 30.0  # s until the next ring serves
+LIAR = str(Path(__file__).with_name("liar.py"))
+PROMPT = "What is a ring?"
+
+
+def claim_to_be_the_fastest() -> Outcome:
+    """Claim memory and speed of no machine, and load nothing; the owner has pinned the entry."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        pinned = "--members", "2", "--entry", "self"
+        owner = fleet.node("owner").start("--model", "builtin", *pinned, *ALONE)
+        fleet.form()
+        entries, waited_s = asyncio.run(_claim(ticket, fleet.folder / "attacker", owner))
+        is_pinned = entries == {owner.status()["node"]}
+    effect = f"entry {'stays' if is_pinned else 'moves'}, the owner waits {waited_s:.0f} s"
+    held = is_pinned and waited_s < LOAD_S + SPARE_S
+    return Outcome(effect, f"--entry self, {LOAD_S:.0f} s to load", held=held)
+
+
+def send_nan() -> Outcome:
+    """Send NaN as hidden states, while the owner asks."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", "--members", "2", *ALONE)
+        within = sys.executable, LIAR
+        fleet.node("liar").start("--join", ticket, *ALONE, within=within)
+        fleet.form()
+        failed = 0
+        while meshllm("chat", state=owner.state, stdin=f"{PROMPT}\n").returncode:
+            failed += 1
+            time.sleep(LISTEN_S)
+        ring = owner.status()["ring"]
+    reasons = " ".join(each["reason"] for each in ring["standbys"])
+    held = failed <= MAX_FAULTS and "its data was invalid" in reasons
+    return Outcome(f"{failed} requests fail, then it is left out", f"{MAX_FAULTS}", held=held)
+
+
+async def _claim(ticket: str, state: Path, owner: Node) -> tuple[set[str], float]:
+    """Return the entries that the owner saw, and how long its ring did not serve."""
+    async with join(ticket, state) as member:
+        await asyncio.sleep(LISTEN_S)
+        _boast(member)
+        entries, down_s, seen = set[str](), 0.0, time.monotonic()
+        end = seen + LOAD_S + SPARE_S
+        while (now := time.monotonic()) < end:
+            ring = (await asyncio.to_thread(owner.status))["ring"]
+            entries.add(ring["entry"])
+            down_s += 0.0 if ring["state"] == "serving" else now - seen
+            seen = now
+            await asyncio.sleep(0.2)
+        return entries, down_s
+
+
+def _boast(member: Member) -> None:
+    (theirs,) = member.machine.profiles.values()
+    profile = replace(
+        theirs, name="attacker", addresses=(), memory_bytes=MAX_BYTES, reserve_bytes=0,
+        layer_s=((1, MIN_SECONDS),), head_s=0.0, span=None,
+    )  # fmt: skip
+    now = asyncio.get_running_loop().time()
+    state = StateRecord(Lifecycle.SERVING)
+    member.links.act(member.machine.publish(profile=profile, state=state, now=now))
+
+
+ATTACKS = (
+    Attack("1e-12 s a layer, 2^50 bytes", "sole entry, reads prompts", claim_to_be_the_fastest),
+    Attack("NaN as hidden states", "blamed on the weights, nobody left out", send_nan),
+)
