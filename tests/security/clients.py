@@ -34,6 +34,11 @@ def objects_in_a_row() -> Outcome:
     return _during(lambda: OBJECTS, LONG_PAUSE_S)
 
 
+def objects_in_a_flood() -> Outcome:
+    """Let a client send the same twenty times a second: 640 Mbit/s."""
+    return _during(lambda: OBJECTS, PAUSE_S)
+
+
 def endless_requests() -> Outcome:
     """Let a client ask for answers without end, 16 at a time, while the owner asks."""
     request = request_to_json(Request(raw="once upon a time", max_tokens=1_000_000))
@@ -110,5 +115,6 @@ async def _send(member: Member, request: Callable[[], bytes], pause_s: float, st
 
 ATTACKS = (
     Attack("4 MiB of `{}` twice a second", "owner's answer 0.7 s -> 26 s", objects_in_a_row),
+    Attack("4 MiB of `{}` 20 times a second", "owner's answer 3 times slower", objects_in_a_flood),
     Attack("endless requests", "owner's answer 0.4 s -> 36 s", endless_requests),
 )

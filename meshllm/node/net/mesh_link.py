@@ -48,6 +48,8 @@ from meshllm.transport.contract import Channel, Link, Listener
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
 MAX_HANDSHAKES = 64  # concurrent, of one transport, which limits them per host
+SHORT_BYTES = 64 * 1024  # longer messages of clients take turns
+CLIENT_BYTES_PER_S = 2 << 20  # of long messages, of all clients of a node together
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -108,8 +110,10 @@ class _Queue:
 class _MeshLink:
     """A running mesh link."""
 
-    def __init__(self, link: SecureLink) -> None:
+    def __init__(self, link: SecureLink, turn: asyncio.Lock) -> None:
+        """Run a link; clients that send long messages wait for a ``turn``."""
         self.link = link
+        self._turn = turn
         self._queues = {channel: _Queue(link, channel) for channel in Channel}
         self._done = asyncio.Event()
 
@@ -158,6 +162,9 @@ class _MeshLink:
         while True:
             _, buffer = await self.link.receive()
             receive(decode(buffer))
+            if len(buffer) > SHORT_BYTES and self.link.role is Role.CLIENT:
+                async with self._turn:  # meanwhile nothing is decrypted, and the client has to wait
+                    await asyncio.sleep(len(buffer) / CLIENT_BYTES_PER_S)
 
 
 class MeshLinks:
@@ -171,6 +178,7 @@ class MeshLinks:
         self._admission = admission
         self._host = host
         self._lines: dict[NodeId, _MeshLink] = {}
+        self._turn = asyncio.Lock()
         self._hinted: dict[NodeId, float] = {}
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
@@ -304,7 +312,7 @@ class MeshLinks:
 
     async def _carry(self, link: SecureLink, *, dialled: bool) -> None:
         """Report a link to the machine and run it until it is lost."""
-        peer, line = link.peer, _MeshLink(link)
+        peer, line = link.peer, _MeshLink(link, self._turn)
         actions = self._machine.linked(
             peer, link.instance, link.credential, dialled=dialled, now=self._now()
         )

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from meshllm.errors import LinkLost, NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.secure import SecureLink, secure_dial
-from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate
+from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 from meshllm.protocol.trust.credential import Credential, Role, remove
@@ -285,6 +286,35 @@ def test_a_client_gets_answers_and_no_gossip(run: Run) -> None:
         assert client.me not in {*a.machine.alive, *b.machine.alive, *a.machine.profiles}
 
     run(story)
+
+
+def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        clients = [await town.add(name, Role.CLIENT) for name in ("one", "two", "three")]
+        links = [await dial(client, a) for client in clients[:2]]
+        long = Generate(ASK, bytes(module.CLIENT_BYTES_PER_S))
+        floods = [asyncio.create_task(flood(link, long)) for link in links]
+        await asyncio.sleep(10)
+        links.append(await dial(clients[2], a))
+        await links[2].send([encode(Generate(ASK, b"short"))], Channel.DATA)
+        b.links.post(a.me, Generate(ASK, bytes(2 * module.CLIENT_BYTES_PER_S)))
+        await asyncio.sleep(0.5)
+        heard = [peer for peer, _, _ in a.talked]
+        assert {clients[2].me, b.me} <= set(heard)
+        assert 8 <= sum(peer in {each.me for each in clients[:2]} for peer in heard) <= 12
+        for task in floods:
+            task.cancel()
+        for link in links:
+            await link.close()
+
+    run(story)
+
+
+async def flood(link: SecureLink, message: Generate) -> None:
+    with suppress(LinkLost):
+        while True:
+            await link.send([encode(message)], Channel.DATA)
 
 
 def test_only_nodes_open_ring_links(run: Run) -> None:
