@@ -77,3 +77,17 @@ def test_every_module_and_variable_exists(name: str) -> None:
 def test_a_page_names_itself_and_fits_a_terminal(name: str) -> None:
     assert TEXTS[name].startswith(f"# meshllm-{name}: ")
     assert max(map(len, TEXTS[name].splitlines())) <= 100
+
+
+def test_the_threat_model_names_files_with_tests_and_attacks_that_run() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", TEXTS["security"]))
+
+    for file in named:
+        text = (ROOT / file).read_text("utf-8")
+        assert "def test_" in text or "ATTACKS = (" in text, file
+    modules = {
+        path.name
+        for path in (ROOT / "tests/security").glob("*.py")
+        if "ATTACKS = (" in path.read_text("utf-8")
+    }
+    assert modules == {Path(file).name for file in named if file.startswith("tests/security/")}
