@@ -5,7 +5,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from meshllm.api import failure, mesh
-from meshllm.api.access.gate import AccessPolicy, guards_of
+from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
+from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, completions, models
@@ -25,13 +26,26 @@ def owner_application(node: NodePort) -> Starlette:
 
 
 def public_application(service: Service, policy: AccessPolicy | None = None) -> Starlette:
-    """Build the application for everybody who may use the model: `/v1/*`.
+    """Build the application for everybody who may use the model: `/v1/*`, and the page at `/`.
 
-    Without a ``policy`` it is for the owner, who needs no key.
+    The files of the page are the same for everybody and need no key, what it shows does. Without a
+    ``policy`` the application is for the owner, who needs no key.
     """
-    guards = guards_of(policy, service.accounts) if policy else []
-    return Starlette(
-        routes=[*models.routes(service), *chat.routes(service), *completions.routes(service)],
-        middleware=guards,
-        exception_handlers=dict.fromkeys(_ERRORS, failure.on_error),
+    is_public = policy is not None and policy.needs_key
+    handlers = dict.fromkeys(_ERRORS, failure.on_error)
+    application = Starlette(
+        routes=page.file_routes(),
+        middleware=site_guards(policy) if policy else [],
+        exception_handlers=handlers,
     )
+    application.router.default = Starlette(
+        routes=[
+            *models.routes(service),
+            *chat.routes(service),
+            *completions.routes(service),
+            *page.event_routes(service.node, is_public=is_public),
+        ],
+        middleware=[key_guard(policy, service.accounts)] if policy else [],
+        exception_handlers=handlers,
+    )
+    return application

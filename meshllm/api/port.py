@@ -8,16 +8,19 @@ from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, Ri
 
 
 class ModelPort(Backend, Protocol):
-    """What the public API needs: models that answer."""
+    """What the public API needs: models that answer, and the state of their mesh."""
 
     async def models(self) -> Sequence[ModelStatus]:
         """List the models that are served; empty while there is none."""
+
+    async def mesh_status(self) -> MeshStatus:
+        """Return the status of the node, its ring and its mesh."""
 
 
 class NodePort(ModelPort, Protocol):
     """A node, as its owner controls it.
 
-    All methods but `models` and the streams return at once, a snapshot of the node's own records.
+    All methods that are not asynchronous return at once, a snapshot of the node's own records.
     """
 
     def status(self) -> MeshStatus:

@@ -118,6 +118,10 @@ class NodeControl:
         removed = [_member(view, each, "", "removed") for each in view.removed]
         return Members((*known, *clients, *removed))
 
+    async def mesh_status(self) -> MeshStatus:
+        """Return `status`, for callers that may also ask a node over its socket."""
+        return self.status()
+
     async def models(self) -> list[ModelStatus]:
         """List the models that this node serves."""
         model = _model(self.snapshot())

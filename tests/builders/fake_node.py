@@ -78,6 +78,9 @@ class FakeNode:
     def members(self) -> Members:
         return Members((member(0), member(1)))
 
+    async def mesh_status(self) -> MeshStatus:
+        return self.status()
+
     async def models(self) -> list[ModelStatus]:
         model = self.status().model
         return [model] if model else []

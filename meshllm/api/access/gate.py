@@ -47,8 +47,8 @@ class AccessPolicy:
     """Valid keys besides the stored ones."""
 
 
-def guards_of(policy: AccessPolicy, accounts: Accounts | None) -> Sequence[Middleware]:
-    """Return the middleware that enforces a policy, outermost first."""
+def site_guards(policy: AccessPolicy) -> Sequence[Middleware]:
+    """Return the middleware that checks Host and Origin of every request, outermost first."""
     return [
         Middleware(_Site, policy=policy),
         Middleware(
@@ -58,8 +58,12 @@ def guards_of(policy: AccessPolicy, accounts: Accounts | None) -> Sequence[Middl
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
         ),
-        Middleware(_Gate, policy=policy, accounts=accounts),
     ]
+
+
+def key_guard(policy: AccessPolicy, accounts: Accounts | None) -> Middleware:
+    """Return the middleware that checks the key of a request."""
+    return Middleware(_Gate, policy=policy, accounts=accounts)
 
 
 def key_of(request: Request) -> ApiKey | None:

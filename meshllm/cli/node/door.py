@@ -39,6 +39,7 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
                 "warning: without `--tls-cert` others on the network can read keys and text"
             )
         render.out(_announcement(door, chosen.model))
+        render.talk(f"page: {door.url.removesuffix('v1')}")
         yield door
 
 

@@ -46,6 +46,9 @@ def serve(
     runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients and a
     `curl` command. On a loopback address no key is needed. On any other every request needs one of
     `meshllm key create`, or of `--key-file`. Ctrl-C or SIGTERM closes the door.
+
+    The root of the same address is a web page that shows the mesh as it is and chats with its
+    model. Where a key is needed, the page asks for it, and shows no names of machines.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,1 @@
+"""The web page of a door: the mesh as it is, and a chat with its model."""

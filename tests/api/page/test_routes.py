@@ -1,0 +1,159 @@
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.api.access.gate import AccessPolicy
+from meshllm.api.app import public_application
+from meshllm.api.page import routes
+from meshllm.api.v1.service import Service
+from tests.builders.fake_node import FakeNode
+
+KEY = "k" * 20
+STATIC = Path(str(files("meshllm.api.page") / "static"))
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(STATIC.iterdir())}
+ALL = ["/", *(f"/page/{name}" for name in TEXTS if name != "index.html")]
+MOST_BYTES = 80_000
+
+
+@pytest.fixture
+async def public(door: FakeNode) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of a door that needs a key."""
+    policy = AccessPolicy(needs_key=True, file_keys=(KEY,))
+    transport = httpx2.ASGITransport(public_application(Service(door), policy))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ALL)
+async def test_files_need_no_key_and_may_load_nothing_from_elsewhere(
+    public: httpx2.AsyncClient, path: str
+) -> None:
+    reply = await public.get(path)
+
+    assert reply.status_code == 200
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_is_small_and_refers_to_its_own_files_only() -> None:
+    assert sum(len(text.encode()) for text in TEXTS.values()) <= MOST_BYTES
+    for name, text in TEXTS.items():
+        links = set(re.findall(r'https?://[^"\s]+', text)) - {"http://www.w3.org/2000/svg"}
+        assert links == set(), name
+        assert "innerHTML" not in text, name
+        assert "eval(" not in text, name
+    found = re.findall(r'(?:href|src)="(/page/[^"]+)"', TEXTS["index.html"])
+    assert {name.removeprefix("/page/") for name in found} <= TEXTS.keys()
+    imported = re.findall(r'from "\./([^"]+)"', "\n".join(TEXTS.values()))
+    assert set(imported) <= TEXTS.keys()
+
+
+def test_scripts_find_the_elements_that_they_use() -> None:
+    ids = set(re.findall(r' id="([^"]+)"', TEXTS["index.html"]))
+    scripts = "\n".join(text for name, text in TEXTS.items() if name.endswith(".js"))
+
+    used = set(re.findall(r'(?:\bat|getElementById)\("([^"]+)"\)', scripts))
+
+    assert used
+    assert used <= ids
+
+
+def test_every_control_has_a_name() -> None:
+    page = TEXTS["index.html"]
+    labelled = set(re.findall(r'<label[^>]* for="([^"]+)"', page))
+    inside = "".join(re.findall(r"<label.*?</label>", page, re.DOTALL))
+    for control in re.findall(r"<(?:input|select|textarea)[^>]*>", page):
+        name = re.search(r' id="([^"]+)"', control)
+        assert name
+        assert control in inside or name[1] in labelled, control
+    assert all(text.strip() for text in re.findall(r"<button[^>]*>(.*?)</button>", page))
+    assert '<html lang="en">' in page
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_enough_contrast(theme: str) -> None:
+    light, dark = re.findall(r":root \{(.*?)\}", TEXTS["page.css"], re.DOTALL)
+    colours = dict(
+        re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6})", light if theme == "light" else dark)
+    )
+
+    for ink in ("ink", "quiet", "accent", "warn"):
+        for ground in ("ground", "raised"):
+            assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+    assert contrast(colours["ink"], colours["user"]) >= 4.5
+
+
+async def test_the_state_of_the_mesh_needs_a_key_and_hides_names(
+    public: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await public.get("/page/events")).status_code == 401
+
+    [first, *_] = await events_of(monkeypatch, door, is_public=True)
+
+    assert first["is_public"]
+    assert not {node["name"] for node in first["nodes"]} & {
+        node.name for node in door.status().nodes
+    }
+
+
+async def test_only_changes_are_sent_and_silence_is_broken(
+    door: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await events_of(monkeypatch, door, is_public=False)
+
+    assert found[0]["nodes"][0]["name"] == door.status().nodes[0].name
+    assert found[1:] == ["comment"] * (len(found) - 1)
+
+
+async def test_watchers_are_bounded(
+    public: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, door: FakeNode
+) -> None:
+    monkeypatch.setattr(routes, "MAX_WATCHERS", 0)
+    transport = httpx2.ASGITransport(public_application(Service(door)))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+        reply = await client.get("/page/events")
+
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+
+
+async def events_of(
+    monkeypatch: pytest.MonkeyPatch, door: FakeNode, *, is_public: bool
+) -> list[Any]:
+    """Return the first three events, without waiting."""
+    monkeypatch.setattr(routes, "REFRESH_S", 0.001)
+    monkeypatch.setattr(routes, "SILENCE_S", 0.002)
+    found: list[Any] = []
+    changes = routes._changes(door, asyncio.Semaphore(1), is_public=is_public)
+    async for status in changes:
+        written = routes._event(status).decode()
+        found.append(json.loads(written[6:]) if written.startswith("data: ") else "comment")
+        if len(found) == 3:
+            break
+    await changes.aclose()
+    return found
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours, WCAG 2.2."""
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

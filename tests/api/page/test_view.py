@@ -1,0 +1,47 @@
+from dataclasses import replace
+
+from meshllm.api.page.view import view_of
+from meshllm.names import Span
+from meshllm.status import Measured, NodeState
+from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
+
+
+def test_the_owner_sees_names_and_times() -> None:
+    status = with_ring(status_of(3), measured=Measured(9.0, 30.0, 4, ()))
+
+    seen = view_of(status, is_public=False)
+
+    assert [node.name for node in seen.nodes] == [node.name for node in status.nodes]
+    assert [hop.layers for hop in seen.hops] == [stage.layers for stage in status.ring.stages]
+    assert seen.measured_ms == 9.0
+    assert seen.losses == status.sessions.losses
+
+
+def test_a_public_door_hides_who_takes_part() -> None:
+    status = with_node(status_of(3), 1, state=NodeState.REFUSED, reason="layer 3 of desk differs")
+    status = with_ring(status, advice="`desk` is slow", reason="desk is gone")
+    seen = view_of(status, is_public=True)
+
+    assert not {node.name for node in seen.nodes} & {node.name for node in status.nodes}
+    assert {seen.reason, seen.advice, *(node.reason for node in seen.nodes)} == {""}
+    assert not any(address in repr(seen) for node in status.nodes for address in node.addresses)
+    assert [node.name for node in seen.nodes] == [node.short for node in status.nodes]
+    assert {node.memory_bytes for node in seen.nodes} == {0}
+
+
+def test_a_mesh_without_a_ring_shows_why() -> None:
+    seen = view_of(waiting("alone"), is_public=False)
+
+    assert (seen.state, seen.reason, seen.hops) == ("waiting", "alone", ())
+
+
+def test_hops_without_measurement_have_no_times() -> None:
+    status = with_ring(status_of(2), measured=Measured(9.0, 30.0, 4, ()))
+    status = with_link(status, 1, round_trip_ms=2.5)
+
+    seen = view_of(replace(status, model=None), is_public=False)
+
+    assert [(hop.compute_ms, hop.wire_ms) for hop in seen.hops] == [(None, None)] * 2
+    assert seen.nodes[1].round_trip_ms == 2.5
+    assert (seen.model, seen.precision) == ("", "")
+    assert isinstance(seen.hops[0].layers, Span)
