@@ -8,9 +8,10 @@ for one plan means nothing for the next. A ring is formed when all its nodes hav
 spans, and serves when its links are open. While an entry serves requests, and shortly after the
 last one, it publishes that the plan must not change.
 
-A neighbour that sends invalid data again and again is published as faulty, and so is a node of the
-plan that does not load its span in time: a plan with a node that only claims to have memory would
-wait for it without end. No plan makes the two neighbours again until `FAULTS_S` have passed.
+A neighbour that sends invalid data again and again is published as faulty, and so are a node of the
+plan that does not load its span in time, and a neighbour that has and does not link: a plan with a
+node that only claims to take part would wait for it without end. No plan makes the two neighbours
+again until `FAULTS_S` have passed.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
+from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short
 from meshllm.request import Backend
@@ -245,12 +247,26 @@ class RingMember:
                 size = sum(sizes[stage.span.start : stage.span.stop]) + charter.shape.ends_bytes
                 latest = LOAD_S + size / LOAD_BYTES_PER_S
                 loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
+        loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
 
     def _check_loaded(self, plan: Plan, node: NodeId) -> None:
         if plan == self.plan and not self._has_loaded(plan, node):
             logger.warning("node %s did not load its layers in time", self._name(node))
-            self._faults.put_out(node, self._now())
-            self._publish_faults()
+            self._put_out(node)
+
+    def _check_linked(self, plan: Plan) -> None:
+        """Check that the neighbours link, as long as a plan is in force."""
+        if plan != self.plan or self.runtime is None:
+            return
+        if node := self.runtime.missing:
+            logger.warning("node %s does not link to its neighbour", self._name(node))
+            self._put_out(node)
+        loop = asyncio.get_running_loop()
+        loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
+
+    def _put_out(self, node: NodeId) -> None:
+        self._faults.put_out(node, self._now())
+        self._publish_faults()
 
     def _has_loaded(self, plan: Plan, node: NodeId) -> bool:
         state = self._machine.states.get(node)

@@ -18,6 +18,7 @@ from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.trust.identity import short
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
@@ -52,7 +53,9 @@ class Place:
             cast("Any", machine), cast("Any", self.links), lambda: "nobody"
         )
         self.formed: list[bool] = []
-        self.runtime = SimpleNamespace(plan=None, entry=None, sessions=3, formed=self.form)
+        self.runtime = SimpleNamespace(
+            plan=None, entry=None, sessions=3, formed=self.form, missing=None
+        )
 
     def publish(self, *, state: StateRecord, now: float) -> list[Any]:
         self.told.append(state)
@@ -313,6 +316,21 @@ def test_a_node_that_does_not_load_in_time_is_published_as_faulty(*, loads: bool
             place.states[STAGE] = loaded()
         await asyncio.sleep(2)
         assert place.told[-1].faulty == (() if loads else (STAGE,))
+
+    run(story)
+
+
+def test_a_neighbour_that_does_not_link_is_published_as_faulty() -> None:
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = charter()
+        place.states[STAGE] = loaded()
+        place.serve()
+        await asyncio.sleep(3 * LINK_S)
+        assert not place.told[-1].faulty
+        place.runtime.missing = STAGE
+        await asyncio.sleep(LINK_S)
+        assert place.told[-1].faulty == (STAGE,)
 
     run(story)
 

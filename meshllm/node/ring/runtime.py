@@ -168,6 +168,11 @@ class RingRuntime:
         """The entry while this node is rank 0 of an open ring."""
         return self._entry if self._entry and not self._entry.is_lost else None
 
+    @property
+    def missing(self) -> NodeId | None:
+        """The neighbour that keeps the ring from opening; None if none does, or not for long."""
+        return self._machine.missing(self._now())
+
     def follow(self, plan: Plan | None) -> None:
         """Serve this plan from now on."""
         if plan != self.plan:

@@ -24,6 +24,8 @@ Races, and who wins:
 - A link of the previous rank may arrive at any time, even before this node knows the plan: the
   latest one per node is kept, unless its plan is older than the one in force.
 - The previous rank follows a later plan: that plan wins. This attempt ends; the link is kept.
+- A neighbour that has loaded, but is not linked for `LINK_S` of attempts, is reported as `missing`:
+  a node that only claims to serve would keep the ring from forming.
 - Both ends restart at the same time: the later link replaces the earlier one, and an attempt ends
   when the next rank closes the dialled link. The backoff grows until attempts overlap.
 """
@@ -39,6 +41,7 @@ from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Hello
 
 ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with retries
+LINK_S = 30.0  # s; several attempts at each end, however they overlap
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
 
 
@@ -135,6 +138,8 @@ class Forming:
         self._me = me
         self._latest = 0  # epoch of the last plan
         self._is_formed = False
+        self._missing: NodeId | None = None  # the neighbour for whom the last attempt ended
+        self._closed_since = 0.0  # when all had loaded, or the last ring ended
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._dialled: int | None = None
         self._job_links: list[int] = []  # links of a Begin whose job may not have started
@@ -146,6 +151,7 @@ class Forming:
         if plan == self.plan:
             return []
         self.plan, self._is_formed, self._pause = plan, False, FIRST_PAUSE_S / 2
+        self._missing = None
         self._latest = plan.epoch if plan else self._latest
         oldest = plan.epoch if plan else self._latest + 1
         given_up: list[Action] = [
@@ -187,8 +193,15 @@ class Forming:
 
     def formed(self, now: float, *, is_formed: bool) -> list[Action]:
         """Note whether all nodes of the plan in force have loaded their spans."""
+        if is_formed and not self._is_formed:
+            self._missing, self._closed_since = None, now
         self._is_formed = is_formed
         return self._attempt(now)
+
+    def missing(self, now: float) -> NodeId | None:
+        """Return the neighbour that keeps the ring from opening for `LINK_S`; None if none does."""
+        is_long = self.state is not FormingState.OPEN and now - self._closed_since >= LINK_S
+        return self._missing if self._is_formed and is_long else None
 
     def dialled(self, link: int, now: float) -> list[Action]:
         """Take the link to the next rank."""
@@ -200,7 +213,10 @@ class Forming:
 
     def failed(self, reason: str, now: float) -> list[Action]:
         """Note that dialling the next rank failed."""
-        return self._back_off(reason, now) if self.state is FormingState.DIALING else []
+        if self.state is not FormingState.DIALING:
+            return []
+        self._missing = self._neighbour(1)
+        return self._back_off(reason, now)
 
     def arrived(self, peer: NodeId, hello: Hello, link: int, now: float) -> list[Action]:
         """Take an inbound link whose `Hello` has arrived."""
@@ -224,7 +240,7 @@ class Forming:
         """Note that the open ring has ended."""
         if self.state is not FormingState.OPEN:
             return []
-        self._job_links = []
+        self._job_links, self._closed_since = [], now
         if now - self._since > SILENCE:
             self._pause = FIRST_PAUSE_S / 2
         return self._back_off(reason, now)
@@ -250,6 +266,7 @@ class Forming:
         if self.deadline is None or now < self.deadline:
             return []
         if self.state is FormingState.HALF:
+            self._missing = self._neighbour(-1)
             return self._back_off("The previous rank did not connect in time", now)
         self._enter(FormingState.WAITING, now)
         return self._attempt(now)
@@ -275,6 +292,7 @@ class Forming:
         after, self._dialled = self._dialled, None
         self._job_links = [link for link in (arrival.link, after) if link is not None]
         self._enter(FormingState.OPEN, now)
+        self._missing = None
         return [Begin(self.plan, arrival.link, after)]
 
     def _neighbour(self, distance: int) -> NodeId:

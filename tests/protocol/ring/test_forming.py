@@ -9,6 +9,7 @@ from meshllm.protocol.ring.forming import (
     ARRIVE_S,
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
+    LINK_S,
     AttemptEnded,
     Begin,
     CloseLink,
@@ -268,3 +269,54 @@ def test_outcomes_of_a_stopped_job_are_ignored() -> None:
     assert machine.broke("late", 0.0) == []
     assert machine.dialled(5, 0.0) == [CloseLink(5)]
     assert machine.expire(100.0) == []
+
+
+def test_a_next_rank_that_cannot_be_dialled_is_missing_after_a_while() -> None:
+    machine = dialing(now=1.0)
+    machine.failed("no answer", LINK_S)
+    assert machine.missing(LINK_S) is None
+
+    assert machine.missing(1.0 + LINK_S) == B
+
+
+def test_a_previous_rank_that_does_not_link_is_missing_after_a_while() -> None:
+    machine = half(now=1.0)
+    machine.expire(1.0 + ARRIVE_S)
+
+    assert machine.missing(1.0 + LINK_S) == C
+    assert machine.formed(1.0 + LINK_S, is_formed=False) == []
+    assert machine.missing(1.0 + LINK_S) is None  # it may have restarted
+
+
+def test_neighbours_of_a_ring_that_opens_are_not_missing() -> None:
+    machine = half(now=1.0)
+    machine.expire(1.0 + ARRIVE_S)
+    machine.expire(2.0 + ARRIVE_S)
+    machine.dialled(8, 2.0 + ARRIVE_S)
+    machine.arrived(C, hello(), 9, 3.0 + ARRIVE_S)
+    assert machine.state is FormingState.OPEN
+    assert machine.missing(2 * LINK_S) is None
+
+    machine.broke("gone", 2 * LINK_S)
+    machine.expire(2 * LINK_S + 1)
+    machine.failed("no answer", 2 * LINK_S + 1)
+
+    assert machine.missing(3 * LINK_S - 1) is None
+    assert machine.missing(3 * LINK_S) == B
+
+
+def test_a_node_whose_link_was_closed_by_the_next_rank_blames_nobody() -> None:
+    machine = half(now=1.0)
+    machine.gone(7, 2.0)
+
+    assert machine.missing(1.0 + LINK_S) is None
+
+
+def test_another_plan_blames_nobody() -> None:
+    machine = dialing(now=1.0)
+    machine.failed("no answer", 2.0)
+    machine.follow(LATER, 3.0)
+    machine.loaded(4.0)
+    machine.formed(5.0, is_formed=True)
+
+    assert machine.missing(9 * LINK_S) is None
