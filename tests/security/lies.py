@@ -21,12 +21,22 @@ PROMPT = "What is a ring?"
 
 def claim_to_be_the_fastest() -> Outcome:
     """Claim memory and speed of no machine, and load nothing; the owner has pinned the entry."""
+    return _boasting(says_loaded=False)
+
+
+def claim_to_have_loaded() -> Outcome:
+    """Claim to have loaded as well, and open no link of the ring."""
+    return _boasting(says_loaded=True)
+
+
+def _boasting(*, says_loaded: bool) -> Outcome:
     with open_fleet() as fleet:
         ticket = fleet.found("owner")
         pinned = "--members", "2", "--entry", "self"
         owner = fleet.node("owner").start("--model", "builtin", *pinned, *ALONE)
         fleet.form()
-        entries, waited_s = asyncio.run(_claim(ticket, fleet.folder / "attacker", owner))
+        attack = _claim(ticket, fleet.folder / "attacker", owner, says_loaded=says_loaded)
+        entries, waited_s = asyncio.run(attack)
         is_pinned = entries == {owner.status()["node"]}
     effect = f"entry {'stays' if is_pinned else 'moves'}, the owner waits {waited_s:.0f} s"
     held = is_pinned and waited_s < LOAD_S + SPARE_S
@@ -51,7 +61,9 @@ def send_nan() -> Outcome:
     return Outcome(f"{failed} requests fail, then it is left out", f"{MAX_FAULTS}", held=held)
 
 
-async def _claim(ticket: str, state: Path, owner: Node) -> tuple[set[str], float]:
+async def _claim(
+    ticket: str, state: Path, owner: Node, *, says_loaded: bool
+) -> tuple[set[str], float]:
     """Return the entries that the owner saw, and how long its ring did not serve."""
     async with join(ticket, state) as member:
         await asyncio.sleep(LISTEN_S)
@@ -60,6 +72,8 @@ async def _claim(ticket: str, state: Path, owner: Node) -> tuple[set[str], float
         end = seen + LOAD_S + SPARE_S
         while (now := time.monotonic()) < end:
             ring = (await asyncio.to_thread(owner.status))["ring"]
+            if says_loaded:
+                _follow(member)
             entries.add(ring["entry"])
             down_s += 0.0 if ring["state"] == "serving" else now - seen
             seen = now
@@ -78,7 +92,18 @@ def _boast(member: Member) -> None:
     member.links.act(member.machine.publish(profile=profile, state=state, now=now))
 
 
+def _follow(member: Member) -> None:
+    """Claim to have loaded the plan that the owner follows."""
+    states = member.machine.states
+    (plan,) = (state.followed for node, state in states.items() if node != member.machine.me)
+    state = StateRecord(Lifecycle.SERVING, followed=plan, is_loaded=True)
+    if (own := states.get(member.machine.me)) and own.followed != plan:
+        now = asyncio.get_running_loop().time()
+        member.links.act(member.machine.publish(state=state, now=now))
+
+
 ATTACKS = (
     Attack("1e-12 s a layer, 2^50 bytes", "sole entry, reads prompts", claim_to_be_the_fastest),
+    Attack("a span that is not loaded", "the ring waits without end", claim_to_have_loaded),
     Attack("NaN as hidden states", "blamed on the weights, nobody left out", send_nan),
 )
