@@ -82,19 +82,22 @@ class RingLink:
             reasons.extend(error for error in errors.exceptions if isinstance(error, MeshError))
         finally:
             await self._link.close()
-        if isinstance(reasons[0], PeerFault) and self._machine.is_met:  # else it may be outdated
-            self.blame()
         return reasons[0]
 
     async def _read(self, deliver: Callable[[SessionMessage], None]) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            _, buffer = await self._link.receive()
-            message = decode(buffer)
-            if self._debug:
-                logger.debug("< %s, %d B", type(message).__name__, len(buffer))
-            for action in self._machine.receive(message, clock()):
-                self._act(action, deliver)
+            _, buffer = await self._link.receive()  # what it raises may be the fault of the network
+            try:
+                message = decode(buffer)
+                if self._debug:
+                    logger.debug("< %s, %d B", type(message).__name__, len(buffer))
+                for action in self._machine.receive(message, clock()):
+                    self._act(action, deliver)
+            except PeerFault:
+                if self._machine.is_met:  # else the neighbour may follow another plan
+                    self.blame()
+                raise
             if self._machine.is_met and (self._control or self._data):
                 self._wake_writer()
 

@@ -90,6 +90,34 @@ def test_only_a_neighbour_of_the_same_plan_is_blamed_for_what_it_sends() -> None
     assert run_virtual(story(Hello(THEIRS, 2, PLAN))) == 0  # not this one's plan, or not yet
 
 
+def test_a_neighbour_is_not_blamed_for_what_was_altered_on_the_way() -> None:
+    async def story() -> int:
+        ours, theirs = await pair()
+        faults = list[None]()
+        peer = ring_link_on(Altered(ours), lambda: faults.append(None))
+        running = asyncio.create_task(peer.run(lambda _: None))
+        await say(theirs, Hello(THEIRS, 1, PLAN), Beat(1, 0, 0))
+        await theirs.send([b""])
+        assert isinstance(await running, PeerFault)
+        return len(faults)
+
+    assert run_virtual(story()) == 0
+
+
+class Altered:
+    """A secure link on whose way an empty message was altered."""
+
+    def __init__(self, link: contract.Link) -> None:
+        self._link = link
+        self.send, self.close, self.statistics = link.send, link.close, link.statistics
+
+    async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
+        channel, message = await self._link.receive()
+        if not message:
+            raise PeerFault("A message was altered")
+        return channel, message
+
+
 def test_session_messages_wait_for_the_handshake() -> None:
     async def story() -> list[Message]:
         ours, theirs = await pair()
