@@ -74,7 +74,7 @@ class Request:
     """A prompt that is used verbatim, without the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 512
-    """Most tokens of an answer."""
+    """Most tokens of an answer; 0 only counts the tokens of the prompt."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     given: tuple[int, ...] = ()
@@ -143,6 +143,8 @@ class Answer:
     hops: tuple[HopReport, ...]
     cached_tokens: int = 0
     """Tokens of the prompt taken from the prefix cache."""
+    stop_text: str = ""
+    """The stop text that ended it, if one did."""
 
 
 @dataclass(frozen=True, slots=True)

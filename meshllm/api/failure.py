@@ -27,6 +27,17 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 RETRY_S = 2  # s; generations end every few seconds, and a ring forms in about as much
 JSON = "application/json"
+MESSAGES = "/v1/messages"
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's error types by HTTP status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +96,41 @@ def error_object(error: MeshError) -> bytes:
     return json.dumps({"error": fields}, separators=(",", ":")).encode()
 
 
-def response_of(error: MeshError) -> Response:
-    """Return the response that reports an error."""
+def messages_error(error: MeshError) -> bytes:
+    """Write Anthropic's error object; a hint becomes part of the message."""
+    kind = _KINDS.get(failure_of(error).status, "api_error")
+    message = f"{error}; {error.hint}" if error.hint else str(error)
+    fields = {"type": "error", "error": {"type": kind, "message": message}}
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def response_of(error: MeshError, path: str = "") -> Response:
+    """Return the response that reports an error, in the dialect of a path."""
     failure = failure_of(error)
+    write = messages_error if path.startswith(MESSAGES) else error_object
     headers = {} if failure.retry_s is None else {"retry-after": str(failure.retry_s)}
     if failure.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_object(error), failure.status, headers, JSON)
+    return Response(write(error), failure.status, headers, JSON)
 
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Respond with an error; of a bug, with its type only."""
+    path = request.scope.get("path", "")
     match error:
         case MeshError():
-            return response_of(error)
+            return response_of(error, path)
         case HTTPException(status_code=404):
-            text = f"Unknown request URL: {request.method} {request.url.path[:200]}"
-            return response_of(Refused(text, Failure(404, INVALID, "unknown_url")))
+            text = f"Unknown request URL: {request.method} {path[:200]}"
+            return response_of(Refused(text, Failure(404, INVALID, "unknown_url")), path)
         case HTTPException(status_code=405):
-            text = f"{request.method} is not allowed on {request.url.path[:200]}"
-            response = response_of(Refused(text, Failure(405, INVALID, "method_not_supported")))
+            text = f"{request.method} is not allowed on {path[:200]}"
+            response = response_of(
+                Refused(text, Failure(405, INVALID, "method_not_supported")), path
+            )
             response.headers.update(error.headers or {})
             return response
         case ClientDisconnect():
             return Response(status_code=400)  # never read
         case _:
-            return response_of(MeshError(f"This is a bug in meshllm: {type(error).__name__}"))
+            return response_of(MeshError(f"This is a bug in meshllm: {type(error).__name__}"), path)

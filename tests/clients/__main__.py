@@ -24,7 +24,7 @@ class Client:
     script: str
 
 
-CLIENTS = (Client("openai", "openai_python.py"),)
+CLIENTS = Client("openai", "openai_python.py"), Client("anthropic", "anthropic_python.py")
 
 
 @contextmanager
@@ -54,7 +54,13 @@ def run(client: Client, folder: Path, url: str) -> tuple[str, list[dict[str, str
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         (python, FOLDER / client.script),
-        env=kept | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
+        env=kept
+        | {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": "none",
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": "none",
+        },
         capture_output=True,
         text=True,
         timeout=CALLS_S,

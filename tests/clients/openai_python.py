@@ -81,6 +81,22 @@ def scored_prompt() -> None:
     assert reply.usage.completion_tokens == 0
 
 
+def structured() -> None:
+    legs = {"type": "integer", "minimum": 0, "maximum": 8}
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "cow"]}, "legs": legs},
+        "required": ["animal", "legs"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    told = json.loads(ask(response_format=form).choices[0].message.content)
+    assert told["animal"] in {"fox", "cow"}
+    assert told["legs"] in range(9)
+    reply = ask(response_format={"type": "json_object"}, max_tokens=200).choices[0]
+    assert reply.finish_reason == "length" or isinstance(json.loads(reply.message.content), dict)
+
+
 def errors() -> None:
     for wrong, kind, code in (
         ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found"),
@@ -109,7 +125,8 @@ def ask(**more: Any) -> Any:
 
 
 CALLS: list[Callable[[], None]] = [
-    models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt, errors
+    models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt,
+    structured, errors,
 ]  # fmt: skip
 
 if __name__ == "__main__":

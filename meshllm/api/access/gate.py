@@ -81,7 +81,7 @@ class _Site:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         refused = self._refused(Headers(scope=scope), scope["scheme"])
-        await (response_of(refused) if refused else self._app)(scope, receive, send)
+        await (response_of(refused, scope["path"]) if refused else self._app)(scope, receive, send)
 
     def _refused(self, headers: Headers, scheme: str) -> Refused | None:
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -106,7 +106,7 @@ class _Gate:
         try:
             scope[_SCOPE] = await self._identify(_sent(Headers(scope=scope)))
         except Refused as refused:
-            await response_of(refused)(scope, receive, send)
+            await response_of(refused, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -29,6 +29,8 @@ class TextStream:
         """Start empty; raise `UserError` for stop texts that are empty, too long or too many."""
         _check_stop(stop)
         self.stopped = False
+        self.stop_text = ""
+        """The stop text that was found."""
         self._characters = _Characters(decode)
         self._silent = silent
         self._stop = tuple(stop)
@@ -54,10 +56,11 @@ class TextStream:
 
     def _before_stop(self, text: str) -> str:
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.stop_text = min(found)
+            return text[:at]
         certain = len(text) - _overlap(text, self._stop)
         self._held = text[certain:]
         return text[:certain]

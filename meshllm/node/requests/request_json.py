@@ -119,8 +119,8 @@ def request_from_json(data: bytes) -> Request:
     if sum((request.raw is not None, bool(request.turns), bool(request.ids))) > 1:
         text = "`raw`, `turns` and `ids` cannot be combined"
         raise WrongField("raw", text, hint="give one of them")
-    if request.max_tokens < (0 if request.scores_prompt else 1):
-        raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 1")
+    if request.max_tokens < 0:
+        raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 0")
     if len(request.given) > request.max_tokens and not request.scores_prompt:
         text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
         raise WrongField("given", text)

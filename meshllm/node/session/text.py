@@ -64,10 +64,9 @@ class RingBackend:
         transcript = _Transcript(text, stream, request.logprobs)
         grammar = await self._grammar(request)
         order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
-        is_scored = request.scores_prompt and not order.max_tokens  # a single token
         finished = (
             FinishReason.LENGTH
-            if is_scored
+            if not order.max_tokens  # the prompt is only counted, or is the one token to score
             else _finished(order, stream, text.end_tokens, self.entry.context)
         )
         written: list[str] = []
@@ -106,6 +105,7 @@ class RingBackend:
             tokens_per_second=1 / measured.token_s if measured.token_s else 0.0,
             tokens_per_step=measured.tokens_per_step,
             hops=_hops(measured, self.plan),
+            stop_text=stream.stop_text,
         )
 
     async def _grammar(self, request: Request) -> Grammar | None:

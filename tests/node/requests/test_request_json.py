@@ -92,7 +92,7 @@ def test_an_event_round_trips(event: Event) -> None:
     ("data", "message"),
     [
         (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "cannot be combined"),
-        (b'{"max_tokens":0}', "`max_tokens` is 0, not at least 1"),
+        (b'{"max_tokens":-1}', "`max_tokens` is -1, not at least 0"),
         (b'{"turns":[{"role":"tool","content":"b"}]}', "Invalid value `tool` for `turns.0..role`"),
         (b" " * (REQUEST_BYTES + 1), f"{REQUEST_BYTES + 1} bytes long"),
     ],

@@ -120,6 +120,22 @@ async def test_a_schema_that_is_not_supported_is_refused(ring: LocalRing) -> Non
         await events_of(ring, replace(ASKED, schema='{"type":"str"}'))
 
 
+async def test_a_prompt_is_only_counted(ring: LocalRing) -> None:
+    _, answer = await events_of(ring, replace(ASKED, max_tokens=1))
+    events, counted = await events_of(ring, replace(ASKED, max_tokens=0))
+
+    assert (counted.prompt_tokens, counted.tokens) == (answer.prompt_tokens, ())
+    assert events == [counted]
+
+
+async def test_the_stop_text_is_told(ring: LocalRing) -> None:
+    _, whole = await events_of(ring, ASKED)
+    stop = whole.text.split()[3]
+    _, answer = await events_of(ring, replace(ASKED, stop=("xyz", stop)))
+
+    assert (answer.stop_text, whole.stop_text) == (stop, "")
+
+
 async def test_an_answer_ends_at_its_length_or_its_end_token(ring: LocalRing) -> None:
     _, short = await events_of(ring, replace(ASKED, max_tokens=3))
     _, whole = await events_of(ring, replace(ASKED, max_tokens=1000))
@@ -177,7 +193,7 @@ async def test_a_raw_prompt_is_used_as_it_is(ring: LocalRing) -> None:
         Request(),
         Request(raw=""),
         replace(ASKED, sampling=Sampling(top_p=2.0)),
-        replace(ASKED, max_tokens=0),
+        replace(ASKED, sampling=Sampling(min_p=-1.0)),
     ],
 )
 async def test_an_invalid_request_is_refused(ring: LocalRing, request_: Request) -> None:

@@ -1,0 +1,161 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.api.v1.messages import _end
+from meshllm.errors import Busy, LinkLost, MeshError
+from meshllm.request import FinishReason, Request, Sampling, Turn
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+
+PATH = "/v1/messages"
+HI = {"role": "user", "content": "hi"}
+BODY: dict[str, Any] = {"model": "builtin", "max_tokens": 9, "messages": [HI]}
+
+
+def events_of(said: httpx2.Response) -> list[tuple[str, Any]]:
+    """Read server-sent events as names and data."""
+    parts = [part.split("\n", 1) for part in said.text.split("\n\n") if part]
+    return [(name.removeprefix("event: "), json.loads(data[6:])) for name, data in parts]
+
+
+async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    said = (await client.post(PATH, json=BODY)).json()
+
+    assert said.pop("id").startswith("msg_")
+    assert said == {
+        "type": "message",
+        "role": "assistant",
+        "model": "builtin",
+        "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 2,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 5,
+        },
+    }
+    assert door.requests[0].turns == ({"role": "user", "content": "hi"},)
+
+
+async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    blocks = [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}]
+    body = {
+        "system": [*blocks, {"type": "text", "text": " kind"}],
+        "messages": [HI, {"role": "assistant", "content": [{"type": "text", "text": "yes?"}]}, HI],
+        "stop_sequences": ["stop"], "temperature": 0.5, "top_p": 0.9, "top_k": 3,
+        "metadata": {"user_id": "me"}, "tools": [], "thinking": {"type": "disabled"},
+    }  # fmt: skip
+    said = await client.post(PATH, json=BODY | body)
+
+    [asked] = door.requests
+    assert said.status_code == 200
+    assert asked == Request(
+        turns=(
+            Turn(role="system", content="be kind"), Turn(role="user", content="hi"),
+            Turn(role="assistant", content="yes?"), Turn(role="user", content="hi"),
+        ),
+        sampling=Sampling(0.5, top_k=3, top_p=0.9, seed=asked.sampling.seed),
+        max_tokens=9,
+        stop=("stop",),
+    )  # fmt: skip
+
+
+async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> None:
+    said = await client.post(PATH, json=BODY | {"stream": True})
+
+    events = events_of(said)
+    assert [name for name, _ in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_delta",
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert all(data["type"] == name for name, data in events)
+    assert events[0][1]["message"]["content"] == []
+    assert "".join(data["delta"]["text"] for _, data in events[2:4]) == "hello w\u2028rld"
+    assert events[5][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[5][1]["usage"]["output_tokens"] == 5
+
+
+async def test_tokens_are_counted(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    body = {"model": "builtin", "messages": [HI], "system": "be kind"}
+    said = await client.post(f"{PATH}/count_tokens", json=body)
+
+    assert said.json() == {"input_tokens": 2}
+    assert door.requests[0].max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": None},
+        {"messages": []},
+        {"messages": [{"role": "assistant", "content": "yes"}]},
+        {"messages": [{"role": "system", "content": "hi"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"tools": [{"name": "f"}]},
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"stop_sequences": [""]},
+        {"stop_sequences": list("abcde")},
+        {"unheard_of": 1},
+        {"model": "other"},
+    ],
+    ids=str,
+)
+async def test_what_is_not_supported_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any]
+) -> None:
+    said = await client.post(PATH, json=BODY | change)
+
+    kind = "not_found_error" if "model" in change else "invalid_request_error"
+    assert (said.status_code, said.json()["error"]["type"]) == (
+        404 if "model" in change else 400, kind,
+    )  # fmt: skip
+    assert said.json()["type"] == "error"
+    assert door.requests == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (Busy("full"), 429, "rate_limit_error"),
+        (LinkLost("gone"), 503, "overloaded_error"),
+        (MeshError("?"), 500, "api_error"),
+    ],
+)
+async def test_errors_have_anthropics_shape(
+    client: httpx2.AsyncClient, door: FakeNode, error: MeshError, status: int, kind: str
+) -> None:
+    door.fails_at, door.error = 0, error
+    said = await client.post(PATH, json=BODY)
+
+    assert (said.status_code, said.json()["error"]["type"]) == (status, kind)
+
+
+async def test_an_error_in_the_middle_is_an_event(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.fails_at = 2
+    events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
+
+    assert events[-1][0] == "error"
+    assert events[-1][1]["error"]["message"] == "It broke; mend it"
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop_text", "reason"),
+    [
+        (FinishReason.LENGTH, "", "max_tokens"),
+        (FinishReason.STOP, "END", "stop_sequence"),
+        (FinishReason.STOP, "", "end_turn"),
+    ],
+)
+def test_the_reason_of_an_end(finish: FinishReason, stop_text: str, reason: str) -> None:
+    answer = replace(answer_of("hi", 1), finish_reason=finish, stop_text=stop_text)
+
+    assert _end(answer) == {"stop_reason": reason, "stop_sequence": stop_text or None}
