@@ -97,6 +97,22 @@ def structured() -> None:
     assert reply.finish_reason == "length" or isinstance(json.loads(reply.message.content), dict)
 
 
+def responses() -> None:
+    asked = {"model": MODEL, "temperature": 0}
+    first = client.responses.create(**asked, input=ASKED, instructions="Be brief.")
+    assert first.output_text.startswith("A ring is")
+    assert (first.status, first.usage.output_tokens > 0) == ("completed", True)
+    again = client.responses.create(**asked, input="Why?", previous_response_id=first.id)
+    assert again.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    client.responses.delete(first.id)
+    with client.responses.stream(**asked, input=ASKED, store=False) as events:
+        kinds = {event.type for event in events}
+        final = events.get_final_response()
+    assert "response.output_text.delta" in kinds
+    assert final.output_text.startswith("A ring is")
+
+
 def errors() -> None:
     for wrong, kind, code in (
         ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found"),
@@ -126,7 +142,7 @@ def ask(**more: Any) -> Any:
 
 CALLS: list[Callable[[], None]] = [
     models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt,
-    structured, errors,
+    structured, responses, errors,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""OpenAI's `response_format`: the JSON schema that an answer has to satisfy."""
+"""OpenAI's `response_format` and `text.format`: the JSON schema that an answer has to satisfy."""
 
 import json
 
@@ -25,14 +25,27 @@ def schema_of(given: object) -> str | None:
         case {"type": "json_object", **rest} if not rest:
             return ANY_OBJECT
         case {"type": "json_schema", "json_schema": dict(wanted), **rest} if not rest:
-            return _schema(wanted)
+            return _schema(wanted, "response_format.json_schema")
         case _:
-            text = "`response_format` is not `text`, `json_object` or a `json_schema`"
-            raise WrongField("response_format", text)
+            raise _wrong("response_format")
 
 
-def _schema(wanted: dict[str, object]) -> str:
-    where = "response_format.json_schema"
+def schema_of_format(given: object) -> str | None:
+    """Return the JSON schema of a `text.format` of responses, as `schema_of` does."""
+    match given:
+        case {"type": "json_schema", **wanted}:
+            return _schema({str(name): value for name, value in wanted.items()}, "text.format")
+        case None | {"type": "text" | "json_object"}:
+            return schema_of(given)
+        case _:
+            raise _wrong("text.format")
+
+
+def _wrong(where: str) -> WrongField:
+    return WrongField(where, f"`{where}` is not `text`, `json_object` or a `json_schema`")
+
+
+def _schema(wanted: dict[str, object], where: str) -> str:
     if unknown := wanted.keys() - _KNOWN:
         name = f"{where}.{min(unknown)}"[:100]
         raise WrongField(name, f"`{name}` is not supported")

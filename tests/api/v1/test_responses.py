@@ -1,0 +1,149 @@
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.request import Turn
+from tests.builders.fake_node import FakeNode
+
+PATH = "/v1/responses"
+BODY: dict[str, Any] = {"model": "builtin", "input": "hi"}
+HI: Turn = {"role": "user", "content": "hi"}
+HELLO: Turn = {"role": "assistant", "content": "hello"}
+
+
+def events_of(said: httpx2.Response) -> list[tuple[str, Any]]:
+    """Read server-sent events as names and data."""
+    parts = [part.split("\n", 1) for part in said.text.split("\n\n") if part]
+    return [(name.removeprefix("event: "), json.loads(data[6:])) for name, data in parts]
+
+
+async def test_a_response(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    said = (await client.post(PATH, json=BODY | {"instructions": "be kind"})).json()
+
+    [item] = said["output"]
+    assert (said["object"], said["status"], said["error"]) == ("response", "completed", None)
+    assert item["content"] == [
+        {"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}
+    ]
+    assert said["usage"]["total_tokens"] == 7
+    assert (said["instructions"], said["store"]) == ("be kind", True)
+    assert door.requests[0].turns == ({"role": "system", "content": "be kind"}, HI)
+
+
+async def test_items_of_earlier_outputs_are_inputs(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    first = (await client.post(PATH, json=BODY)).json()
+    parts = [{"type": "input_text", "text": "h"}, {"type": "input_text", "text": "i"}]
+    items = [
+        {"role": "developer", "content": "be kind"}, *first["output"],
+        {"type": "message", "role": "user", "content": parts},
+    ]  # fmt: skip
+    await client.post(PATH, json=BODY | {"input": items})
+
+    assert door.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, HI)
+
+
+async def test_a_response_continues_another_one(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    first = (await client.post(PATH, json=BODY | {"instructions": "once"})).json()
+    second = (await client.post(PATH, json=BODY | {"previous_response_id": first["id"]})).json()
+    await client.post(PATH, json=BODY | {"previous_response_id": second["id"]})
+
+    assert second["previous_response_id"] == first["id"]
+    assert door.requests[2].turns == (HI, HELLO, HI, HELLO, HI)
+
+
+async def test_responses_are_kept_until_they_are_deleted(client: httpx2.AsyncClient) -> None:
+    first = (await client.post(PATH, json=BODY)).json()
+    where = f"{PATH}/{first['id']}"
+
+    assert (await client.get(where)).json() == first
+    assert (await client.delete(where)).json() == {
+        "id": first["id"], "object": "response", "deleted": True,
+    }  # fmt: skip
+    gone = await client.get(where)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+    again = await client.post(PATH, json=BODY | {"previous_response_id": first["id"]})
+    assert again.status_code == 404
+
+
+async def test_a_response_that_is_not_stored_is_not_kept(client: httpx2.AsyncClient) -> None:
+    first = (await client.post(PATH, json=BODY | {"store": False})).json()
+
+    assert not first["store"]
+    assert (await client.get(f"{PATH}/{first['id']}")).status_code == 404
+
+
+async def test_a_stream_has_openais_events(client: httpx2.AsyncClient) -> None:
+    events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
+
+    assert [name for name, _ in events] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.delta", "response.output_text.delta",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert [data["sequence_number"] for _, data in events] == [*range(10)]
+    assert all(data["type"] == name for name, data in events)
+    last = events[-1][1]["response"]
+    assert (await client.get(f"{PATH}/{last['id']}")).json() == last
+
+
+async def test_an_error_in_the_middle_is_an_event(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.fails_at = 2
+    events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
+
+    assert (events[-1][0], events[-1][1]["message"]) == ("error", "It broke")
+
+
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, '{"type":"object"}'),
+        ({"type": "json_schema", "name": "n", "schema": {"type": "null"}}, '{"type":"null"}'),
+    ],
+    ids=["text", "object", "schema"],
+)
+async def test_an_answer_follows_a_schema(
+    client: httpx2.AsyncClient, door: FakeNode, form: object, schema: str | None
+) -> None:
+    said = await client.post(PATH, json=BODY | {"text": {"format": form}})
+
+    assert said.json()["text"] == {"format": form}
+    assert door.requests[0].schema == schema
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"role": "tool", "content": ""}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": ""}}}, "text.format.name"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+    ids=str,
+)
+async def test_what_is_not_supported_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str
+) -> None:
+    said = await client.post(PATH, json=BODY | change)
+
+    assert (said.status_code, said.json()["error"]["param"]) == (400, param)
+    assert door.requests == []
