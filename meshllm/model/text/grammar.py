@@ -14,7 +14,7 @@ a schema from elsewhere.
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,15 +23,12 @@ from torch import Tensor
 from meshllm.errors import ModelError
 from meshllm.strict_json import WrongField
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 T = TypeVar("T")
 
 MAX_SCHEMA_BYTES = 64 << 10
 MESSAGE_CHARS = 300
 # Endless white space would be valid JSON.
-_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": r" ?|\n {0,16}"}
+_WHITE_SPACE = r" ?|\n {0,16}"
 
 
 class Vocabulary:
@@ -64,7 +61,9 @@ class Vocabulary:
             raise WrongField("response_format", text)
 
         def build() -> Any:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+            grammar = LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": _WHITE_SPACE}
+            )
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
