@@ -74,7 +74,7 @@ class Request:
     """A prompt that is used verbatim, without the chat template."""
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 512
-    """Most tokens of an answer; 0 only counts the tokens of the prompt."""
+    """Most tokens of an answer; 0 only counts those of a prompt."""
     stop: tuple[str, ...] = ()
     """Stop strings: they end the answer and are not part of it."""
     given: tuple[int, ...] = ()

@@ -47,7 +47,7 @@ class TextBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessagesTurn:
     """One message of a chat."""
 
     role: Literal["user", "assistant"]
@@ -55,11 +55,11 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class MessagesPrompt:
     """The part of a body that both routes take; null is the same as absent."""
 
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[MessagesTurn, ...]
     system: str | tuple[TextBlock, ...] | None = None
 
     def turns(self) -> tuple[Turn, ...]:
@@ -75,7 +75,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Messages(Prompt):
+class Messages(MessagesPrompt):
     """The body of a request."""
 
     max_tokens: int
@@ -103,7 +103,7 @@ class Messages(Prompt):
 
 
 @dataclass(slots=True)
-class _Reply:
+class _MessagesReply:
     """Writes one message, whole or as events."""
 
     model: str
@@ -165,14 +165,14 @@ def routes(service: Service) -> list[Route]:
         body, key = await _read(request, Messages), key_of(request)
         asked = body.request()
         model = await service.model(key, body.model)
-        reply, events = _Reply(model.name), service.answer(key, model, [asked])
+        reply, events = _MessagesReply(model.name), service.answer(key, model, [asked])
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
             return Stream(slow, STREAM, reply.events, _failure)
         return Stream(events, JSON, reply.message, messages_error)
 
     async def count(request: Request) -> Response:
-        body, key = await _read(request, Prompt), key_of(request)
+        body, key = await _read(request, MessagesPrompt), key_of(request)
         asked = Asked(body.turns(), max_tokens=0)
         model = await service.model(key, body.model)
         return JSONResponse({"input_tokens": await _count(service.answer(key, model, [asked]))})

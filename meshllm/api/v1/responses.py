@@ -58,7 +58,7 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ResponsesItem:
     """A message, as a client writes it or as a response had it."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -79,7 +79,7 @@ class Responses:
     """The body of a request but its `text`; null is the same as absent."""
 
     model: str
-    input: str | tuple[Item, ...]
+    input: str | tuple[ResponsesItem, ...]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -111,7 +111,7 @@ class Responses:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ResponsesReply:
     """Writes one response, whole or as events; keeps it at its end."""
 
     model: str
@@ -234,7 +234,7 @@ def routes(service: Service) -> list[Route]:
         asked = body.request(turns, schema_of_format(form))
         key = key_of(request)
         model = await service.model(key, body.model)
-        reply = _Reply(model.name, body, form, owner, turns, store)
+        reply = _ResponsesReply(model.name, body, form, owner, turns, store)
         events = service.answer(key, model, [asked])
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
