@@ -159,6 +159,8 @@ class ToyText(Text):
 
     def __init__(self) -> None:
         self.end_tokens = frozenset({END})
+        self.defaults = {}
+        self.vocabulary = None
         self._silent = self.end_tokens
 
     def encode(self, text: str) -> list[int]:
