@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, Self
 
 import httpx2
@@ -238,6 +239,7 @@ class Chat:
 
     process: "subprocess.Popen[bytes]"
     begun: bytes
+    node: "Node"
 
     @property
     def is_under_way(self) -> bool:
@@ -245,7 +247,9 @@ class Chat:
 
     def answer(self) -> str:
         """Wait for the end; return the whole answer."""
-        rest, _ = self.process.communicate(timeout=WAIT_S)
+        rest, errors = self.process.communicate(timeout=WAIT_S)
+        if self.process.returncode:
+            raise Waited(f"{errors.decode()}\n{self.node.stderr}")
         return (self.begun + rest).decode()
 
 
@@ -254,8 +258,8 @@ def asking(node: Node, prompt: str) -> Iterator[Chat]:
     """Send a request through a node; return when the first character of the answer has arrived."""
     command = [sys.executable, *MESHLLM, "chat", "--state", str(node.state), prompt]
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, env=environment()
+        command, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, bufsize=0, env=environment()
     ) as process:
         assert process.stdout is not None
-        yield Chat(process, process.stdout.read(1))
+        yield Chat(process, process.stdout.read(1), node)
         process.kill()
