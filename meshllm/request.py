@@ -4,18 +4,55 @@ The string under each field is its help text: the command line and the man page 
 """
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, NotRequired, Protocol, TypedDict
 
 from meshllm.names import LossCause, Span
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the model asks the client to make."""
+
+    name: str
+    arguments: str
+    """JSON of an object, as the model wrote it: it may be incomplete or invalid."""
+    id: str = ""
+    """The client's name of the call, in a chat that continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """New text of a call: its name comes first, its arguments as they are written."""
+
+    index: int
+    """Of the call in the answer."""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that an answer may call."""
+
+    functions: str
+    """A JSON list of OpenAI's function objects: `name`, `description`, `parameters`, `strict`."""
+    is_required: bool = False
+    """The answer is one call or several, enforced by a grammar."""
+    parallel: bool = True
+    """There may be several calls, in models that know them."""
 
 
 class Turn(TypedDict):
     """One message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: NotRequired[tuple[ToolCall, ...]]
+    """Of the assistant."""
+    tool_call_id: NotRequired[str]
+    """The call of which the content is the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +130,14 @@ class Request:
     probabilities can be reported; `max_tokens`, which may then be 0, does not count it."""
     schema: str | None = None
     """A JSON schema, as JSON: the answer is JSON that satisfies it, or ends at its length."""
+    tools: Tools | None = None
+    """Functions that the answer may call, for a chat."""
+    thinks: bool | None = None
+    """Whether a model that can do both reasons before it answers; None leaves it to the model."""
+    effort: str | None = None
+    """How long to reason, for models whose chat template takes it: `low`, `medium`, `high`."""
+    max_reasoning: int | None = None
+    """Most tokens of reasoning: the reasoning is closed then, and the answer begins."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 
@@ -145,6 +190,10 @@ class Answer:
     """Tokens of the prompt taken from the prefix cache."""
     stop_text: str = ""
     """The stop text that ended it, if one did."""
+    reasoning: str = ""
+    """What the model wrote before its answer, which is not part of it."""
+    calls: tuple[ToolCall, ...] = ()
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +240,38 @@ class Piece:
     """Empty for text that was held back until the end."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the tokens, if requested."""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.text or self.reasoning or self.calls)
+
+
+class Written:
+    """The pieces of an answer, put together."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[str, list[str]]] = []
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece; a delta behind the next call is ignored."""
+        self._text.append(piece.text)
+        self._reasoning.append(piece.reasoning)
+        for each in piece.calls:
+            if each.index == len(self._calls):
+                self._calls.append((each.name, []))
+            if each.index < len(self._calls):
+                self._calls[each.index][1].append(each.arguments)
+
+    def complete(self, answer: Answer) -> Answer:
+        """Return an answer with all that was written."""
+        calls = tuple(ToolCall(name, "".join(parts)) for name, parts in self._calls)
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        return replace(answer, text=text, reasoning=reasoning, calls=calls)
 
 
 Event = Prefilled | Resumable | Interruption | Piece | Answer

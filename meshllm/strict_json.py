@@ -1,10 +1,10 @@
 """Strict decoding of untrusted JSON into frozen dataclasses, and back.
 
-The annotation of a field is its schema, and a field with a default is optional. Undeclared fields
-are rejected unless they are null (clients send our own messages back with `"refusal": null`). A
-field whose metadata has a `json` has that name in JSON. Data of a later version is read with
-``strict=False``: unknown fields are ignored, and an unknown member of an enumeration becomes the
-first one.
+The annotation of a field is its schema, and a field with a default is optional; one of type
+`object` takes any JSON. Undeclared fields are rejected unless they are null (clients send our own
+messages back with `"refusal": null`). A field whose metadata has a `json` has that name in JSON.
+Data of a later version is read with ``strict=False``: unknown fields are ignored, and an unknown
+member of an enumeration becomes the first one.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import (
     Literal,
     NamedTuple,
     TypeVar,
+    Union,
     cast,
     get_args,
     get_origin,
@@ -110,14 +111,11 @@ class _Builder:
     strict: bool
 
     def build(self, kind: Any, value: object, name: str) -> object:
-        origin = get_origin(kind)
-        if origin is UnionType:
+        if kind is object:
+            return value
+        if get_origin(kind) in {UnionType, Union}:  # the latter of a `Literal`
             return self.build(_alternative(kind, value, name), value, name)
-        if (
-            kind is Span
-            or origin is Literal
-            or (isinstance(kind, type) and issubclass(kind, StrEnum))
-        ):
+        if _is_word(kind):
             return _word(kind, value, name, strict=self.strict)
         if not _fits(kind, value):
             raise _wrong(name, value, _called(kind))
@@ -193,7 +191,8 @@ def _members(kind: Any) -> dict[str, _Member]:
     """Return the members of a dataclass or a TypedDict by their names in JSON."""
     hints = get_type_hints(kind)
     if is_typeddict(kind):
-        return {name: _Member(name, hint, is_needed=True) for name, hint in hints.items()}
+        needed = kind.__required_keys__
+        return {name: _Member(name, hint, name in needed) for name, hint in hints.items()}
     return {
         _called_in_json(each): _Member(
             each.name, hints[each.name], each.default is each.default_factory is MISSING
@@ -211,9 +210,15 @@ def _fits(kind: Any, value: object) -> bool:
     return type(value) is _form(kind) or (kind is float and type(value) is int)
 
 
+def _is_word(kind: Any) -> bool:
+    """Return whether an annotation is one of a `Literal`, an enumeration or a span."""
+    is_enum = isinstance(kind, type) and issubclass(kind, StrEnum)
+    return kind is Span or get_origin(kind) is Literal or is_enum
+
+
 def _form(kind: Any) -> type:
     """Return the type that `json` decodes for an annotation."""
-    if kind is Span or (isinstance(kind, type) and issubclass(kind, StrEnum)):
+    if _is_word(kind):
         return str
     if get_origin(kind) is tuple:
         return list

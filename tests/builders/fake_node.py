@@ -63,6 +63,8 @@ class FakeNode:
     requests: list[Request] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     served: str | None = "builtin"
+    said: tuple[Event, ...] = ()
+    """Answer with these events instead."""
     entry: str = node_id(0)
 
     def status(self) -> MeshStatus:
@@ -104,14 +106,9 @@ class FakeNode:
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
-        said: tuple[Event, ...] = (
-            Prefilled(2, 2),
-            Piece("hello"),
-            Piece(" w\u2028rld"),
-            answer_of("hello", 5),
-        )
+        hello = (Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5))
         try:
-            for place, event in enumerate(said):
+            for place, event in enumerate((Prefilled(2, 2), *(self.said or hello))):
                 if place == self.fails_at:
                     raise self.error
                 if place == (self.waits_at or 0):

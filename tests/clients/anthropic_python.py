@@ -50,11 +50,32 @@ def count() -> None:
     assert counted == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def tools() -> None:
+    city = {"type": "string", "maxLength": 20}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    wanted = {
+        "tools": [{"name": "weather", "input_schema": schema}],
+        "tool_choice": {"type": "any"},
+    }
+    reply = ask(**wanted)
+    (call,) = reply.content
+    assert (reply.stop_reason, call.name, call.input.keys()) == ("tool_use", "weather", {"city"})
+    turns = [{"role": "user", "content": ASKED}]
+    asked = {"model": MODEL, "max_tokens": 100, "messages": turns, "extra_body": GREEDY}
+    with client.messages.stream(**asked, **wanted) as events:
+        (same,) = events.get_final_message().content
+    assert same.input == call.input
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    answer = {"role": "assistant", "content": reply.content}
+    assert ask(messages=[*turns, answer, {"role": "user", "content": [result]}]).content
+
+
 def errors() -> None:
     for wrong, kind in (
         ({"model": "claude"}, anthropic.NotFoundError),
         ({"max_tokens": 0}, anthropic.BadRequestError),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
     ):
         told = refusal(wrong, kind).body
         assert told["type"] == "error", told
@@ -75,7 +96,7 @@ def ask(**more: Any) -> Any:
     return client.messages.create(**asked | more)
 
 
-CALLS: list[Callable[[], None]] = [message, blocks, stream, ends, count, errors]
+CALLS: list[Callable[[], None]] = [message, blocks, stream, ends, count, tools, errors]
 
 if __name__ == "__main__":
     for call in CALLS:

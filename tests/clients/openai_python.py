@@ -97,6 +97,35 @@ def structured() -> None:
     assert reply.finish_reason == "length" or isinstance(json.loads(reply.message.content), dict)
 
 
+def tools() -> None:
+    city = {"type": "string", "maxLength": 20}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    wanted = {"tools": [tool], "tool_choice": "required", "seed": 1}
+    choice = ask(**wanted).choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments).keys()) == ("weather", {"city"})
+    chunks = [each.choices[0].delta for each in ask(**wanted, stream=True)]
+    deltas = [delta for each in chunks for delta in each.tool_calls or ()]
+    assert "".join(each.function.arguments for each in deltas) == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    question = {"role": "user", "content": "What is the weather?"}
+    reply = ask(messages=[question, choice.message, result], tools=[tool])
+    assert reply.choices[0].finish_reason in {"stop", "length"}
+
+
+def responses_tools() -> None:
+    tool = {"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}
+    asked = {"model": MODEL, "input": ASKED, "tools": [tool], "tool_choice": "required"}
+    with client.responses.stream(**asked) as events:
+        kinds = {event.type for event in events}
+        (call,) = events.get_final_response().output
+    assert "response.function_call_arguments.delta" in kinds
+    assert (call.type, call.name) == ("function_call", "now")
+
+
 def responses() -> None:
     asked = {"model": MODEL, "temperature": 0}
     first = client.responses.create(**asked, input=ASKED, instructions="Be brief.")
@@ -142,7 +171,7 @@ def ask(**more: Any) -> Any:
 
 CALLS: list[Callable[[], None]] = [
     models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt,
-    structured, responses, errors,
+    structured, tools, responses, responses_tools, errors,
 ]  # fmt: skip
 
 if __name__ == "__main__":

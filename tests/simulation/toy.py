@@ -22,6 +22,7 @@ from meshllm.model.sampling import pick
 from meshllm.model.shape import ModelShape
 from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.runner import Runner
+from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.tokenizer import Text
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, Span
@@ -161,6 +162,7 @@ class ToyText(Text):
         self.end_tokens = frozenset({END})
         self.defaults = {}
         self.vocabulary = None
+        self.style = ChatStyle()
         self._silent = self.end_tokens
 
     def encode(self, text: str) -> list[int]:

@@ -13,10 +13,19 @@ from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import Generating, read_fields, variants
-from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.v1.reply import PATIENCE, STREAM, Choice, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.structured import schema_of
-from meshllm.request import Answer, Logprob, Piece, TokenLogprobs, Turn
+from meshllm.api.v1.tools import FIELDS, new_call_id, tools_of
+from meshllm.request import (
+    Answer,
+    Logprob,
+    Piece,
+    TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Turn,
+)
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
@@ -32,17 +41,64 @@ class ContentPart:
 
 
 @dataclass(frozen=True, slots=True)
+class CalledFunction:
+    """The function of a call."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageToolCall:
+    """A call that the assistant made."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+    """Accepted, ignored: clients collect it from streams."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[ContentPart, ...]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | tuple[ContentPart, ...] | None = None
+    tool_calls: tuple[MessageToolCall, ...] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    """Accepted, ignored: chat templates have no place for it."""
+    reasoning_content: str | None = None
+    """Accepted, ignored: models do not read the reasoning behind earlier answers."""
 
-    def turn(self) -> Turn:
+    def turn(self, where: str) -> Turn:
         """Return the message with its parts joined; a developer's is a system message."""
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
-        return Turn(role="system" if self.role == "developer" else self.role, content=text)
+        if parts is None and not self.tool_calls:
+            raise WrongField(f"{where}.content", f"`{where}.content` is missing")
+        text = parts if isinstance(parts, str) else "".join(each.text for each in parts or ())
+        turn = Turn(role="system" if self.role == "developer" else self.role, content=text)
+        if self.tool_calls:
+            if self.role != "assistant":
+                text = f"`{where}.tool_calls` are those of the assistant only"
+                raise WrongField(f"{where}.tool_calls", text)
+            turn["tool_calls"] = tuple(
+                ToolCall(each.function.name, each.function.arguments, each.id)
+                for each in self.tool_calls
+            )
+        if self.role == "tool":
+            if self.tool_call_id is None:
+                raise WrongField(f"{where}.tool_call_id", f"`{where}.tool_call_id` is missing")
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """Options of a model's chat template, as other servers take them."""
+
+    enable_thinking: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +109,10 @@ class Chat(Generating):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    max_reasoning_tokens: int | None = None
+    """Not of OpenAI: the reasoning is closed behind so many tokens."""
+    chat_template_kwargs: TemplateOptions | None = None
 
     def requests(self) -> list[Asked]:
         """Convert to requests of the mesh; raise `WrongField` for what is not supported."""
@@ -60,10 +120,20 @@ class Chat(Generating):
             raise WrongField("messages", "`messages` is empty")
         if self.top_logprobs is not None and not self.logprobs:
             raise WrongField("top_logprobs", "`top_logprobs` requires `logprobs`")
+        if (self.max_reasoning_tokens or 0) < 0:
+            text = f"`max_reasoning_tokens` is {self.max_reasoning_tokens}, not at least 0"
+            raise WrongField("max_reasoning_tokens", text)
+        options = self.chat_template_kwargs or TemplateOptions()
+        effort = self.reasoning_effort
         asked = replace(
             self.request(self._limit()),
-            turns=tuple(each.turn() for each in self.messages),
+            turns=tuple(
+                each.turn(f"messages[{place}]") for place, each in enumerate(self.messages)
+            ),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            thinks=effort != "none" if effort else options.enable_thinking,
+            effort=effort if effort != "none" else None,
+            max_reasoning=self.max_reasoning_tokens,
         )
         return variants(asked, self.choices)
 
@@ -114,16 +184,30 @@ class _ChatReply(Reply):
             choice.answer = happened
             written += self._delta(place, {}, reason=reason(happened))
             return written + (self.end(CHUNK) if self.is_complete else b"")
-        if _is_shown(happened):
+        if happened.reasoning:
+            written += self._delta(place, {"reasoning_content": happened.reasoning})
+        if happened.text or happened.logprobs:
             written += self._delta(place, {"content": happened.text}, happened.logprobs)
+        if happened.calls:
+            calls = [self._call(choice, each) for each in happened.calls]
+            written += self._delta(place, {"tool_calls": calls})
         return written
+
+    @staticmethod
+    def _call(choice: Choice, delta: ToolCallDelta) -> dict[str, Any]:
+        if not delta.name:
+            return {"index": delta.index, "function": {"arguments": delta.arguments}}
+        choice.call_ids.append(new_call_id())
+        function = {"name": delta.name, "arguments": delta.arguments}
+        head = {"index": delta.index, "id": choice.call_ids[-1], "type": "function"}
+        return {**head, "function": function}
 
     def _whole(self, place: int) -> dict[str, Any]:
         choice, answer = self.choices[place], self.choices[place].answer
         assert answer  # the reply is complete
         return {
             "index": place,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": self._logprobs(place, choice.logprobs),
             "finish_reason": reason(answer),
         }
@@ -131,7 +215,7 @@ class _ChatReply(Reply):
     def _delta(
         self,
         place: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         logprobs: Iterable[TokenLogprobs] = (),
         reason: str | None = None,
     ) -> bytes:
@@ -149,9 +233,13 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body, form = await read_fields(request, Chat, apart="response_format")
-        schema, key = schema_of(form), key_of(request)
-        asked = [replace(each, schema=schema) for each in body.requests()]
+        body, apart = await read_fields(request, Chat, ("response_format", *FIELDS))
+        schema, tools, key = (
+            schema_of(apart.get("response_format")),
+            tools_of(apart),
+            key_of(request),
+        )
+        asked = [replace(each, schema=schema, tools=tools) for each in body.requests()]
         model = await service.model(key, body.model)
         reply = _ChatReply(
             "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
@@ -166,7 +254,24 @@ def routes(service: Service) -> list[Route]:
 
 
 def _is_shown(piece: Piece) -> bool:
-    return bool(piece.text or piece.logprobs)
+    return piece.has_text or bool(piece.logprobs)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {
+                "id": new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message
 
 
 def _told(found: TokenLogprobs) -> dict[str, Any]:

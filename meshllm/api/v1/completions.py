@@ -126,8 +126,8 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def complete(request: Request) -> Response:
-        body, prompt = await read_fields(request, Completion, apart="prompt")
-        asked, key = body.requests(read_prompts(prompt)), key_of(request)
+        body, apart = await read_fields(request, Completion, ("prompt",))
+        asked, key = body.requests(read_prompts(apart.get("prompt"))), key_of(request)
         model = await service.model(key, body.model)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply, events = _TextReply("cmpl", *head), service.answer(key, model, asked)

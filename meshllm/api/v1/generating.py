@@ -5,6 +5,7 @@ rejected by name.
 """
 
 import secrets
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -131,17 +132,23 @@ def variants(asked: Asked, count: int) -> list[Asked]:
     ]
 
 
-async def read_fields(request: Request, kind: type[T], apart: str = "") -> tuple[T, Any]:
+async def read_fields(
+    request: Request,
+    kind: type[T],
+    apart: Collection[str] = (),
+    harmless: Collection[str] = HARMLESS,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+) -> tuple[T, dict[str, object]]:
     """Read a body into a dataclass, without what asks for nothing; raise `UserError` if invalid.
 
-    The field ``apart`` is returned as it is, None if it is absent.
+    The fields ``apart`` are returned as they are.
     """
-    found, kept = parse(await read_body(request)), None
+    found, kept = parse(await read_body(request)), dict[str, object]()
     if isinstance(found, dict):
-        kept = found.pop(apart, None)
+        kept = {name: found.pop(name) for name in apart if name in found}
         found = {
             name: value
             for name, value in found.items()
-            if name not in HARMLESS and value not in NEUTRAL.get(name, ())
+            if name not in harmless and value not in neutral.get(name, ())
         }
     return build(kind, found), kept

@@ -5,9 +5,9 @@ https://docs.anthropic.com/en/api/messages
 
 import json
 import secrets
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,30 +15,29 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
-from meshllm.api.respond import Stream, read_body, with_keep_alive
+from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.generating import MAX_STOPS, SEEDS
+from meshllm.api.v1.generating import MAX_STOPS, SEEDS, read_fields
 from meshllm.api.v1.reply import STREAM
 from meshllm.api.v1.service import Choices, Service
+from meshllm.api.v1.tools import tools_of_messages
 from meshllm.errors import MeshError
-from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, Turn
+from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked
-from meshllm.strict_json import WrongField, build, parse
+from meshllm.strict_json import WrongField
+
+T = TypeVar("T")
 
 HARMLESS = frozenset({"metadata", "service_tier"})
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "thinking": ({"type": "disabled"},),
-    "stop_sequences": ([],),
-}
+NEUTRAL: dict[str, tuple[object, ...]] = {"stop_sequences": ([],)}
 """Values of fields that are not supported which ask for nothing."""
+APART = ("tools", "tool_choice")
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
 class TextBlock:
-    """A content block."""
+    """A content block with text."""
 
     type: Literal["text"]
     text: str
@@ -47,11 +46,63 @@ class TextBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """A content block: the fields of its type are set."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: object = None
+    tool_use_id: str | None = None
+    content: str | tuple[TextBlock, ...] | None = None
+    is_error: bool | None = None
+    """Accepted, ignored: the content tells the model."""
+    thinking: str | None = None
+    """Accepted, ignored: models do not read the reasoning behind earlier answers."""
+    signature: str | None = None
+    data: str | None = None
+    cache_control: dict[str, str] | None = None
+
+    def part(self, role: str, where: str) -> str | ToolCall | Turn:
+        """Return text, a call of the assistant, or the turn of a result."""
+        match self:
+            case Block(type="text", text=str(text)):
+                return text
+            case Block(type="thinking" | "redacted_thinking"):
+                return ""
+            case Block(type="tool_use", id=str(name), name=str(called)) if role == "assistant":
+                return ToolCall(called, json.dumps(self.input or {}, ensure_ascii=False), name)
+            case Block(type="tool_result", tool_use_id=str(name)) if role == "user":
+                return Turn(role="tool", content=_text(self.content), tool_call_id=name)
+            case _:
+                raise WrongField(where, f"`{where}` is not a valid `{self.type}` block")
+
+
+@dataclass(frozen=True, slots=True)
 class MessagesTurn:
     """One message of a chat."""
 
     role: Literal["user", "assistant"]
-    content: str | tuple[TextBlock, ...]
+    content: str | tuple[Block, ...]
+
+    def turns(self, where: str) -> Iterator[Turn]:
+        """Yield the results of calls, each as a turn, and the message."""
+        if isinstance(self.content, str):
+            yield Turn(role=self.role, content=self.content)
+            return
+        parts = [
+            each.part(self.role, f"{where}.content[{place}]")
+            for place, each in enumerate(self.content)
+        ]
+        results = [each for each in parts if isinstance(each, dict)]
+        calls = tuple(each for each in parts if isinstance(each, ToolCall))
+        text = "".join(each for each in parts if isinstance(each, str))
+        yield from results
+        if calls:
+            yield Turn(role=self.role, content=text, tool_calls=calls)
+        elif text or not results:
+            yield Turn(role=self.role, content=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +121,20 @@ class MessagesPrompt:
             text = "`messages` ends with the assistant: an answer cannot be prefilled"
             raise WrongField("messages", text)
         first = [Turn(role="system", content=_text(self.system))] if self.system else []
-        rest = [Turn(role=each.role, content=_text(each.content)) for each in self.messages]
+        rest = [
+            turn
+            for place, each in enumerate(self.messages)
+            for turn in each.turns(f"messages[{place}]")
+        ]
         return (*first, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Whether and how long to reason."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +147,7 @@ class Messages(MessagesPrompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    thinking: Thinking | None = None
 
     def request(self) -> Asked:
         """Convert to a request of the mesh; raise `WrongField` for what is not supported."""
@@ -99,7 +163,18 @@ class Messages(MessagesPrompt):
             top_k=0 if self.top_k is None else self.top_k,
             seed=secrets.randbelow(SEEDS),
         )
-        return Asked(self.turns(), sampling=sampling, max_tokens=self.max_tokens, stop=stops)
+        thinking = self.thinking
+        if thinking and (thinking.budget_tokens or 0) < 0:
+            text = f"`thinking.budget_tokens` is {thinking.budget_tokens}, not at least 0"
+            raise WrongField("thinking.budget_tokens", text)
+        return Asked(
+            self.turns(),
+            sampling=sampling,
+            max_tokens=self.max_tokens,
+            stop=stops,
+            thinks=None if thinking is None else thinking.type != "disabled",
+            max_reasoning=thinking.budget_tokens if thinking else None,
+        )
 
 
 @dataclass(slots=True)
@@ -110,13 +185,25 @@ class _MessagesReply:
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     read: int = 0
     is_begun: bool = False
+    _blocks: int = 0
+    """Content blocks that have begun."""
+    _open: tuple[str, int] | None = None
+    """The type of the open block, and which call it is."""
 
     def message(self, news: Choices) -> bytes:
         """Write the message once it is complete; no bytes before."""
         _, happened = news
         if not isinstance(happened, Answer):
             return b""
-        content = [{"type": "text", "text": happened.text}] if happened.text else []
+        content: list[dict[str, Any]] = []
+        if happened.reasoning:
+            thought = {"type": "thinking", "thinking": happened.reasoning, "signature": ""}
+            content.append(thought)
+        if happened.text:
+            content.append({"type": "text", "text": happened.text})
+        content += (
+            {**_tool_use(call.name), "input": _object(call.arguments)} for call in happened.calls
+        )
         return _compact(
             {**self._head(), "content": content, **_end(happened), "usage": _usage(happened)}
         )
@@ -129,13 +216,12 @@ class _MessagesReply:
             case Prefilled(total=total):
                 self.read = total
                 return b""
-            case Piece(text) if text:
-                delta = {"type": "text_delta", "text": text}
-                return self._begin() + _event("content_block_delta", index=0, delta=delta)
+            case Piece() as piece if piece.has_text:
+                return self._begin() + b"".join(self._deltas(piece))
             case Answer() as answer:
                 return (
                     self._begin()
-                    + _event("content_block_stop", index=0)
+                    + self._closed()
                     + _event("message_delta", delta=_end(answer), usage=_usage(answer))
                     + _event("message_stop")
                 )
@@ -149,10 +235,40 @@ class _MessagesReply:
         usage = {"input_tokens": self.read, "output_tokens": 0}
         nothing = {"stop_reason": None, "stop_sequence": None}
         message = {**self._head(), "content": [], **nothing, "usage": usage}
-        block = {"type": "text", "text": ""}
-        return _event("message_start", message=message) + _event(
-            "content_block_start", index=0, content_block=block
-        )
+        return _event("message_start", message=message)
+
+    def _deltas(self, piece: Piece) -> Iterator[bytes]:
+        if piece.reasoning:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            yield self._opened(("thinking", 0), empty)
+            yield self._delta("thinking_delta", thinking=piece.reasoning)
+        if piece.text:
+            yield self._opened(("text", 0), {"type": "text", "text": ""})
+            yield self._delta("text_delta", text=piece.text)
+        for call in piece.calls:
+            yield self._opened(("tool_use", call.index), {**_tool_use(call.name), "input": {}})
+            if call.arguments:
+                yield self._delta("input_json_delta", partial_json=call.arguments)
+
+    def _opened(self, wanted: tuple[str, int], block: dict[str, Any]) -> bytes:
+        """Open a content block, unless it is open."""
+        if self._open == wanted:
+            return b""
+        closed = self._closed()
+        self._open, index = wanted, self._blocks
+        self._blocks += 1
+        return closed + _event("content_block_start", index=index, content_block=block)
+
+    def _closed(self) -> bytes:
+        """Close the open content block."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        delta = {"type": kind, **fields}
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
@@ -162,8 +278,8 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def messages(request: Request) -> Response:
-        body, key = await _read(request, Messages), key_of(request)
-        asked = body.request()
+        (body, apart), key = await _read(request, Messages), key_of(request)
+        asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
         reply, events = _MessagesReply(model.name), service.answer(key, model, [asked])
         if body.stream:
@@ -172,8 +288,9 @@ def routes(service: Service) -> list[Route]:
         return Stream(events, JSON, reply.message, messages_error)
 
     async def count(request: Request) -> Response:
-        body, key = await _read(request, MessagesPrompt), key_of(request)
-        asked = Asked(body.turns(), max_tokens=0)
+        (body, apart), key = await _read(request, MessagesPrompt), key_of(request)
+        tools = tools_of_messages(*map(apart.get, APART))
+        asked = Asked(body.turns(), max_tokens=0, tools=tools)
         model = await service.model(key, body.model)
         return JSONResponse({"input_tokens": await _count(service.answer(key, model, [asked]))})
 
@@ -183,15 +300,8 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def _read(request: Request, kind: type[Any]) -> Any:
-    found = parse(await read_body(request))
-    if isinstance(found, dict):
-        found = {
-            name: value
-            for name, value in found.items()
-            if name not in HARMLESS and value not in NEUTRAL.get(name, ())
-        }
-    return build(kind, found)
+async def _read(request: Request, kind: type[T]) -> tuple[T, dict[str, object]]:
+    return await read_fields(request, kind, APART, HARMLESS, NEUTRAL)
 
 
 async def _count(events: AsyncGenerator[Choices, None]) -> int:
@@ -208,10 +318,24 @@ def _text(content: str | tuple[TextBlock, ...] | None) -> str:
 
 
 def _end(answer: Answer) -> dict[str, Any]:
-    reason = "max_tokens" if answer.finish_reason is FinishReason.LENGTH else "end_turn"
+    reason = "tool_use" if answer.calls else "end_turn"
+    if answer.finish_reason is FinishReason.LENGTH:
+        reason = "max_tokens"
     if answer.stop_text:
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": answer.stop_text or None}
+
+
+def _tool_use(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
+
+
+def _object(arguments: str) -> object:
+    """Return the arguments of a call; invalid ones, such as incomplete ones, as a text."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {"invalid": arguments}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

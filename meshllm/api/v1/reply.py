@@ -26,6 +26,8 @@ class Choice:
     """Its first chunk is written."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Collected for a reply that is not streamed."""
+    call_ids: list[str] = field(default_factory=list)
+    """Ids of the tool calls so far."""
     answer: Answer | None = None
 
 
@@ -89,6 +91,9 @@ class Reply:
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(each.reasoning_tokens for each in answers)
+            },
         }
 
 
@@ -109,4 +114,6 @@ def failure(error: MeshError) -> bytes:
 
 def reason(answer: Answer) -> str:
     """Return OpenAI's finish reason of an answer."""
-    return "length" if answer.finish_reason is FinishReason.LENGTH else "stop"
+    if answer.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if answer.calls else "stop"

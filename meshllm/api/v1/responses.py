@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's responses, without tools.
+"""`/v1/responses`: OpenAI's responses.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -16,17 +16,18 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
-from meshllm.api.respond import Stream, read_body, with_keep_alive
+from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, SEEDS
+from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, SEEDS, read_fields
 from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.structured import schema_of_format
+from meshllm.api.v1.tools import FIELDS, new_call_id, tools_of
 from meshllm.errors import MeshError
-from meshllm.request import Answer, FinishReason, Piece, Sampling, Turn
+from meshllm.request import Answer, FinishReason, Piece, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked
-from meshllm.strict_json import WrongField, build, parse
+from meshllm.strict_json import WrongField
 
 HARMLESS = frozenset(
     {
@@ -35,14 +36,10 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "include": ([],),
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
-    "reasoning": ({}, {"effort": None}, {"effort": None, "summary": None}),
 }
 """Values of fields that are not supported which ask for nothing."""
 
@@ -51,7 +48,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 class TextPart:
     """A content part of an item."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: tuple[dict[str, str], ...] = ()
     logprobs: tuple[dict[str, str], ...] = ()
@@ -59,19 +56,42 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesItem:
-    """A message, as a client writes it or as a response had it."""
+    """An item of the input, as a client writes it or as a response had it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[TextPart, ...]
-    type: Literal["message"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | tuple[TextPart, ...] | None = None
     id: str | None = None
     status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | tuple[TextPart, ...] | None = None
+    summary: tuple[dict[str, str], ...] = ()
 
-    def turn(self) -> Turn:
-        """Return the message with its parts joined; a developer's is a system message."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
-        return Turn(role="system" if self.role == "developer" else self.role, content=text)
+    def turns(self, where: str) -> Iterator[Turn]:
+        """Yield the turn of the item, none for reasoning; a developer's is a system message."""
+        match self:
+            case ResponsesItem(type="message", role=str(role)) if self.content is not None:
+                yield Turn(
+                    role="system" if role == "developer" else role, content=_text(self.content)
+                )
+            case ResponsesItem("function_call", call_id=str(name), name=str(called)):
+                call = ToolCall(called, self.arguments or "{}", name)
+                yield Turn(role="assistant", content="", tool_calls=(call,))
+            case ResponsesItem("function_call_output", call_id=str(name)):
+                yield Turn(role="tool", content=_text(self.output or ""), tool_call_id=name)
+            case ResponsesItem("reasoning"):
+                pass
+            case _:
+                raise WrongField(where, f"`{where}` is not a valid `{self.type}`")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Whether and how long to reason."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +107,7 @@ class Responses:
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    reasoning: Reasoning | None = None
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the messages of this request alone."""
@@ -94,9 +115,11 @@ class Responses:
             return (Turn(role="user", content=self.input),)
         if not self.input:
             raise WrongField("input", "`input` is empty")
-        return tuple(each.turn() for each in self.input)
+        return tuple(
+            turn for place, each in enumerate(self.input) for turn in each.turns(f"input[{place}]")
+        )
 
-    def request(self, turns: tuple[Turn, ...], schema: str | None) -> Asked:
+    def request(self, turns: tuple[Turn, ...]) -> Asked:
         """Convert to a request of the mesh that answers these turns."""
         most = Asked().max_tokens if self.max_output_tokens is None else self.max_output_tokens
         if most < 1:
@@ -107,7 +130,22 @@ class Responses:
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=secrets.randbelow(SEEDS),
         )
-        return Asked((*first, *turns), sampling=sampling, max_tokens=most, schema=schema)
+        effort = self.reasoning.effort if self.reasoning else None
+        return Asked(
+            (*first, *turns),
+            sampling=sampling,
+            max_tokens=most,
+            thinks=None if effort is None else effort != "none",
+            effort=None if effort == "none" else effort,
+        )
+
+
+@dataclass(slots=True)
+class _OutputItem:
+    """An item of the output, as far as it has come."""
+
+    fields: dict[str, Any]
+    text: str = ""
 
 
 @dataclass(slots=True)
@@ -116,20 +154,29 @@ class _ResponsesReply:
 
     model: str
     body: Responses
-    form: object
+    given: dict[str, object]
+    """The fields of the request that describe its format and its tools."""
     owner: str
     turns: tuple[Turn, ...]
     store: ResponseStore
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
-    item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(24)}")
     created: int = field(default_factory=lambda: int(time.time()))
     is_begun: bool = False
+    _items: list[_OutputItem] = field(default_factory=list)
     _count: int = 0
 
     def whole(self, news: Choices) -> bytes:
         """Write the response once it is complete; no bytes before."""
         _, happened = news
-        return _compact(self._kept(happened)) if isinstance(happened, Answer) else b""
+        if not isinstance(happened, Answer):
+            return b""
+        if happened.reasoning:
+            self._add("reasoning").text = happened.reasoning
+        if happened.text or not happened.calls:
+            self._add("message").text = happened.text
+        for call in happened.calls:
+            self._add("function_call", call.name).text = call.arguments
+        return _compact(self._kept(happened))
 
     def events(self, news: Choices | None) -> bytes:
         """Write server-sent events: a comment for None, nothing for progress."""
@@ -145,29 +192,107 @@ class _ResponsesReply:
     def _events(self, happened: object) -> Iterator[bytes]:
         if not isinstance(happened, Piece | Answer):
             return
-        place = {"item_id": self.item, "output_index": 0, "content_index": 0}
         if not self.is_begun:
             self.is_begun = True
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._object("in_progress", []))
-            item = self._item("in_progress", [])
-            yield self._event("response.output_item.added", output_index=0, item=item)
+        if isinstance(happened, Piece):
+            yield from self._deltas(happened)
+            return
+        if not self._items:
+            yield from self._opened("message")
+        yield from self._closed()
+        whole = self._kept(happened)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _deltas(self, piece: Piece) -> Iterator[bytes]:
+        if piece.reasoning:
+            yield from self._opened("reasoning")
+            yield self._delta(piece.reasoning)
+        if piece.text:
+            yield from self._opened("message")
+            yield self._delta(piece.text, logprobs=[])
+        for call in piece.calls:
+            if call.name:
+                yield from self._opened("function_call", call.name)
+            if call.arguments:
+                yield self._delta(call.arguments)
+
+    def _opened(self, kind: str, name: str = "") -> Iterator[bytes]:
+        """Open an item, unless it is open."""
+        if self._items and not name and self._items[-1].fields["type"] == kind:
+            return
+        yield from self._closed()
+        item = self._add(kind, name)
+        added = self._item(item, "in_progress")
+        added |= {"content": []} if kind == "message" else {}
+        yield self._event("response.output_item.added", output_index=self._last, item=added)
+        if kind == "message":
+            place = self._place(item)
             yield self._event("response.content_part.added", **place, part=_part(""))
-        match happened:
-            case Piece(text) if text:
-                yield self._event("response.output_text.delta", **place, delta=text, logprobs=[])
-            case Answer(text=text):
-                whole = self._kept(happened)
-                [item] = whole["output"]
-                yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-                yield self._event("response.content_part.done", **place, part=_part(text))
-                yield self._event("response.output_item.done", output_index=0, item=item)
-                yield self._event(f"response.{whole['status']}", response=whole)
+
+    def _closed(self) -> Iterator[bytes]:
+        """Close the open item."""
+        if not self._items:
+            return
+        item = self._items[-1]
+        place, kind = self._place(item), item.fields["type"]
+        if kind == "message":
+            yield self._event("response.output_text.done", **place, text=item.text, logprobs=[])
+            yield self._event("response.content_part.done", **place, part=_part(item.text))
+        elif kind == "reasoning":
+            yield self._event("response.reasoning_text.done", **place, text=item.text)
+        else:
+            done = {"arguments": item.text, "name": item.fields["name"]}
+            yield self._event("response.function_call_arguments.done", **place, **done)
+        whole = self._item(item, "completed")
+        yield self._event("response.output_item.done", output_index=self._last, item=whole)
+
+    def _delta(self, text: str, **more: object) -> bytes:
+        item = self._items[-1]
+        item.text += text
+        name = {
+            "message": "output_text",
+            "reasoning": "reasoning_text",
+            "function_call": "function_call_arguments",
+        }[item.fields["type"]]
+        return self._event(f"response.{name}.delta", **self._place(item), delta=text, **more)
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
+    def _place(self, item: _OutputItem) -> dict[str, Any]:
+        place = {"item_id": item.fields["id"], "output_index": self._last}
+        return place if item.fields["type"] == "function_call" else {**place, "content_index": 0}
+
+    def _add(self, kind: str, name: str = "") -> _OutputItem:
+        """Append an item to the output."""
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        fields = {"type": kind, "id": f"{prefix}_{secrets.token_hex(24)}"}
+        if kind == "function_call":
+            fields |= {"call_id": new_call_id(), "name": name}
+        self._items.append(_OutputItem(fields))
+        return self._items[-1]
+
+    @staticmethod
+    def _item(item: _OutputItem, status: str) -> dict[str, Any]:
+        match item.fields["type"]:
+            case "message":
+                more = {"role": "assistant", "content": [_part(item.text)]}
+            case "reasoning":
+                content = [{"type": "reasoning_text", "text": item.text}]
+                more = {"summary": [], "content": content}
+            case _:
+                more = {"arguments": item.text}
+        return {**item.fields, "status": status, **more}
 
     def _kept(self, answer: Answer) -> dict[str, Any]:
         """Return the complete response; keep it unless `store` is false."""
         status = "incomplete" if answer.finish_reason is FinishReason.LENGTH else "completed"
-        whole = self._object(status, [self._item(status, [_part(answer.text)])])
+        output = [self._item(each, "completed") for each in self._items]
+        output[-1]["status"] = status
+        whole = self._object(status, output)
         if status == "incomplete":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
         read, written = answer.prompt_tokens, len(answer.tokens)
@@ -175,12 +300,18 @@ class _ResponsesReply:
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": answer.cached_tokens},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": read + written,
         }
         if self.body.store is not False:
-            turns = (*self.turns, Turn(role="assistant", content=answer.text))
-            self.store.put(self.id, StoredResponse(self.owner, whole, turns))
+            turn = Turn(role="assistant", content=answer.text)
+            calls = [each.fields for each in self._items if each.fields["type"] == "function_call"]
+            if calls:
+                turn["tool_calls"] = tuple(
+                    replace(call, id=fields["call_id"])
+                    for call, fields in zip(answer.calls, calls, strict=True)
+                )
+            self.store.put(self.id, StoredResponse(self.owner, whole, (*self.turns, turn)))
         return whole
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -197,22 +328,21 @@ class _ResponsesReply:
             "metadata": {},
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": self.given.get("parallel_tool_calls", True),
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
             "store": body.store is not False,
             "temperature": DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
-            "text": {"format": self.form or {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": self.given.get("format") or {"type": "text"}},
+            "tool_choice": self.given.get("tool_choice") or "auto",
+            "tools": self.given.get("tools") or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
         }
-
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"type": "message", "id": self.item, "status": status, "role": "assistant"}
-        return {**head, "content": content}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._count = self._count, self._count + 1
@@ -225,16 +355,17 @@ def routes(service: Service) -> list[Route]:
     store = ResponseStore()
 
     async def create(request: Request) -> Response:
-        body, form = await _read(request)
+        body, given = await _read(request)
         owner = _owner(request)
         before: tuple[Turn, ...] = ()
         if body.previous_response_id is not None:
             before = _found(store, body.previous_response_id, owner).turns
         turns = (*before, *body.turns())
-        asked = body.request(turns, schema_of_format(form))
-        key = key_of(request)
+        asked, key = body.request(turns), key_of(request)
+        schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
+        asked = replace(asked, schema=schema, tools=tools)
         model = await service.model(key, body.model)
-        reply = _ResponsesReply(model.name, body, form, owner, turns, store)
+        reply = _ResponsesReply(model.name, body, given, owner, turns, store)
         events = service.answer(key, model, [asked])
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
@@ -258,24 +389,18 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def _read(request: Request) -> tuple[Responses, object]:
-    """Read a body and its `text.format`; raise `WrongField` for what is not supported."""
-    found, text = parse(await read_body(request)), None
-    if isinstance(found, dict):
-        text = found.pop("text", None)
-        found = {
-            name: value
-            for name, value in found.items()
-            if name not in HARMLESS and value not in NEUTRAL.get(name, ())
-        }
-    match text:
+async def _read(request: Request) -> tuple[Responses, dict[str, object]]:
+    """Read a body, its `text.format` and its tools; raise `WrongField` for the unsupported."""
+    apart = ("text", *FIELDS)
+    body, given = await read_fields(request, Responses, apart, HARMLESS, NEUTRAL)
+    match given.pop("text", None):
         case None:
-            form = None
-        case {"format": form, **rest} if not rest or rest == {"verbosity": "medium"}:
             pass
+        case {"format": form, **rest} if not rest or rest == {"verbosity": "medium"}:
+            given["format"] = form
         case _:
             raise WrongField("text", "`text` takes `format` only")
-    return build(Responses, found), form
+    return body, given
 
 
 def _owner(request: Request) -> str:
@@ -289,6 +414,10 @@ def _found(store: ResponseStore, name: str, owner: str) -> StoredResponse:
         text = f"There is no response `{name[:100]}`: it is another key's, or no longer kept"
         raise Refused(text, Failure(404, INVALID, "response_not_found", "previous_response_id"))
     return found
+
+
+def _text(content: str | tuple[TextPart, ...]) -> str:
+    return content if isinstance(content, str) else "".join(each.text for each in content)
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -57,6 +57,10 @@ def chat(
             "--schema", metavar="FILE", help="Answer in JSON that satisfies this JSON schema."
         ),
     ] = None,
+    thinks: Annotated[
+        bool | None,
+        typer.Option("--think/--no-think", help="Whether to reason first, if the model can."),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
@@ -75,6 +79,8 @@ def chat(
 
     With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
     before PROMPT. On a terminal without PROMPT it opens a conversation.
+
+    A terminal shows the reasoning of a model dimmed, on stderr.
     """
     chosen = settings(flags)
     check_draft(chosen)
@@ -93,9 +99,9 @@ def chat(
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")
         from meshllm.cli.chat.repl import converse
 
-        converse(opener, Conversation(chosen, ends, wanted, where=where), stats=stats)
+        converse(opener, Conversation(chosen, ends, wanted, thinks, where=where), stats=stats)
         return
-    request = replace(_request(text, chosen, ends, raw=raw), schema=wanted)
+    request = replace(_request(text, chosen, ends, raw=raw), schema=wanted, thinks=thinks)
     answer = _answer_once(opener, chosen, request, as_json=as_json)
     if as_json:
         seed = request.sampling.seed

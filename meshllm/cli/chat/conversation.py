@@ -27,6 +27,8 @@ class Conversation:
     stop: tuple[str, ...] = ()
     schema: str | None = None
     """A JSON schema that the answers satisfy."""
+    thinks: bool | None = None
+    """Whether the model reasons before it answers."""
     turns: list[Turn] = field(default_factory=list)
     answer: Answer | None = None
     """The latest complete answer."""
@@ -43,7 +45,7 @@ class Conversation:
         """
         turns = with_system(self.settings, *self.turns, Turn(role="user", content=text))
         request = request_of(self.settings, turns=turns, stop=self.stop)
-        request = replace(request, schema=self.schema)
+        request = replace(request, schema=self.schema, thinks=self.thinks)
         if is_new:
             sampling = replace(request.sampling, seed=draw_seed())
             request = replace(request, sampling=sampling)

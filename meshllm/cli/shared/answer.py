@@ -20,9 +20,8 @@ async def stream(
             match event:
                 case Prefilled(done, total):
                     status.show(f"prefill, {done} of {total} tokens")
-                case Piece(text):
-                    status.clear()
-                    write(text)
+                case Piece():
+                    _show(event, status, write)
                 case Resumable():
                     pass
                 case Interruption(_, text, pause_s):
@@ -38,10 +37,19 @@ async def stream(
     return answer
 
 
+def _show(piece: Piece, status: render.Status, write: Callable[[str], None]) -> None:
+    if piece.reasoning:
+        status.reason(piece.reasoning)
+    if piece.text:
+        status.clear()
+        write(piece.text)
+
+
 def as_fields(answer: Answer) -> dict[str, Any]:
     """Lay an answer out for ``--json``."""
     return {
         "text": answer.text,
+        "reasoning": answer.reasoning,
         "tokens": list(answer.tokens),
         "prompt_tokens": answer.prompt_tokens,
         "cached_tokens": answer.cached_tokens,

@@ -187,6 +187,8 @@ class Status:
 
     stream: TextIO
     shown: bool = False
+    is_reasoning: bool = False
+    """The line is one of reasoning, which stays."""
     notes: list[str] = field(default_factory=list)
     """Lines to write at the end, so that they do not interrupt an answer."""
 
@@ -207,8 +209,22 @@ class Status:
         self.stream.flush()
         self.shown = True
 
+    def reason(self, text: str) -> None:
+        """Write reasoning, which stays above the answer."""
+        if not self.stream.isatty():
+            return
+        if not self.is_reasoning:
+            self.clear()
+        self.is_reasoning = True
+        self.stream.write(dim(_safe_answer(text)))
+        self.stream.flush()
+
     def clear(self) -> None:
-        """Erase the line."""
+        """Erase the line; end one of reasoning."""
+        if self.is_reasoning:
+            self.is_reasoning = False
+            self.stream.write("\n\n")
+            self.stream.flush()
         if self.shown:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

@@ -61,7 +61,7 @@ class TextStream:
             self.stopped, self._held = True, ""
             _, at, self.stop_text = min(found)
             return text[:at]
-        certain = len(text) - _overlap(text, self._stop)
+        certain = len(text) - overlap(text, self._stop)
         self._held = text[certain:]
         return text[:certain]
 
@@ -131,7 +131,7 @@ def _incomplete(text: str) -> int:
     return min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_INCOMPLETE)
 
 
-def _overlap(text: str, stop: Sequence[str]) -> int:
+def overlap(text: str, stop: Sequence[str]) -> int:
     """Return the length of the longest suffix of the text that is a prefix of a stop text."""
     longest = max(map(len, stop), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):

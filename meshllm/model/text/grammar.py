@@ -1,4 +1,4 @@
-"""Grammars that an answer has to follow, compiled from JSON schemas by llguidance.
+"""Grammars that an answer has to follow, compiled by llguidance: JSON schemas, tool calls.
 
 Theory of operation
 -------------------
@@ -14,7 +14,7 @@ a schema from elsewhere.
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,16 @@ MAX_SCHEMA_BYTES = 64 << 10
 MESSAGE_CHARS = 300
 # Endless white space would be valid JSON.
 _WHITE_SPACE = r" ?|\n {0,16}"
+
+
+class Constraint(Protocol):
+    """What may follow in one answer: a function of its tokens so far."""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return logits [V] with minus infinity for each token that may not follow."""
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the answer; raise `ModelError` if they do not follow."""
 
 
 class Vocabulary:
@@ -47,7 +57,7 @@ class Vocabulary:
             raise ModelError("The model has no end token, so no answer of it can follow a schema")
         self._tokens = _guarded(lambda: LLTokenizer(tokenizer, eos_token=ends), ModelError)
 
-    def compile(self, schema: str) -> "Grammar":
+    def json_schema(self, schema: str) -> "Grammar":
         """Compile the grammar of JSON that satisfies a JSON schema, at its beginning.
 
         Raises:
@@ -60,16 +70,30 @@ class Vocabulary:
             text = f"The JSON schema is {size} bytes long; the limit is {MAX_SCHEMA_BYTES}"
             raise WrongField("response_format", text)
 
-        def build() -> Any:
-            grammar = LLMatcher.grammar_from_json_schema(
+        def grammar() -> str:
+            return LLMatcher.grammar_from_json_schema(
                 schema, overrides={"whitespace_pattern": _WHITE_SPACE}
             )
-            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+
+        return self._compile(grammar, "response_format")
+
+    def tool_calls(self, grammar: str) -> "Grammar":
+        """Compile a grammar of `call_grammar`; raise `WrongField` if it is not supported."""
+        return self._compile(lambda: grammar, "tools")
+
+    def _compile(self, grammar: Callable[[], str], field: str) -> "Grammar":
+        from llguidance import LLMatcher
+
+        def build() -> Any:
+            matcher = LLMatcher(self._tokens, grammar(), log_level=0)
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
             return matcher
 
-        return Grammar(_guarded(build, _refused), self._tokens.vocab_size)
+        def refused(message: str) -> WrongField:
+            return WrongField(field, f"A JSON schema is not supported: {message}")
+
+        return Grammar(_guarded(build, refused), self._tokens.vocab_size)
 
 
 class Grammar:
@@ -87,7 +111,7 @@ class Grammar:
         _guarded(lambda: matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes), ModelError)
         if self._matcher.is_error():
             why = _short(self._matcher.get_error())
-            raise ModelError(f"The JSON schema cannot be followed: {why}")
+            raise ModelError(f"The grammar of the answer cannot be followed: {why}")
         bits = np.unpackbits(mask.view(np.uint8), count=self._size, bitorder="little")
         excluded = torch.ones(len(logits), dtype=torch.bool)
         known = min(len(logits), self._size)
@@ -102,11 +126,7 @@ class Grammar:
         """
         for token in tokens:
             if not _guarded(partial(self._matcher.consume_token, token), ModelError):
-                raise ModelError("The answer so far does not follow its JSON schema")
-
-
-def _refused(message: str) -> WrongField:
-    return WrongField("response_format", f"The JSON schema is not supported: {message}")
+                raise ModelError("The answer so far does not follow its grammar")
 
 
 def _guarded(call: Callable[[], T], fault: Callable[[str], Exception]) -> T:

@@ -6,7 +6,7 @@ Generated text is data: nothing is escaped here (`meshllm.log.escape` is for ter
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,13 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from meshllm.errors import ModelError, UserError
+from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.generation_config import read_config, recommended
 from meshllm.model.text.grammar import Vocabulary
+from meshllm.model.text.reasoning import PAIRS
+from meshllm.model.text.tool_format import MARKERS, Function
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
@@ -39,6 +42,8 @@ _UNREADABLE = (
 _REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 
+_MARKERS = (*MARKERS, *(marker for pair in PAIRS for marker in pair))
+_TAIL_TOKENS = 16
 _BYTE_WORD = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's byte fallback
 
 
@@ -65,6 +70,7 @@ class Text:
         defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Wrap a tokenizer of transformers; `load` is the usual way."""
+        self.style = ChatStyle.of("".join(_templates(tokenizer)))
         self.end_tokens = end_tokens
         self.defaults = defaults
         """The sampling parameters that the model recommends, by name."""
@@ -76,6 +82,10 @@ class Text:
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self.markers = {
+            marker: token for marker in _MARKERS if (token := self._token_of(marker)) is not None
+        }
+        """The markers of tool calls and reasoning that are one token, and that token."""
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @classmethod
@@ -86,8 +96,7 @@ class Text:
             ModelError: it is missing or damaged, or its chat template is too long.
         """
         tokenizer = _load(folder)
-        template = tokenizer.chat_template or ""
-        size = max(map(len, template.values() if isinstance(template, dict) else [template]))
+        size = max(map(len, _templates(tokenizer)))
         if size > MAX_TEMPLATE_CHARS:
             raise ModelError(
                 f"The chat template in `{folder}` has {size} characters, "
@@ -109,25 +118,35 @@ class Text:
         _check_unicode(text)
         return list(self._tokenizer(text)["input_ids"])
 
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_chat(
+        self,
+        turns: Sequence[Turn],
+        functions: Sequence[Function] = (),
+        thinks: bool | None = None,
+        effort: str | None = None,
+    ) -> list[int]:
         """Return the ids of a chat, up to the start of the answer.
+
+        The answer may call ``functions``; ``thinks`` and ``effort`` are those of `Request`.
 
         Control tokens written in a turn stay plain text, so the content of a turn cannot end it. A
         model without a template gets the system text, then ``User: ...`` and ``Assistant: ...``, a
         blank line between turns, and ``Assistant:`` at the end.
 
         Raises:
-            UserError: there is no turn, or the template rejects them.
+            UserError: there is no turn, or the template rejects them or what is asked of it.
             ModelError: the template does not end.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
         for turn in turns:
             _check_unicode(turn["content"])
+        messages = self.style.messages(turns, functions)
         if not self._tokenizer.chat_template:
-            return self.encode(_plain(turns))
+            return self.encode(_plain(messages))
+        options = self.style.options(functions, thinks, effort)
         try:
-            return run_within(CHAT_S, partial(self._apply_template, turns))
+            return run_within(CHAT_S, partial(self._apply_template, messages, options))
         except DeadlineExceeded:
             raise ModelError(f"The model's chat template did not end within {CHAT_S:g} s") from None
         except _REFUSALS as error:
@@ -136,9 +155,9 @@ class Text:
                 hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
 
-    def _apply_template(self, turns: Sequence[Turn]) -> list[int]:
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         encoding = self._tokenizer.apply_chat_template(
-            list(turns), add_generation_prompt=True, sanitize_control_tokens=True
+            messages, add_generation_prompt=True, sanitize_control_tokens=True, **options
         )
         return list(encoding["input_ids"])
 
@@ -167,9 +186,21 @@ class Text:
             return bytes([int(byte[1], 16)])
         return word.replace("▁", " ").encode()
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """Start the detokenizer of an answer, which ends at the first of the ``stop`` texts."""
-        return TextStream(self._decode, silent=self._silent, stop=stop)
+    def stream(self, stop: Sequence[str] = (), shown: Iterable[str] = ()) -> TextStream:
+        """Start the detokenizer of an answer, which ends at the first of the ``stop`` texts.
+
+        Special tokens have no text, except the ``shown`` markers.
+        """
+        tokens = {self.markers[marker] for marker in shown if marker in self.markers}
+        return TextStream(self._decode, silent=self._silent - tokens, stop=stop)
+
+    def tail(self, tokens: Sequence[int]) -> str:
+        """Return the text at the end of a prompt, special tokens included."""
+        return self._decode(list(tokens[-_TAIL_TOKENS:]))
+
+    def _token_of(self, marker: str) -> int | None:
+        """Return the id of a marker that is one token."""
+        return next((t for t, content in self._added.items() if content == marker.encode()), None)
 
     def _decode(self, tokens: list[int]) -> str:
         # The clean-up removes spaces before punctuation, which would change text already emitted.
@@ -234,6 +265,12 @@ def _check_unicode(text: str) -> None:
         raise UserError(f"The text is not valid Unicode at character {error.start}") from None
 
 
-def _plain(turns: Sequence[Turn]) -> str:
+def _templates(tokenizer: Any) -> list[str]:
+    """Return the chat templates of a tokenizer; an empty one if there is none."""
+    template = tokenizer.chat_template or ""
+    return [*template.values()] if isinstance(template, dict) else [template]
+
+
+def _plain(turns: Sequence[Mapping[str, Any]]) -> str:
     label = {"system": "", "user": "User: ", "assistant": "Assistant: "}
     return "\n\n".join([*(label[t["role"]] + t["content"] for t in turns), "Assistant:"])

@@ -6,6 +6,7 @@
     {"resumable": {...}}                                      how to go on if the ring is lost
     {"interruption": {...}}                                   a loss that the answer survived
     {"piece": "text", "ids": [1], "logprobs": [...]}          new text and tokens
+    {"piece": "", "reasoning": "text", "calls": [...]}        text before the answer; tool calls
     {"tokens": [1, 2, ...]}                                   ids of a long answer, between nodes
     {"answer": {...}}                                         the last line of an answer
     {"error": {"message": ..., "code": "link_lost", ...}}     the last line of a failure
@@ -44,6 +45,8 @@ from meshllm.request import (
     Request,
     Resumable,
     TokenLogprobs,
+    ToolCallDelta,
+    Written,
 )
 from meshllm.strict_json import WrongField, build, lay_out, parse
 
@@ -95,6 +98,8 @@ class _Line:
     piece: str | None = None
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[int, ...] | None = None
     answer: Answer | None = None
     error: _Failure | None = None
@@ -136,10 +141,10 @@ def event_to_json(event: Event) -> bytes:
             return _write({"resumable": lay_out(event)})
         case Interruption():
             return _write({"interruption": lay_out(event)})
-        case Piece(text, ids, logprobs):
-            more = {"ids": ids} if ids else {}
-            told = {"logprobs": lay_out(logprobs)} if logprobs else {}
-            return _write({"piece": text, **more, **told})
+        case Piece(text):
+            fields = lay_out(event)
+            more = {"ids": fields.pop("tokens"), **fields}
+            return _write({"piece": text, **{n: v for n, v in more.items() if v and n != "text"}})
         case Answer():
             return _write({"answer": lay_out(event)})
         case _:
@@ -149,19 +154,38 @@ def event_to_json(event: Event) -> bytes:
 def event_to_lines(event: Event) -> Iterator[bytes]:
     """Encode an event for `AnswerReader` as lines, each without newline."""
     match event:
-        case Piece(text, ids, logprobs):
-            for at in range(LINE_CHARS, len(text), LINE_CHARS):
-                yield event_to_json(Piece(text[at - LINE_CHARS : at]))
-            if text or ids:
-                last = text[(len(text) - 1) // LINE_CHARS * LINE_CHARS :]
-                yield event_to_json(Piece(last, ids, logprobs))
+        case Piece():
+            yield from map(event_to_json, _split(event))
         case Answer(tokens=tokens):
             at = 0
             for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
                 yield _write({"tokens": tokens[at - LINE_TOKENS : at]})
-            yield event_to_json(replace(event, text="", tokens=tokens[at:]))
+            short = replace(event, text="", reasoning="", calls=(), tokens=tokens[at:])
+            yield event_to_json(short)
         case _:
             yield event_to_json(event)
+
+
+def _split(piece: Piece) -> Iterator[Piece]:
+    """Split a piece, so that none has more than `LINE_CHARS` characters; the last has tokens."""
+    pieces = [Piece(part) for part in _parts(piece.text)]
+    pieces += [Piece("", reasoning=part) for part in _parts(piece.reasoning)]
+    for call in piece.calls:
+        first, *rest = _parts(call.arguments) or [""]
+        pieces.append(Piece("", calls=(replace(call, arguments=first),)))
+        pieces += [Piece("", calls=(ToolCallDelta(call.index, arguments=part),)) for part in rest]
+    if sum(map(len, (piece.text, piece.reasoning, *(each.arguments for each in piece.calls)))) <= (
+        LINE_CHARS
+    ):
+        pieces = [piece] if piece.has_text or piece.tokens else []
+    for each in pieces[:-1]:
+        yield each
+    for each in pieces[-1:]:
+        yield replace(each, tokens=piece.tokens, logprobs=piece.logprobs)
+
+
+def _parts(text: str) -> list[str]:
+    return [text[at : at + LINE_CHARS] for at in range(0, len(text), LINE_CHARS)]
 
 
 def error_to_json(error: MeshError) -> bytes:
@@ -189,7 +213,7 @@ class AnswerReader:
     """Decodes the lines of one answer that `event_to_lines` encoded."""
 
     def __init__(self) -> None:
-        self._text: list[str] = []
+        self._written = Written()
         self._tokens: list[int] = []
         self._ids = 0  # of pieces
 
@@ -204,10 +228,11 @@ class AnswerReader:
             return None
         event = _event_of(line)
         match event:
-            case Piece(text):
-                self._text.append(text)
+            case Piece():
+                self._written.add(event)
             case Answer(tokens=tokens):
-                return replace(event, text="".join(self._text), tokens=(*self._tokens, *tokens))
+                whole = self._written.complete(event)
+                return replace(whole, tokens=(*self._tokens, *tokens))
         return event
 
 
@@ -231,7 +256,8 @@ def _event_of(line: _Line) -> Event | None:
         case numbers:
             raise PeerFault(f"Malformed line of an answer: {len(numbers)} numbers of progress")
     if line.piece is not None:
-        found.append(Piece(line.piece, line.ids, line.logprobs))
+        piece = Piece(line.piece, line.ids, line.logprobs, line.reasoning, line.calls)
+        found.append(piece)
     if len(found) + (line.error is not None) > 1:
         raise PeerFault("Malformed line of an answer: several fields are set")
     if line.error is not None:

@@ -13,7 +13,7 @@ from meshllm.errors import MeshError, ModelError
 from meshllm.model.sampling import pick
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.model.text.grammar import Grammar
+from meshllm.model.text.grammar import Constraint
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
@@ -72,7 +72,7 @@ class GenerationRequest:
     forced: tuple[int, ...] = field(default=(), kw_only=True)
     """The first tokens of the answer, whatever sampling gives; they are part of the prompt for
     penalties."""
-    grammar: Grammar | None = field(default=None, kw_only=True)
+    grammar: Constraint | None = field(default=None, kw_only=True)
     """What the answer may continue with after the given tokens."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
     """Called before ``is_last``, with the logits [V] from which the token was sampled."""

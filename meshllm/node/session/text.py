@@ -11,9 +11,13 @@ from torch import Tensor
 
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
+from meshllm.model.text.answer_parser import AnswerParser
 from meshllm.model.text.detokenizer import TextStream
-from meshllm.model.text.grammar import Grammar, Vocabulary
+from meshllm.model.text.grammar import Constraint, Vocabulary
+from meshllm.model.text.reasoning import ReasoningLimit, ReasoningParser
 from meshllm.model.text.tokenizer import Text
+from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
+from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
@@ -32,6 +36,8 @@ from meshllm.request import (
     Request,
     Resumable,
     TokenLogprobs,
+    Turn,
+    Written,
 )
 from meshllm.strict_json import WrongField
 
@@ -59,22 +65,23 @@ class RingBackend:
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
         # Megabytes of text take seconds.
-        prompt, stream = await self.worker.run(_prepare, text, request)
+        functions = _functions(request)
+        prompt, stream, parser = await self.worker.run(_prepare, text, request, functions)
         _check_room(request, prompt, self.entry.context)
-        transcript = _Transcript(text, stream, request.logprobs)
-        grammar = await self._grammar(request)
+        transcript = _Transcript(text, stream, parser, request.logprobs)
+        grammar = await self._constraint(request, prompt)
         order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
         finished = (
             FinishReason.LENGTH
             if not order.max_tokens  # the prompt is only counted, or is the one token to score
             else _finished(order, stream, text.end_tokens, self.entry.context)
         )
-        written: list[str] = []
+        written = Written()
         tokens: list[int] = []
         if request.scores_prompt and not request.given:
             first = transcript.first(prompt[0])
             tokens += first.tokens
-            written.append(first.text)
+            written.add(first)
             yield first
         async with aclosing(
             _ended(finished) if finished else self.entry.generate(order)
@@ -86,16 +93,17 @@ class RingBackend:
                     case Token(token):
                         tokens.append(token)
                         piece = transcript.next(token)
-                        written.append(piece.text)
+                        written.add(piece)
                         yield piece
                     case Ended(reason, measured):
-                        written.append(stream.finish())
-                        if written[-1]:
-                            yield Piece(written[-1])
+                        piece = parser.finish(stream.finish())
+                        written.add(piece)
+                        if piece.has_text:
+                            yield piece
                     case _:
                         assert_never(output)
-        yield Answer(
-            text="".join(written),
+        answer = Answer(
+            text="",
             tokens=tuple(tokens),
             prompt_tokens=len(prompt),
             cached_tokens=min(measured.reused, len(order.prompt)),
@@ -106,21 +114,44 @@ class RingBackend:
             tokens_per_step=measured.tokens_per_step,
             hops=_hops(measured, self.plan),
             stop_text=stream.stop_text,
+            reasoning_tokens=parser.reasoning_tokens,
         )
+        yield written.complete(answer)
 
-    async def _grammar(self, request: Request) -> Grammar | None:
-        """Compile what the answer may continue with, off the compute thread."""
-        text = self.text
-        if request.schema is None:
+    async def _constraint(self, request: Request, prompt: Sequence[int]) -> Constraint | None:
+        """Return what the answer may continue with."""
+        text, grammar = self.text, await self._grammar(request)
+        form = text.style.reasoning if request.turns else None
+        if form and (grammar or request.max_reasoning is not None):
+            begin, end = (text.markers.get(marker) for marker in (form.begin, form.end))
+            if begin is not None and end is not None:
+                grammar = ReasoningLimit(
+                    begin,
+                    end,
+                    is_open=form.is_open(text.tail(prompt)),
+                    most=request.max_reasoning,
+                    then=grammar,
+                    end_tokens=text.end_tokens,
+                )
+        if grammar:
+            grammar.take(request.given)
+        return grammar
+
+    async def _grammar(self, request: Request) -> Constraint | None:
+        """Compile the grammar of the answer, off the compute thread."""
+        text, tools = self.text, request.tools
+        calls = call_grammar(tools, text.style.tool_format, text.markers) if tools else None
+        if request.schema is None and calls is None:
             return None
         if request.scores_prompt:
             raise WrongField("response_format", "An echoed prompt cannot follow a JSON schema")
         if text.vocabulary is None:
             tokens = await self.worker.run(text.serialise)
             text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
-        grammar = await asyncio.to_thread(text.vocabulary.compile, request.schema)
-        grammar.take(request.given)
-        return grammar
+        if calls is not None:
+            return await asyncio.to_thread(text.vocabulary.tool_calls, calls)
+        assert request.schema is not None
+        return await asyncio.to_thread(text.vocabulary.json_schema, request.schema)
 
 
 @dataclass(slots=True)
@@ -129,11 +160,12 @@ class _Transcript:
 
     text: Text
     stream: TextStream
+    parser: AnswerParser
     top: int | None
     """Likeliest tokens to report; None reports no log probabilities."""
     forced: int = 0
     """Tokens of the prompt that are still to come."""
-    _pieces: deque[str] = field(default_factory=deque)
+    _pieces: deque[Piece] = field(default_factory=deque)
     _scored: deque[TokenLogprobs] = field(default_factory=deque)
 
     def first(self, token: int) -> Piece:
@@ -144,7 +176,7 @@ class _Transcript:
     def next(self, token: int) -> Piece:
         """Return the piece of the next token, after the two methods below have taken it."""
         told = (self._scored.popleft(),) if self._scored else ()
-        return Piece(self._pieces.popleft(), (token,), told)
+        return replace(self._pieces.popleft(), tokens=(token,), logprobs=told)
 
     # On the compute thread, for each token in order.
 
@@ -158,10 +190,10 @@ class _Transcript:
         """Take a token; return whether it ends the answer."""
         if self.forced:
             self.forced -= 1
-            self._pieces.append(self.stream.push_prompt(token))
+            self._pieces.append(Piece(self.stream.push_prompt(token)))
             return False
         ends = token in self.text.end_tokens
-        self._pieces.append("" if ends else self.stream.push(token))
+        self._pieces.append(Piece("") if ends else self.parser.push(self.stream.push(token)))
         return ends or self.stream.stopped
 
     def _told(self, token: int, logprob: float) -> Logprob:
@@ -199,11 +231,17 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
 
 def _check_length(request: Request, context: int) -> None:
     """Raise `UserError` for a prompt that is too long, before it is tokenized."""
-    chars = len(request.raw or "") + sum(len(turn["content"]) for turn in request.turns)
+    chars = len(request.raw or "") + sum(map(_chars, request.turns))
+    chars += len(request.tools.functions) if request.tools else 0
     if chars > context * MAX_TOKEN_CHARS:
         raise ContextTooLong(
             f"The prompt has {chars} characters, too many for {context} tokens of context"
         )
+
+
+def _chars(turn: Turn) -> int:
+    calls = turn.get("tool_calls", ())
+    return len(turn["content"]) + sum(len(call.name) + len(call.arguments) for call in calls)
 
 
 def _check_room(request: Request, prompt: Sequence[int], context: int) -> None:
@@ -231,13 +269,36 @@ def _check_tokens(request: Request, vocabulary: int) -> None:
         raise WrongField("top_logprobs", text)
 
 
-def _prepare(text: Text, request: Request) -> tuple[tuple[int, ...], TextStream]:
-    """Tokenize the prompt; make a stream that has read the given tokens."""
-    prompt, stream = tuple(_encode(text, request)), text.stream(request.stop)
+def _functions(request: Request) -> tuple[Function, ...]:
+    """Return the functions that an answer may call; raise `WrongField` if they are malformed."""
+    if request.tools is None:
+        return ()
+    if not request.turns:
+        raise WrongField("tools", "`tools` requires a chat")
+    if request.schema is not None:
+        raise WrongField("tools", "`tools` and a JSON schema of the answer cannot be combined")
+    return Function.all_of(request.tools)
+
+
+def _prepare(
+    text: Text, request: Request, functions: Sequence[Function]
+) -> tuple[tuple[int, ...], TextStream, AnswerParser]:
+    """Tokenize the prompt; make a stream and a parser that have read the given tokens."""
+    prompt = tuple(_encode(text, request, functions))
+    form = text.style.reasoning if request.turns else None
+    shown = [*((form.begin, form.end) if form else ()), *(MARKERS if functions else ())]
+    stream = text.stream(request.stop, shown)
+    reasoning = ReasoningParser(form, is_open=form.is_open(text.tail(prompt))) if form else None
+    offered = {each.name: each.parameters for each in functions}
+    tools = ToolParser(text.style.tool_format, offered) if functions else None
+    parser = AnswerParser(reasoning, tools)
     known = len(prompt) if request.scores_prompt else 0
     for place, token in enumerate(request.given):
-        (stream.push_prompt if place < known else stream.push)(token)
-    return prompt, stream
+        if place < known:
+            stream.push_prompt(token)
+        elif token not in text.end_tokens:
+            parser.push(stream.push(token))
+    return prompt, stream, parser
 
 
 def _finished(
@@ -255,14 +316,14 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
     yield Ended(reason, GenerationTimes(0.0, 0.0, 0.0, 0, ()))
 
 
-def _encode(text: Text, request: Request) -> list[int]:
+def _encode(text: Text, request: Request, functions: Sequence[Function]) -> list[int]:
     if request.ids:
         return list(request.ids)
     if request.raw is not None:
         return text.encode(request.raw)
     if not request.turns:
         raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
-    return text.encode_chat(request.turns)
+    return text.encode_chat(request.turns, functions, request.thinks, request.effort)
 
 
 def _hops(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:

@@ -10,8 +10,8 @@ repeated, and a token that was shown never changes, whatever the new ring rounds
 What depends on earlier tokens (seed and position, penalties, stop texts, the length) is that of one
 answer, since it is a function of prompt and tokens.
 
-Text that was held back until the end of the answer has no tokens of its own. If the ring breaks
-behind it, the next one repeats it, and it is shown once.
+What was held back until the end of the answer has no tokens of its own. If the ring breaks behind
+it, the next one repeats it, piece by piece, and it is shown once.
 
 Only the ingress retries: the loss that it reports to a client (`RetriesExhausted`) is final. The
 client may turn to another ingress, with the tokens that it has.
@@ -21,7 +21,16 @@ from dataclasses import replace
 from typing import assert_never
 
 from meshllm.errors import Busy, LinkLost
-from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request, Resumable
+from meshllm.request import (
+    Answer,
+    Event,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Resumable,
+    Written,
+)
 
 ATTEMPTS = 8  # tries in a row without a new token, including the first
 RETRY_DELAY_S = (
@@ -39,10 +48,10 @@ class Failover:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._attempts = 1
-        self._text = ""
+        self._written = Written()
         self._tokens: list[int] = []
-        self._tail = ""  # the end of the text, which was held back and has no tokens
-        self._skip = 0  # characters of it that this attempt has yet to repeat
+        self._tail = 0  # pieces at the end, which were held back and have no tokens
+        self._skip = 0  # of them that this attempt has yet to repeat
         self._resume = request.resume
         self.resumed = 0
         """Tokens that earlier attempts gave to this one."""
@@ -67,7 +76,7 @@ class Failover:
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1
-        self.resumed, self._skip = len(self._tokens), len(self._tail)
+        self.resumed, self._skip = len(self._tokens), self._tail
         return delay
 
     def take(self, event: Event) -> Event | None:
@@ -84,17 +93,18 @@ class Failover:
                 return self._piece(event)
             case Answer(tokens=tokens):
                 known = self._tokens[: self.resumed]
-                return replace(event, text=self._text, tokens=(*known, *tokens))
+                return self._written.complete(replace(event, tokens=(*known, *tokens)))
             case _:
                 assert_never(event)
 
     def _piece(self, piece: Piece) -> Piece | None:
-        text, tokens = piece.text, piece.tokens
-        if tokens:
-            self._tokens += tokens
-            self._attempts = 1
+        if piece.tokens:
+            self._tokens += piece.tokens
+            self._attempts, self._tail = 1, 0
+        elif self._skip:
+            self._skip -= 1
+            return None
         else:
-            text, self._skip = text[self._skip :], max(0, self._skip - len(text))
-            self._tail += text
-        self._text += text
-        return replace(piece, text=text) if text or tokens else None
+            self._tail += 1
+        self._written.add(piece)
+        return piece if piece.has_text or piece.tokens else None

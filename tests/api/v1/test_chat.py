@@ -14,15 +14,22 @@ from meshllm.request import (
     Request,
     Sampling,
     TokenLogprobs,
+    ToolCall,
+    Tools,
     Turn,
 )
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.tool_calls import CALL, CHAT_TOOL, ONE_CALL
 
 PATH = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "builtin", "messages": [HI]}
 STREAM = BODY | {"stream": True}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def with_schema(**fields: Any) -> dict[str, Any]:
@@ -59,6 +66,7 @@ async def test_a_completion_without_streaming(client: httpx2.AsyncClient) -> Non
             "completion_tokens": 5,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -95,6 +103,7 @@ async def test_usage_is_last_and_only_on_request(client: httpx2.AsyncClient) -> 
         "completion_tokens": 5,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
 
@@ -331,7 +340,23 @@ async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) 
     [
         ({"n": 0}, "n"),
         ({"n": 17}, "n"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [CHAT_TOOL | {"type": "web_search"}]}, "tools[0]"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]},
+            "tools[0].function.x",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": [CHAT_TOOL, CHAT_TOOL]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CHAT_TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [CHAT_TOOL], "tool_choice": named("g")}, "tool_choice"),
+        ({"tools": [CHAT_TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json_object"}, "response_format"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
@@ -360,8 +385,10 @@ async def test_the_fingerprint_is_that_of_the_model(client: httpx2.AsyncClient) 
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"temperature": "hot"}, "temperature"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [HI | {"role": "tool"}]}, "messages[0].role"),
-        ({"messages": [HI | {"name": "me"}]}, "messages[0].name"),
+        ({"messages": [HI | {"role": "narrator"}]}, "messages[0].role"),
+        ({"messages": [HI | {"role": "tool"}]}, "messages[0].tool_call_id"),
+        ({"messages": [HI | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [HI | {"speaker": "me"}]}, "messages[0].speaker"),
         ({"messages": [HI | {"content": [{"type": "image_url"}]}]}, "messages[0].content[0].text"),
         ({"messages": [HI | {"content": None}]}, "messages[0].content"),
     ],
@@ -398,3 +425,103 @@ async def test_a_model_that_is_not_served_is_not_found(client: httpx2.AsyncClien
             "code": "model_not_found",
         },
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "tools"),
+    [
+        ({"tool_choice": "auto"}, Tools('[{"name":"f","parameters":{}}]')),
+        ({}, Tools('[{"name":"f","parameters":{}}]')),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            Tools('[{"name":"f","parameters":{}}]', is_required=True, parallel=False),
+        ),
+        (
+            {"tool_choice": named("f")},
+            Tools('[{"name":"f","parameters":{}}]', is_required=True, parallel=False),
+        ),
+        ({"tool_choice": "none"}, None),
+    ],
+)
+async def test_tools_are_offered_or_required(
+    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], tools: Tools | None
+) -> None:
+    said = await client.post(PATH, json=BODY | {"tools": [CHAT_TOOL]} | fields)
+
+    assert said.status_code == 200
+    assert door.requests[0].tools == tools
+
+
+async def test_calls_and_reasoning_are_apart_from_the_content(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.said = ONE_CALL
+
+    said = (await client.post(PATH, json=BODY | {"tools": [CHAT_TOOL]})).json()
+
+    [choice] = said["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "I see."
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert call["id"].startswith("call_")
+    assert said["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = ONE_CALL
+
+    *chunks, done = chunks_of(await client.post(PATH, json=STREAM | {"tools": [CHAT_TOOL]}))
+
+    deltas = [each["choices"][0]["delta"] for each in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    names = [call.pop("id") for call in calls if "id" in call]
+    assert deltas[:3] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm."},
+        {"content": "I see."},
+    ]
+    assert calls == [
+        {"index": 0, "type": "function", "function": {"name": "f", "arguments": '{"x"'}},
+        {"index": 0, "function": {"arguments": ": 1}"}},
+    ]
+    assert len(names) == 1
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert done == "[DONE]"
+
+
+async def test_calls_and_their_results_can_be_sent_back(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    messages = [
+        HI,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+
+    said = await client.post(PATH, json=BODY | {"messages": messages})
+
+    assert said.status_code == 200
+    assert door.requests[0].turns[1:] == (
+        {"role": "assistant", "content": "", "tool_calls": (ToolCall("f", "{}", "call_1"),)},
+        {"role": "tool", "content": "done", "tool_call_id": "call_1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"reasoning_effort": "none"}, (False, None, None)),
+        ({"reasoning_effort": "low"}, (True, "low", None)),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, (False, None, None)),
+        ({"max_reasoning_tokens": 9}, (None, None, 9)),
+    ],
+)
+async def test_reasoning_is_asked_for(
+    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], wanted: tuple[Any, ...]
+) -> None:
+    await client.post(PATH, json=BODY | fields)
+
+    [asked] = door.requests
+    assert (asked.thinks, asked.effort, asked.max_reasoning) == wanted

@@ -41,6 +41,7 @@ async def test_a_completion(client: httpx2.AsyncClient, door: FakeNode) -> None:
             "completion_tokens": 5,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
         "meshllm": {"seed": 1},
     }

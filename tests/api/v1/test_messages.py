@@ -7,12 +7,14 @@ import pytest
 
 from meshllm.api.v1.messages import _end
 from meshllm.errors import Busy, LinkLost, MeshError
-from meshllm.request import FinishReason, Request, Sampling, Turn
+from meshllm.request import FinishReason, Request, Sampling, ToolCall, Tools, Turn
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
+from tests.builders.tool_calls import MESSAGES_TOOL, ONE_CALL
 
 PATH = "/v1/messages"
 HI = {"role": "user", "content": "hi"}
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
 BODY: dict[str, Any] = {"model": "builtin", "max_tokens": 9, "messages": [HI]}
 
 
@@ -63,6 +65,7 @@ async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: Fa
         sampling=Sampling(0.5, top_k=3, top_p=0.9, seed=asked.sampling.seed),
         max_tokens=9,
         stop=("stop",),
+        thinks=False,
     )  # fmt: skip
 
 
@@ -98,8 +101,14 @@ async def test_tokens_are_counted(client: httpx2.AsyncClient, door: FakeNode) ->
         {"messages": [{"role": "assistant", "content": "yes"}]},
         {"messages": [{"role": "system", "content": "hi"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        {"tools": [{"name": "f"}]},
-        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+        {"tools": [MESSAGES_TOOL | {"x": 1}]},
+        {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "tool"}},
+        {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
+        {"tool_choice": {"type": "any"}},
+        {"thinking": {"type": "enabled", "budget_tokens": -1}},
+        {"messages": [{"role": "user", "content": [USED]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
         {"stop_sequences": [""]},
         {"stop_sequences": list("abcde")},
         {"unheard_of": 1},
@@ -159,3 +168,89 @@ def test_the_reason_of_an_end(finish: FinishReason, stop_text: str, reason: str)
     answer = replace(answer_of("hi", 1), finish_reason=finish, stop_text=stop_text)
 
     assert _end(answer) == {"stop_reason": reason, "stop_sequence": stop_text or None}
+
+
+@pytest.mark.parametrize(
+    ("choice", "required", "parallel"),
+    [
+        (None, False, True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, False, False),
+        ({"type": "any"}, True, True),
+        ({"type": "tool", "name": "f"}, True, False),
+    ],
+)
+async def test_tools_are_offered_or_required(
+    client: httpx2.AsyncClient, door: FakeNode, choice: Any, required: bool, parallel: bool
+) -> None:
+    await client.post(PATH, json=BODY | {"tools": [MESSAGES_TOOL], "tool_choice": choice})
+
+    functions = '[{"name":"f","parameters":{}}]'
+    assert door.requests[0].tools == Tools(functions, required, parallel)
+
+
+async def test_no_tools_are_offered(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    body = {"tools": [MESSAGES_TOOL], "tool_choice": {"type": "none"}}
+    await client.post(PATH, json=BODY | body)
+
+    assert door.requests[0].tools is None
+
+
+async def test_calls_and_thoughts_are_blocks(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = ONE_CALL
+
+    said = (await client.post(PATH, json=BODY | {"tools": [MESSAGES_TOOL]})).json()
+
+    thought, text, call = said["content"]
+    assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    assert text == {"type": "text", "text": "I see."}
+    assert call.pop("id").startswith("toolu_")
+    assert call == {"type": "tool_use", "name": "f", "input": {"x": 1}}
+    assert said["stop_reason"] == "tool_use"
+
+
+async def test_calls_and_thoughts_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = ONE_CALL
+
+    events = events_of(await client.post(PATH, json=BODY | {"stream": True}))
+
+    begin, delta, end = (f"content_block_{each}" for each in ("start", "delta", "stop"))
+    assert [name for name, _ in events] == [
+        "message_start", begin, delta, end, begin, delta, end, begin, delta, delta, end,
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert [data["index"] for name, data in events if name == begin] == [0, 1, 2]
+    assert events[8][1]["delta"] == {"type": "input_json_delta", "partial_json": '{"x"'}
+
+
+async def test_calls_and_their_results_are_turns(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "done"}
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    messages = [
+        HI,
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "so"}, USED]},
+        {"role": "user", "content": [result, {"type": "text", "text": "next"}]},
+    ]
+    await client.post(PATH, json=BODY | {"messages": messages})
+
+    call = ToolCall("f", '{"x": 1}', "a")
+    assert door.requests[0].turns[1:] == (
+        {"role": "assistant", "content": "so", "tool_calls": (call,)},
+        {"role": "tool", "content": "done", "tool_call_id": "a"},
+        {"role": "user", "content": "next"},
+    )
+
+
+async def test_a_call_that_was_cut_off_is_told(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = (replace(answer_of("", 5), calls=(ToolCall("f", '{"x'),)),)
+
+    said = (await client.post(PATH, json=BODY)).json()
+
+    assert said["content"][0]["input"] == {"invalid": '{"x'}
+
+
+async def test_reasoning_has_a_budget(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    await client.post(PATH, json=BODY | {"thinking": {"type": "enabled", "budget_tokens": 9}})
+
+    assert (door.requests[0].thinks, door.requests[0].max_reasoning) == (True, 9)

@@ -4,8 +4,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from meshllm.request import Turn
+from meshllm.request import ToolCall, Tools, Turn
 from tests.builders.fake_node import FakeNode
+from tests.builders.tool_calls import ONE_CALL, RESPONSES_TOOL
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "builtin", "input": "hi"}
@@ -129,8 +130,10 @@ async def test_an_answer_follows_a_schema(
             "input[0].content[0].type",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0]"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
@@ -147,3 +150,72 @@ async def test_what_is_not_supported_is_refused(
 
     assert (said.status_code, said.json()["error"]["param"]) == (400, param)
     assert door.requests == []
+
+
+async def test_tools_are_offered_or_required(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    choice = {"type": "function", "name": "f"}
+
+    said = await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL], "tool_choice": choice})
+
+    assert (said.json()["tools"], said.json()["tool_choice"]) == ([RESPONSES_TOOL], choice)
+    functions = '[{"name":"f","parameters":{}}]'
+    assert door.requests[0].tools == Tools(functions, is_required=True, parallel=False)
+
+
+async def test_calls_and_reasoning_are_items(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = ONE_CALL
+
+    said = (await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL]})).json()
+
+    assert [each["type"] for each in said["output"]] == ["reasoning", "message", "function_call"]
+    thought, message, call = said["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "I see."
+    assert (call["name"], call["arguments"]) == ("f", '{"x": 1}')
+    assert said["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+
+
+async def test_calls_and_reasoning_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.said = ONE_CALL
+
+    events = events_of(
+        await client.post(PATH, json=BODY | {"stream": True, "tools": [RESPONSES_TOOL]})
+    )
+
+    assert [name.removeprefix("response.") for name, _ in events] == [
+        "created", "in_progress",
+        "output_item.added", "reasoning_text.delta", "reasoning_text.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    places = [each["output_index"] for _, each in events if "output_index" in each]
+    assert places == sorted(places)
+    assert events[-1][1]["response"]["output"][2]["arguments"] == '{"x": 1}'
+
+
+async def test_a_call_is_answered_in_the_next_response(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.said = ONE_CALL
+    first = (await client.post(PATH, json=BODY | {"tools": [RESPONSES_TOOL]})).json()
+    name = first["output"][2]["call_id"]
+
+    result = {"type": "function_call_output", "call_id": name, "output": "done"}
+    body = BODY | {"previous_response_id": first["id"], "input": [result]}
+    await client.post(PATH, json=body)
+    await client.post(PATH, json=BODY | {"input": [HI, *first["output"], result]})
+
+    for asked in door.requests[1:]:
+        *_, call, answer = asked.turns
+        assert call.get("tool_calls") == (ToolCall("f", '{"x": 1}', name),)
+        assert answer == {"role": "tool", "content": "done", "tool_call_id": name}
+
+
+async def test_reasoning_is_asked_for(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    said = await client.post(PATH, json=BODY | {"reasoning": {"effort": "low"}})
+
+    assert said.json()["reasoning"]["effort"] == "low"
+    assert (door.requests[0].thinks, door.requests[0].effort) == (True, "low")

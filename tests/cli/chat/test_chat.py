@@ -78,6 +78,7 @@ def test_json_is_one_object(meshllm: Invoke) -> None:
         "schema": 1,
         "model": "builtin",
         "text": "You said: hello",
+        "reasoning": "",
         "tokens": [0, 1, 2],
         "prompt_tokens": 2,
         "cached_tokens": 0,

@@ -116,6 +116,29 @@ def test_a_status_line_is_replaced_and_erased(
     assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is t\r\x1b[K"
 
 
+def test_reasoning_stays_above_the_answer(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    with render.Status(terminal) as status:
+        status.show("one")
+        status.reason("I\x1b[31m")
+        status.reason(" think")
+        status.clear()
+
+    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[KI\\x1b[31m think\n\n"
+
+
+def test_a_pipe_gets_no_reasoning() -> None:
+    pipe = io.StringIO()
+
+    with render.Status(pipe) as status:
+        status.reason("I think")
+
+    assert pipe.getvalue() == ""
+
+
 def test_notes_are_written_behind_the_status_line(capsys: pytest.CaptureFixture[str]) -> None:
     with render.Status(io.StringIO()) as status:
         status.notes.append("attic is gone; 0.6 s")

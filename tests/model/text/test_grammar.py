@@ -36,7 +36,7 @@ def tokens_of(vocabulary: Vocabulary, words: str) -> list[int]:
 
 
 def test_only_tokens_that_can_follow_keep_their_logits(text: Text, vocabulary: Vocabulary) -> None:
-    grammar, logits = vocabulary.compile(PERSON), torch.ones(SIZE)
+    grammar, logits = vocabulary.json_schema(PERSON), torch.ones(SIZE)
 
     first = grammar.masked(logits)
     grammar.take(tokens_of(vocabulary, '{"age":'))
@@ -51,7 +51,7 @@ def test_only_tokens_that_can_follow_keep_their_logits(text: Text, vocabulary: V
 
 
 def test_at_the_end_only_the_end_token_follows(text: Text, vocabulary: Vocabulary) -> None:
-    grammar = vocabulary.compile(PERSON)
+    grammar = vocabulary.json_schema(PERSON)
     grammar.take(tokens_of(vocabulary, '{"age":7}'))
 
     masked = grammar.masked(torch.zeros(SIZE))
@@ -61,15 +61,15 @@ def test_at_the_end_only_the_end_token_follows(text: Text, vocabulary: Vocabular
 
 
 def test_logits_behind_the_vocabulary_are_masked(vocabulary: Vocabulary) -> None:
-    masked = vocabulary.compile(PERSON).masked(torch.zeros(SIZE + 100))
+    masked = vocabulary.json_schema(PERSON).masked(torch.zeros(SIZE + 100))
 
     assert len(masked) == SIZE + 100
     assert bool((masked[SIZE:] == -inf).all())
 
 
 def test_tokens_that_do_not_follow_are_refused(vocabulary: Vocabulary) -> None:
-    with pytest.raises(ModelError, match="does not follow its JSON schema"):
-        vocabulary.compile(PERSON).take(tokens_of(vocabulary, '{"name"'))
+    with pytest.raises(ModelError, match="does not follow its grammar"):
+        vocabulary.json_schema(PERSON).take(tokens_of(vocabulary, '{"name"'))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_schema_that_is_not_supported_is_refused_by_name(
     vocabulary: Vocabulary, schema: dict[str, object]
 ) -> None:
     with pytest.raises(WrongField) as refused:
-        vocabulary.compile(json.dumps(schema))
+        vocabulary.json_schema(json.dumps(schema))
 
     assert refused.value.name == "response_format"
     assert len(str(refused.value)) < 500
@@ -97,7 +97,7 @@ def test_a_schema_that_is_not_supported_is_refused_by_name(
 @pytest.mark.parametrize("schema", ["", "{", "3"])
 def test_what_is_no_schema_is_refused(vocabulary: Vocabulary, schema: str) -> None:
     with pytest.raises(WrongField):
-        vocabulary.compile(schema)
+        vocabulary.json_schema(schema)
 
 
 def test_a_model_without_end_token_follows_no_schema(text: Text) -> None:

@@ -48,6 +48,9 @@ from meshllm.request import (
     Resumable,
     Sampling,
     TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Tools,
     Turn,
 )
 from meshllm.strict_json import WrongField
@@ -57,7 +60,9 @@ _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,)
 EVENTS: list[Event] = [
     Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
     Interruption(LossCause.NODE_LOST, "attic is gone", 0.6),
-    Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2)
+    Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2),
+    Piece("", reasoning="Hm", calls=(ToolCallDelta(0, "f", "{"), ToolCallDelta(0, arguments="}"))),
+    replace(answer_of("a", 1), reasoning="Hm", calls=(ToolCall("f", "{}"),), reasoning_tokens=3),
 ]  # fmt: skip
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
@@ -80,6 +85,17 @@ def test_a_request_round_trips(
     assert b"\n" not in line
 
 
+def test_a_request_with_tools_round_trips() -> None:
+    call = ToolCall("f", "{}", "a")
+    turns: tuple[Turn, ...] = (
+        {"role": "assistant", "content": "", "tool_calls": (call,)},
+        {"role": "tool", "content": "done", "tool_call_id": "a"},
+    )
+    request = Request(turns, tools=Tools('[{"name": "f"}]', is_required=True), thinks=False)
+
+    assert request_from_json(request_to_json(request)) == request
+
+
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_round_trips(event: Event) -> None:
     line = event_to_json(event)
@@ -93,7 +109,7 @@ def test_an_event_round_trips(event: Event) -> None:
     [
         (b'{"raw":"a","turns":[{"role":"user","content":"b"}]}', "cannot be combined"),
         (b'{"max_tokens":-1}', "`max_tokens` is -1, not at least 0"),
-        (b'{"turns":[{"role":"tool","content":"b"}]}', "Invalid value `tool` for `turns.0..role`"),
+        (b'{"turns":[{"role":"me","content":"b"}]}', "Invalid value `me` for `turns.0..role`"),
         (b" " * (REQUEST_BYTES + 1), f"{REQUEST_BYTES + 1} bytes long"),
     ],
 )
@@ -155,6 +171,29 @@ def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(co
     assert max(map(len, lines)) <= 512 * 1024 < EVENT_BYTES
     assert len(lines) == -(-count // LINE_CHARS) + max(1, -(-count // LINE_TOKENS))
     assert sum(map(len, lines)) < 14 * count + 1000
+
+
+def test_long_calls_and_reasoning_travel_in_bounded_lines() -> None:
+    long = "x" * (2 * LINE_CHARS + 1)
+    piece = Piece("a", (5,), reasoning=long, calls=(ToolCallDelta(0, "f", long),))
+    called = (ToolCall("f", long),)
+    answer = replace(answer_of("a", 0), text="a", reasoning=long, calls=called, tokens=(5,))
+    reader = AnswerReader()
+
+    lines = [line for event in (piece, answer) for line in event_to_lines(event)]
+    *pieces, whole = [event for line in lines if (event := reader.take(line))]
+
+    assert whole == answer
+    assert [each.tokens for each in pieces if isinstance(each, Piece)] == [
+        (),
+        (),
+        (),
+        (),
+        (),
+        (),
+        (5,),
+    ]
+    assert max(map(len, lines)) < 2 * LINE_CHARS
 
 
 def test_a_reader_accepts_no_more_ids_than_a_session_has() -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.files.source import resolve
+from meshllm.model.text.reasoning import ReasoningFormat
 from meshllm.names import NodeId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -26,12 +27,32 @@ from meshllm.request import (
     Prefilled,
     Request,
     Sampling,
+    Tools,
     Turn,
 )
 from meshllm.strict_json import WrongField
 from tests.builders.json_schemas import draw_schema
 
 ASKED = Request(turns=(Turn(role="user", content="Tell me a story about a fox"),), max_tokens=40)
+
+COUNT: dict[str, Any] = {
+    "name": "count",
+    "parameters": {
+        "type": "object",
+        "properties": {"to": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["to"],
+        "additionalProperties": False,
+    },
+}
+WAIT: dict[str, Any] = {
+    "name": "wait",
+    "parameters": {
+        "type": "object",
+        "properties": {"unit": {"enum": ["s", "min"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    },
+}
 
 
 @pytest.fixture
@@ -46,6 +67,10 @@ async def events_of(ring: LocalRing, request: Request) -> tuple[list[Event], Ans
     events = [event async for event in ring.generate(request)]
     assert isinstance(events[-1], Answer)
     return events, events[-1]
+
+
+def pieces_of(events: list[Event]) -> list[Piece]:
+    return [event for event in events if isinstance(event, Piece)]
 
 
 async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +143,79 @@ async def test_an_answer_that_goes_on_follows_its_schema(ring: LocalRing) -> Non
 async def test_a_schema_that_is_not_supported_is_refused(ring: LocalRing) -> None:
     with pytest.raises(WrongField, match="not supported: Invalid type"):
         await events_of(ring, replace(ASKED, schema='{"type":"str"}'))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_required_call_is_the_same_on_every_ring(ring: LocalRing, seed: int) -> None:
+    tools = Tools(json.dumps([COUNT, WAIT]), is_required=True)
+    asked = replace(ASKED, tools=tools, sampling=Sampling(1.0, seed=seed), max_tokens=80)
+    plain = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
+
+    _, answer = await events_of(ring, asked)
+    async with open_local_ring(resolve("builtin"), plain) as alone:
+        _, same = await events_of(alone, asked)
+
+    [call] = answer.calls
+    schemas = {each["name"]: each["parameters"] for each in (COUNT, WAIT)}
+    assert (answer.text, answer.calls) == ("", same.calls)
+    assert answer.finish_reason is FinishReason.STOP
+    Draft202012Validator(schemas[call.name]).validate(json.loads(call.arguments))
+
+
+async def test_a_call_goes_on_where_it_was_interrupted(ring: LocalRing) -> None:
+    tools = Tools(json.dumps([COUNT]), is_required=True)
+    asked = replace(ASKED, tools=tools, max_tokens=80)
+    events, whole = await events_of(ring, asked)
+    [call], pieces = whole.calls, pieces_of(events)
+
+    for cut in range(1, len(whole.tokens), 5):
+        rest, _ = await events_of(ring, replace(asked, given=whole.tokens[:cut]))
+        shown = [each for piece in (*pieces[:cut], *pieces_of(rest)) for each in piece.calls]
+        assert "".join(each.name for each in shown) == call.name
+        assert "".join(each.arguments for each in shown) == call.arguments
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tools": Tools("[{}]")}, "1 to 64 letters"),
+        ({"tools": Tools('[{"name": "f"}]'), "schema": "{}"}, "cannot be combined"),
+        ({"tools": Tools('[{"name": "f"}]'), "turns": (), "raw": "a"}, "requires a chat"),
+        (
+            {"tools": Tools('[{"name": "f", "parameters": {"type": 1}}]', is_required=True)},
+            "schema is not supported",
+        ),
+        ({"thinks": True}, "does not reason"),
+    ],
+)
+async def test_what_the_model_cannot_do_is_refused(
+    ring: LocalRing, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WrongField, match=message):
+        await events_of(ring, replace(ASKED, **change))
+
+
+async def test_reasoning_is_closed_in_time(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = await ring.model.text()
+    role = text.tail(text.encode_chat(ASKED.turns)).split()[-1]
+    token = max(text.words)
+    word = text.spell(token).decode()
+    style = replace(text.style, reasoning=ReasoningFormat(role, word))
+    monkeypatch.setattr(text, "style", style)
+    monkeypatch.setattr(text, "markers", {role: 0, word: token})
+
+    _, answer = await events_of(ring, replace(ASKED, max_reasoning=2))
+    _, schema = await events_of(ring, replace(ASKED, max_reasoning=2, schema='{"const": 7}'))
+
+    assert answer.tokens[2] == token
+    assert answer.reasoning_tokens == 3
+    assert answer.reasoning == text._tokenizer.decode(answer.tokens[:2]).strip()
+    assert (
+        answer.text == text._tokenizer.decode(answer.tokens[3:], skip_special_tokens=True).lstrip()
+    )
+    assert (schema.text, schema.reasoning) == ("7", answer.reasoning)
 
 
 async def test_a_prompt_is_only_counted(ring: LocalRing) -> None:

@@ -1,0 +1,168 @@
+"""Splits the reasoning of a model from its answer, and limits it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import inf
+
+import torch
+from torch import Tensor
+
+from meshllm.model.text.detokenizer import overlap
+from meshllm.model.text.grammar import Constraint
+from meshllm.request import Piece
+
+PAIRS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around reasoning: those of Qwen 3, DeepSeek R1 and others; those of Mistral."""
+
+    begin: str
+    end: str
+
+    @classmethod
+    def of(cls, template: str) -> "ReasoningFormat | None":
+        """Recognise the format by the chat template of a model; None if it does not reason."""
+        return next((cls(*pair) for pair in PAIRS if pair[1] in template), None)
+
+    def is_open(self, prompt: str) -> bool:
+        """Return whether a prompt ends within reasoning, which some templates begin."""
+        return prompt.rstrip(_SPACE).endswith(self.begin)
+
+
+class _Part(Enum):
+    BEFORE = auto()
+    """The answer has not begun."""
+    OPENED = auto()
+    """Behind the first marker, before its reasoning."""
+    INSIDE = auto()
+    CLOSED = auto()
+    """Behind the second marker, before the answer."""
+    BEHIND = auto()
+
+
+class ReasoningParser:
+    """Splits the text of one answer into the reasoning at its beginning, and the rest.
+
+    White space around the markers belongs to neither.
+    """
+
+    def __init__(self, form: ReasoningFormat, *, is_open: bool) -> None:
+        """Begin an answer; with ``is_open``, its prompt ends within the reasoning."""
+        self._form = form
+        self._held = ""
+        self._part = _Part.OPENED if is_open else _Part.BEFORE
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the next token is one of reasoning, or of its end."""
+        return self._part in {_Part.OPENED, _Part.INSIDE}
+
+    def push(self, text: str) -> Piece:
+        """Append text; return what is now certain."""
+        self._held += text
+        reasoning = []
+        if self._part is _Part.BEFORE:
+            self._open()
+        if self._part is _Part.OPENED:
+            self._trim(_Part.INSIDE)
+        if self._part is _Part.INSIDE:
+            reasoning.append(self._close())
+        if self._part is _Part.CLOSED:
+            self._trim(_Part.BEHIND)
+        if self._part is not _Part.BEHIND:
+            return Piece("", reasoning="".join(reasoning))
+        text, self._held = self._held, ""
+        return Piece(text, reasoning="".join(reasoning))
+
+    def finish(self) -> Piece:
+        """Return what was held back."""
+        text, self._held = self._held, ""
+        return Piece("", reasoning=text) if self.is_inside else Piece(text)
+
+    def _open(self) -> None:
+        text = self._held.lstrip(_SPACE)
+        if text.startswith(self._form.begin):
+            self._held = text.removeprefix(self._form.begin)
+            self._part = _Part.OPENED
+        elif not self._form.begin.startswith(text):
+            self._part = _Part.BEHIND
+
+    def _trim(self, following: _Part) -> None:
+        self._held = self._held.lstrip(_SPACE)
+        if self._held:
+            self._part = following
+
+    def _close(self) -> str:
+        """Return the reasoning that is certain."""
+        text, found, rest = self._held.partition(self._form.end)
+        if found:
+            self._held, self._part = rest, _Part.CLOSED
+            return text.rstrip(_SPACE)
+        text = text[: len(text) - overlap(text, (self._form.end,))].rstrip(_SPACE)
+        self._held = self._held[len(text) :]
+        return text
+
+
+class ReasoningLimit:
+    """A constraint on an answer with reasoning: ends it in time, then applies another one."""
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        *,
+        is_open: bool,
+        most: int | None = None,
+        then: Constraint | None = None,
+        end_tokens: Iterable[int] = (),
+    ) -> None:
+        """Begin an answer, with the tokens that begin and end its reasoning.
+
+        ``most`` limits the tokens of reasoning; ``end_tokens``, which end an answer, do not follow
+        within it if there is another constraint.
+        """
+        self._begin = begin
+        self._end = end
+        self._most = most
+        self._then = then
+        self._end_tokens = torch.tensor(sorted(end_tokens), dtype=torch.long)
+        self._part = _Part.INSIDE if is_open else _Part.BEFORE
+        self._count = 0
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Return logits [V] with minus infinity for each token that may not follow."""
+        if self._part is _Part.INSIDE:
+            if self._most is not None and self._count >= self._most:
+                closed = torch.full_like(logits, -inf)
+                closed[self._end] = 0.0
+                return closed
+            if self._then:
+                return logits.index_fill(0, self._end_tokens.to(logits.device), -inf)
+            return logits
+        if not self._then:
+            return logits
+        masked = self._then.masked(logits)
+        if self._part is _Part.BEFORE:
+            masked[self._begin] = logits[self._begin]
+        return masked
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the answer; raise `ModelError` if they do not follow."""
+        for token in tokens:
+            self._take(token)
+
+    def _take(self, token: int) -> None:
+        if self._part is _Part.INSIDE:
+            self._count += 1
+            if token == self._end:
+                self._part = _Part.BEHIND
+        elif self._part is _Part.BEFORE and token == self._begin:
+            self._part = _Part.INSIDE
+        else:
+            self._part = _Part.BEHIND
+            if self._then:
+                self._then.take([token])
