@@ -13,8 +13,8 @@ from typing import TypeAlias
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyUsage
 from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
-from meshllm.api.v1.merge import merge
 from meshllm.errors import MeshError
+from meshllm.merge import merge
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus
 

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from meshllm.api.v1.merge import merge
+from meshllm.merge import merge
 
 
 class Streams:
