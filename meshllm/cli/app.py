@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from meshllm import __version__
 from meshllm.cli.chat.chat import EXAMPLES as CHAT_EXAMPLES
 from meshllm.cli.chat.chat import chat
+from meshllm.cli.chat.outlined import OptionalOutline
 from meshllm.cli.commands import config, key, model, transport
 from meshllm.cli.commands.bench import EXAMPLES as BENCH_EXAMPLES
 from meshllm.cli.commands.bench import bench
@@ -91,7 +92,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command(epilog=CHAT_EXAMPLES)(chat)
+app.command(epilog=CHAT_EXAMPLES, cls=OptionalOutline)(chat)
 app.command(epilog=NODE_EXAMPLES)(node)
 app.command(epilog=SERVE_EXAMPLES)(serve)
 app.add_typer(ring.app, name="ring")

@@ -216,8 +216,10 @@ def _options(command: Any) -> str:
 def _heading(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return str(parameter.metavar)
-    value = "" if parameter.is_flag or parameter.count else f" {parameter.metavar}"
-    return ", ".join(parameter.opts) + value
+    if parameter.is_flag or parameter.count:
+        return ", ".join(parameter.opts)
+    space = "" if str(parameter.metavar).startswith("[") else " "
+    return f"{', '.join(parameter.opts)}{space}{parameter.metavar}"
 
 
 def _meaning(parameter: Any) -> str:

@@ -3,12 +3,13 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshllm.cli.chat.backends import choose
 from meshllm.cli.chat.conversation import Conversation, request_of, with_system
+from meshllm.cli.chat.outlined import check_outline, mode_of, outlined
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.cli.shared.answer import as_fields, stream
 from meshllm.cli.shared.local import Opener, import_heavy, open_local
@@ -17,6 +18,9 @@ from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import UserError
 from meshllm.request import Answer, Request, Turn
+
+if TYPE_CHECKING:
+    from meshllm.outline.eligibility import OutlineMode
 
 MAX_SCHEMA_BYTES = 1 << 20
 
@@ -28,6 +32,7 @@ Examples:
   echo "What is a span?" | meshllm chat --json
   meshllm chat --join "$(cat ticket)" "What is a span?"
   meshllm chat --schema person.json "Invent a person"
+  meshllm chat --outline --max-tokens 1000 "What makes a city worth living in?"
   meshllm chat --seed 7 --temperature 0.9 "Tell me a story about a fox"
 """
 
@@ -61,6 +66,14 @@ def chat(
         bool | None,
         typer.Option("--think/--no-think", help="Whether to reason first, if the model can."),
     ] = None,
+    outline: Annotated[
+        str | None,
+        typer.Option(
+            "--outline",
+            metavar="[=auto]",
+            help="Outline the answer and write its points in parallel; auto: if it suits.",
+        ),
+    ] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
@@ -85,6 +98,7 @@ def chat(
     chosen = settings(flags)
     check_draft(chosen)
     wanted = _read_schema(schema) if schema else None
+    mode = mode_of(outline) if outline else None
     text = read_prompt(prompt, sys.stdin)
     ends = tuple(stop or ())
     opener: Opener
@@ -99,10 +113,13 @@ def chat(
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")
         from meshllm.cli.chat.repl import converse
 
-        converse(opener, Conversation(chosen, ends, wanted, thinks, where=where), stats=stats)
+        conversation = Conversation(chosen, ends, wanted, thinks, where=where)
+        check_outline(mode, conversation.request(""))
+        converse(outlined(opener, mode), conversation, stats=stats)
         return
     request = replace(_request(text, chosen, ends, raw=raw), schema=wanted, thinks=thinks)
-    answer = _answer_once(opener, chosen, request, as_json=as_json)
+    check_outline(mode, request)
+    answer = _answer_once(opener, chosen, request, mode, as_json=as_json)
     if as_json:
         seed = request.sampling.seed
         render.dump({"model": chosen.model, **as_fields(answer), "seed": seed})
@@ -128,7 +145,9 @@ def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -
     return request_of(chosen, turns=turns, stop=stop)
 
 
-def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json: bool) -> Answer:
+def _answer_once(
+    opener: Opener, chosen: Settings, request: Request, mode: "OutlineMode | None", *, as_json: bool
+) -> Answer:
     import asyncio
 
     with render.Status(sys.stderr) as status, render.answering() as write:
@@ -138,7 +157,7 @@ def _answer_once(opener: Opener, chosen: Settings, request: Request, *, as_json:
             import_heavy()
 
         async def once() -> Answer:
-            async with opener(chosen) as ring:
+            async with outlined(opener, mode)(chosen) as ring:
                 return await stream(ring, request, status, _nowhere if as_json else write)
 
         return asyncio.run(once())

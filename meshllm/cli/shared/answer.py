@@ -41,7 +41,7 @@ def _show(piece: Piece, status: render.Status, write: Callable[[str], None]) -> 
     if piece.reasoning:
         status.reason(piece.reasoning)
     if piece.text:
-        status.clear()
+        status.give_way(piece.text)
         write(piece.text)
 
 

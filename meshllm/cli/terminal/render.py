@@ -191,6 +191,8 @@ class Status:
     """The line is one of reasoning, which stays."""
     notes: list[str] = field(default_factory=list)
     """Lines to write at the end, so that they do not interrupt an answer."""
+    has_text: bool = False
+    """An answer has begun: progress would overwrite its last line."""
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +204,7 @@ class Status:
 
     def show(self, text: str) -> None:
         """Show a text in place of the current line."""
-        if not self.stream.isatty() or os.environ.get("TERM") == "dumb":
+        if self.has_text or not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
         width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be erased
         self.stream.write(f"\r\x1b[K{dim(text[:width])}")
@@ -215,9 +217,14 @@ class Status:
             return
         if not self.is_reasoning:
             self.clear()
-        self.is_reasoning = True
+        self.is_reasoning = self.has_text = True
         self.stream.write(dim(_safe_answer(text)))
         self.stream.flush()
+
+    def give_way(self, text: str) -> None:
+        """Erase the line for text of an answer; show no progress from its first text on."""
+        self.clear()
+        self.has_text = self.has_text or bool(text)
 
     def clear(self) -> None:
         """Erase the line; end one of reasoning."""

@@ -124,6 +124,7 @@ def test_reasoning_stays_above_the_answer(
     with render.Status(terminal) as status:
         status.show("one")
         status.reason("I\x1b[31m")
+        status.show("two")
         status.reason(" think")
         status.clear()
 
@@ -137,6 +138,20 @@ def test_a_pipe_gets_no_reasoning() -> None:
         status.reason("I think")
 
     assert pipe.getvalue() == ""
+
+
+def test_no_progress_is_shown_behind_the_text_of_an_answer(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    with render.Status(terminal) as status:
+        status.give_way("")
+        status.show("one")
+        status.give_way("text")
+        status.show("two")
+
+    assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[K"
 
 
 def test_notes_are_written_behind_the_status_line(capsys: pytest.CaptureFixture[str]) -> None:

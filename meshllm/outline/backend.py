@@ -1,0 +1,114 @@
+"""A backend that answers by outline, over any other backend.
+
+Theory of operation
+-------------------
+The model is asked for a numbered outline first. Its points are then expanded at once, each in a
+session of its own: these share the cached prompt, travel round the ring together, and are joined in
+order. Without an outline the request is answered as usual. A point that fails ends the answer with
+its error, and closing the generator cancels all sessions.
+
+The seed of a point follows from that of the request and the number of the point, its limits from
+the outline: the same seed gives the same answer, whatever comes first.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from meshllm.merge import merge
+from meshllm.outline.directive import DIRECTIVES, Directive, directive_for
+from meshllm.outline.eligibility import OutlineMode, may_be_long, objection
+from meshllm.outline.join import Join
+from meshllm.outline.outlining import Outlining
+from meshllm.outline.points import Point
+from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
+
+TOGETHER = 8  # sessions of one answer at a time
+
+
+@dataclass(frozen=True, slots=True)
+class OutlineBackend:
+    """Answers by outline where the mode and the request allow it."""
+
+    backend: Backend
+    mode: OutlineMode
+    together: int = TOGETHER
+    """Sessions of one answer at a time."""
+    directives: Sequence[Directive] = DIRECTIVES
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`.
+
+        The answer has the tokens of the outline, then those of each point, and the prompt tokens of
+        all sessions.
+
+        Raises:
+            WrongField: the mode is `on`, and the request cannot be answered by outline.
+        """
+        is_auto, error = self.mode is OutlineMode.AUTO, objection(request)
+        if error and not is_auto:
+            raise error
+        if error or (is_auto and not may_be_long(request)):
+            answer = self.backend.generate(request)
+        else:
+            directive = directive_for(request.turns[-1]["content"], self.directives)
+            answer = self._outlined(Outlining(request, directive, may_decline=is_auto))
+        async with aclosing(answer) as events:
+            async for event in events:
+                yield event
+
+    async def _outlined(self, outlining: Outlining) -> AsyncGenerator[Event, None]:
+        begin = _now()
+        async with aclosing(self.backend.generate(outlining.asked)) as events:
+            async for event in events:
+                if isinstance(event, Prefilled):
+                    yield event
+                elif isinstance(event, Piece) and event.tokens:
+                    yield Piece("", event.tokens)
+                if not outlining.take(event):
+                    break
+        points = outlining.points()
+        answer = (
+            self._expanded(outlining, points, begin) if points else self._usual(outlining, begin)
+        )
+        async with aclosing(answer) as events:
+            async for event in events:
+                yield event
+
+    async def _expanded(
+        self, outlining: Outlining, points: Sequence[Point], begin: float
+    ) -> AsyncGenerator[Event, None]:
+        join = Join(points, outlining.usage)
+        first_s = _now() - begin
+        for piece in join.begin():
+            yield piece
+        streams = [self.backend.generate(each) for each in outlining.expansions(points)]
+        async with aclosing(merge(streams, self.together)) as events:
+            async for place, event in events:
+                for joined in join.take(place, event):
+                    yield joined
+        yield join.answer(first_s, _now() - begin)
+
+    async def _usual(self, outlining: Outlining, begin: float) -> AsyncGenerator[Event, None]:
+        """Answer as usual, and count the outline that was not used."""
+        outline, before_s = outlining.usage, _now() - begin
+        async with aclosing(self.backend.generate(outlining.request)) as events:
+            async for event in events:
+                match event:
+                    case Prefilled(done, total):
+                        yield Prefilled(outline.done + done, outline.read + total)
+                    case Answer():
+                        yield replace(
+                            event,
+                            tokens=(*outline.written, *event.tokens),
+                            prompt_tokens=outline.read + event.prompt_tokens,
+                            cached_tokens=outline.cached + event.cached_tokens,
+                            ttft_ms=before_s * 1e3 + event.ttft_ms,
+                        )
+                    case _:
+                        yield event
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

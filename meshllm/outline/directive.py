@@ -1,0 +1,81 @@
+"""Directives: how a model is told to outline an answer and to expand one point, by task.
+
+The first of `DIRECTIVES` that matches the question is used. Both texts are appended to the last
+turn, so that outline, points and an ordinary answer share the cache of everything before them.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshllm.outline.points import Point, read_points
+
+NONE = "NONE"
+"""What a model writes instead of an outline if the answer should not be split."""
+
+_OUTLINE = """
+
+First write only an outline of the answer: {points}, as a numbered list of 2 to {most} lines like
+1. Title
+Each title has at most 8 words. The points are written out afterwards, independently."""
+
+_UNLESS = """
+Do not outline an answer that is short, code or mathematics, or whose parts build on each other:
+write only {none}."""
+
+_EXPAND = """
+
+The answer has this outline:
+{outline}
+
+Write only the text of point {number}, "{title}", in at most {words} words. Others write the other
+points: do not repeat the heading, do not write about other points, and do not conclude."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """How to outline and expand the answers of one kind of task."""
+
+    name: str
+    matches: re.Pattern[str]
+    """Found in a question of the task."""
+    points: str
+    """What a point of such an answer is."""
+    read: Callable[[str, int], Sequence[Point]] = read_points
+    """Returns the points of an outline, at most so many."""
+
+    def outline(self, most: int, *, may_decline: bool) -> str:
+        """Return the text that asks for an outline of at most ``most`` points."""
+        unless = _UNLESS.format(none=NONE) if may_decline else ""
+        return _OUTLINE.format(points=self.points, most=most) + unless
+
+    def expand(self, points: Sequence[Point], place: int, words: int) -> str:
+        """Return the text that asks for one point of an outline."""
+        lines = "\n".join(each.heading for each in points)
+        point = points[place]
+        return _EXPAND.format(outline=lines, number=point.number, title=point.title, words=words)
+
+
+DIRECTIVES = (
+    Directive(
+        "comparison",
+        re.compile(
+            r"\b(?:compare|comparison|differences?|versus|vs\.?|pros and cons)\b", re.IGNORECASE
+        ),
+        "the aspects to compare, each for all sides",
+    ),
+    Directive(
+        "instructions",
+        re.compile(
+            r"\b(?:how (?:do|can|to)|guide|tutorial|instructions|checklist)\b", re.IGNORECASE
+        ),
+        "the parts of the task, each complete in itself",
+    ),
+    Directive("general", re.compile(""), "its main points"),
+)
+
+
+def directive_for(question: str, directives: Sequence[Directive] = DIRECTIVES) -> Directive:
+    """Return the first directive that matches a question; the last one matches any."""
+    found = (each for each in directives[:-1] if each.matches.search(question))
+    return next(found, directives[-1])

@@ -1,0 +1,80 @@
+"""The first session of an answer by outline: what it is asked, and the points that it yields."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from meshllm.outline.directive import Directive
+from meshllm.outline.join import TokenUsage
+from meshllm.outline.points import Point, declines, is_independent
+from meshllm.request import Event, Piece, Request, Turn
+
+MAX_POINTS = 8
+MAX_OUTLINE_TOKENS = 256
+MAX_POINT_TOKENS = 1024
+WORTH_TOKENS = 64  # fewest of an answer that make a point worth a session
+WORDS_PER_TOKEN = 0.6  # of English, less what ends a sentence
+SEEDS = 1 << 63
+
+
+@dataclass(slots=True)
+class Outlining:
+    """The outline of the answer to a request, as far as it has come."""
+
+    request: Request
+    directive: Directive
+    may_decline: bool
+    """Whether the model may choose an ordinary answer."""
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    text: str = ""
+
+    @property
+    def asked(self) -> Request:
+        """The request of the outline; it ends behind the most points that fit."""
+        outlined = self._asking(self.directive.outline(self._most, may_decline=self.may_decline))
+        most = min(MAX_OUTLINE_TOKENS, self.request.max_tokens // 4)
+        return replace(outlined, max_tokens=most, stop=(f"\n{self._most + 1}.",))
+
+    def take(self, event: Event) -> bool:
+        """Take an event of the outline; return whether it is worth waiting for more."""
+        self.usage.take(event)
+        if isinstance(event, Piece):
+            self.text += event.text
+        return not (self.may_decline and declines(self.text))
+
+    def points(self) -> Sequence[Point]:
+        """Return the points; none if the request is better answered as usual."""
+        points = self.directive.read(self.text, self._most)
+        is_fit = len(points) > 1 and not (self.may_decline and not is_independent(points))
+        return points if is_fit else ()
+
+    def expansions(self, points: Sequence[Point]) -> list[Request]:
+        """Return the requests of the points; what remains of the tokens is shared equally."""
+        left = (self.request.max_tokens - len(self.usage.written)) // len(points)
+        most = min(MAX_POINT_TOKENS, left)
+        words = int(most * WORDS_PER_TOKEN)
+        return [
+            replace(
+                self._asking(self.directive.expand(points, place, words)),
+                max_tokens=most,
+                sampling=replace(
+                    self.request.sampling,
+                    seed=derived_seed(self.request.sampling.seed, point.number),
+                ),
+            )
+            for place, point in enumerate(points)
+        ]
+
+    @property
+    def _most(self) -> int:
+        return min(MAX_POINTS, self.request.max_tokens // WORTH_TOKENS)
+
+    def _asking(self, text: str) -> Request:
+        *before, last = self.request.turns
+        turn = Turn(role="user", content=last["content"] + text)
+        return replace(self.request, turns=(*before, turn))
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """Return the seed of a point by its number."""
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest()) % SEEDS
