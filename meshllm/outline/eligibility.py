@@ -36,6 +36,7 @@ def objection(request: Request) -> WrongField | None:
         "given": bool(request.given),
         "stop": bool(request.stop),
         "schema": request.schema is not None,
+        "tools": request.tools is not None,
         "logprobs": request.logprobs is not None,
     }
     for name, is_set in unfit.items():

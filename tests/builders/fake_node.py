@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshllm.errors import MeshError
 from meshllm.names import LossCause
-from meshllm.request import Event, Piece, Prefilled, Request
+from meshllm.request import Backend, Event, Piece, Prefilled, Request
 from meshllm.status import (
     Change,
     LossCounts,
@@ -62,6 +63,8 @@ class FakeNode:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    backend: Backend | None = None
+    """Answers instead."""
     served: str | None = "builtin"
     said: tuple[Event, ...] = ()
     """Answer with these events instead."""
@@ -107,6 +110,11 @@ class FakeNode:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
         hello = (Piece("hello"), Piece(" w\u2028rld"), answer_of("hello", 5))
+        if self.backend:
+            async with aclosing(self.backend.generate(request)) as events:
+                async for event in events:
+                    yield event
+            return
         try:
             for place, event in enumerate((Prefilled(2, 2), *(self.said or hello))):
                 if place == self.fails_at:

@@ -7,7 +7,7 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Request
+from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Request, Tools
 from meshllm.strict_json import WrongField
 from tests.builders.writer import ASKED, QUESTION, Writer
 
@@ -250,6 +250,7 @@ UNFIT = {
     "given": {"given": (1,)},
     "stop": {"stop": ("END",)},
     "schema": {"schema": "{}"},
+    "tools": {"tools": Tools('[{"name": "f"}]')},
     "logprobs": {"logprobs": 2},
     "max_tokens": {"max_tokens": 127},
     "message of the user": {"turns": (QUESTION, {"role": "assistant", "content": "Well"})},

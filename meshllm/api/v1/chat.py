@@ -12,6 +12,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
+from meshllm.api.v1.extension import Extension
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.reply import PATIENCE, STREAM, Choice, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
@@ -113,6 +114,7 @@ class Chat(Generating):
     max_reasoning_tokens: int | None = None
     """Not of OpenAI: the reasoning is closed behind so many tokens."""
     chat_template_kwargs: TemplateOptions | None = None
+    meshllm: Extension | None = None
 
     def requests(self) -> list[Asked]:
         """Convert to requests of the mesh; raise `WrongField` for what is not supported."""
@@ -244,7 +246,8 @@ def routes(service: Service) -> list[Route]:
         reply = _ChatReply(
             "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
         )
-        events = service.answer(key, model, asked)
+        outline = (body.meshllm or Extension()).outline_mode(body.choices)
+        events = service.answer(key, model, asked, outline)
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
             return Stream(slow, STREAM, reply.chunks, failure)

@@ -15,6 +15,8 @@ from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
 from meshllm.errors import MeshError
 from meshllm.merge import merge
+from meshllm.outline.backend import OutlineBackend
+from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus
 
@@ -77,7 +79,11 @@ class Service:
         )
 
     async def answer(
-        self, key: ApiKey | None, model: ModelStatus, asked: Sequence[Request]
+        self,
+        key: ApiKey | None,
+        model: ModelStatus,
+        asked: Sequence[Request],
+        outline: OutlineMode | None = None,
     ) -> AsyncGenerator[Choices, None]:
         """Yield the events of all requests, each with the place of its own, see `Backend`.
 
@@ -90,7 +96,8 @@ class Service:
         try:
             await self._check_quota(key)
             with self._counted(key):
-                streams = [self.node.generate(each) for each in asked]
+                backend = OutlineBackend(self.node, outline) if outline else self.node
+                streams = [backend.generate(each) for each in asked]
                 async with aclosing(merge(streams, MAX_TOGETHER)) as events:
                     async for place, event in events:
                         tallies[place].take(event)

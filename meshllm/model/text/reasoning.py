@@ -33,7 +33,7 @@ class ReasoningFormat:
         return prompt.rstrip(_SPACE).endswith(self.begin)
 
 
-class _Part(Enum):
+class _Phase(Enum):
     BEFORE = auto()
     """The answer has not begun."""
     OPENED = auto()
@@ -54,26 +54,26 @@ class ReasoningParser:
         """Begin an answer; with ``is_open``, its prompt ends within the reasoning."""
         self._form = form
         self._held = ""
-        self._part = _Part.OPENED if is_open else _Part.BEFORE
+        self._part = _Phase.OPENED if is_open else _Phase.BEFORE
 
     @property
     def is_inside(self) -> bool:
         """Whether the next token is one of reasoning, or of its end."""
-        return self._part in {_Part.OPENED, _Part.INSIDE}
+        return self._part in {_Phase.OPENED, _Phase.INSIDE}
 
     def push(self, text: str) -> Piece:
         """Append text; return what is now certain."""
         self._held += text
         reasoning = []
-        if self._part is _Part.BEFORE:
+        if self._part is _Phase.BEFORE:
             self._open()
-        if self._part is _Part.OPENED:
-            self._trim(_Part.INSIDE)
-        if self._part is _Part.INSIDE:
+        if self._part is _Phase.OPENED:
+            self._trim(_Phase.INSIDE)
+        if self._part is _Phase.INSIDE:
             reasoning.append(self._close())
-        if self._part is _Part.CLOSED:
-            self._trim(_Part.BEHIND)
-        if self._part is not _Part.BEHIND:
+        if self._part is _Phase.CLOSED:
+            self._trim(_Phase.BEHIND)
+        if self._part is not _Phase.BEHIND:
             return Piece("", reasoning="".join(reasoning))
         text, self._held = self._held, ""
         return Piece(text, reasoning="".join(reasoning))
@@ -87,11 +87,11 @@ class ReasoningParser:
         text = self._held.lstrip(_SPACE)
         if text.startswith(self._form.begin):
             self._held = text.removeprefix(self._form.begin)
-            self._part = _Part.OPENED
+            self._part = _Phase.OPENED
         elif not self._form.begin.startswith(text):
-            self._part = _Part.BEHIND
+            self._part = _Phase.BEHIND
 
-    def _trim(self, following: _Part) -> None:
+    def _trim(self, following: _Phase) -> None:
         self._held = self._held.lstrip(_SPACE)
         if self._held:
             self._part = following
@@ -100,7 +100,7 @@ class ReasoningParser:
         """Return the reasoning that is certain."""
         text, found, rest = self._held.partition(self._form.end)
         if found:
-            self._held, self._part = rest, _Part.CLOSED
+            self._held, self._part = rest, _Phase.CLOSED
             return text.rstrip(_SPACE)
         text = text[: len(text) - overlap(text, (self._form.end,))].rstrip(_SPACE)
         self._held = self._held[len(text) :]
@@ -130,12 +130,12 @@ class ReasoningLimit:
         self._most = most
         self._then = then
         self._end_tokens = torch.tensor(sorted(end_tokens), dtype=torch.long)
-        self._part = _Part.INSIDE if is_open else _Part.BEFORE
+        self._part = _Phase.INSIDE if is_open else _Phase.BEFORE
         self._count = 0
 
     def masked(self, logits: Tensor) -> Tensor:
         """Return logits [V] with minus infinity for each token that may not follow."""
-        if self._part is _Part.INSIDE:
+        if self._part is _Phase.INSIDE:
             if self._most is not None and self._count >= self._most:
                 closed = torch.full_like(logits, -inf)
                 closed[self._end] = 0.0
@@ -146,7 +146,7 @@ class ReasoningLimit:
         if not self._then:
             return logits
         masked = self._then.masked(logits)
-        if self._part is _Part.BEFORE:
+        if self._part is _Phase.BEFORE:
             masked[self._begin] = logits[self._begin]
         return masked
 
@@ -156,13 +156,13 @@ class ReasoningLimit:
             self._take(token)
 
     def _take(self, token: int) -> None:
-        if self._part is _Part.INSIDE:
+        if self._part is _Phase.INSIDE:
             self._count += 1
             if token == self._end:
-                self._part = _Part.BEHIND
-        elif self._part is _Part.BEFORE and token == self._begin:
-            self._part = _Part.INSIDE
+                self._part = _Phase.BEHIND
+        elif self._part is _Phase.BEFORE and token == self._begin:
+            self._part = _Phase.INSIDE
         else:
-            self._part = _Part.BEHIND
+            self._part = _Phase.BEHIND
             if self._then:
                 self._then.take([token])

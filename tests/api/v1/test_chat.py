@@ -21,11 +21,13 @@ from meshllm.request import (
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CALL, CHAT_TOOL, ONE_CALL
+from tests.builders.writer import Writer
 
 PATH = "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "builtin", "messages": [HI]}
 STREAM = BODY | {"stream": True}
+OUTLINED = "1. Parks\n\ntext of 1\n\n2. Work\n\ntext of 2\n\n3. Friends\n\ntext of 3"
 
 
 def named(name: str) -> dict[str, Any]:
@@ -525,3 +527,67 @@ async def test_reasoning_is_asked_for(
 
     [asked] = door.requests
     assert (asked.thinks, asked.effort, asked.max_reasoning) == wanted
+
+
+async def test_an_outline_is_joined(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.backend = Writer()
+    asked = BODY | {"meshllm": {"outline": True}, "seed": 7}
+
+    said = (await client.post(PATH, json=asked)).json()
+
+    assert said["choices"][0]["message"]["content"] == OUTLINED
+    assert said["usage"] == {
+        "prompt_tokens": 40,
+        "completion_tokens": 13,
+        "total_tokens": 53,
+        "prompt_tokens_details": {"cached_tokens": 24},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def test_an_outline_is_streamed(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.backend = Writer()
+    asked = STREAM | {"meshllm": {"outline": "auto"}}
+
+    *chunks, done = chunks_of(await client.post(PATH, json=asked))
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(each.get("content", "") for each in deltas) == OUTLINED
+    assert (deltas[1], done) == ({"content": "1. Parks"}, "[DONE]")
+
+
+@pytest.mark.parametrize("extension", [None, {}, {"outline": None}, {"outline": False}])
+async def test_no_answer_is_outlined_unless_asked(
+    client: httpx2.AsyncClient, door: FakeNode, extension: Any
+) -> None:
+    await client.post(PATH, json=BODY | {"meshllm": extension})
+
+    assert [each.turns for each in door.requests] == [(Turn(role="user", content="hi"),)]
+
+
+async def test_several_answers_are_not_outlined(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    for outline, status in ((True, 400), ("auto", 200)):
+        asked = BODY | {"n": 2, "meshllm": {"outline": outline}}
+        assert (await client.post(PATH, json=asked)).status_code == status
+
+    assert [each.turns[0]["content"] for each in door.requests] == ["hi", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"meshllm": {"outline": "maybe"}}, "meshllm.outline"),
+        ({"meshllm": {"outline": 1}}, "meshllm.outline"),
+        ({"meshllm": {"outlines": True}}, "meshllm.outlines"),
+        ({"meshllm": True}, "meshllm"),
+        ({"meshllm": {"outline": True}, "stop": "END"}, "meshllm.outline"),
+        ({"meshllm": {"outline": True}, "max_tokens": 9}, "meshllm.outline"),
+    ],
+)
+async def test_an_outline_that_cannot_be_made_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, fields: dict[str, Any], param: str
+) -> None:
+    said = await client.post(PATH, json=BODY | fields)
+
+    assert (said.status_code, said.json()["error"]["param"]) == (400, param)
+    assert door.requests == []
