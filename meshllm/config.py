@@ -115,6 +115,8 @@ class Settings:
     """Nodes to use if a layer fits: names or ids, with commas."""
     entry: str | None = None
     """Who may read prompts: ids or names, with commas, or `self`."""
+    trust: str | None = None
+    """Who may see prompts asked here: ids or names, with commas."""
     context: int = 4096
     """Context length of one session that the ring must hold."""
     discovery: bool = True

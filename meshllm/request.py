@@ -138,6 +138,10 @@ class Request:
     """How long to reason, for models whose chat template takes it: `low`, `medium`, `high`."""
     max_reasoning: int | None = None
     """Most tokens of reasoning: the reasoning is closed then, and the answer begins."""
+    model: str = ""
+    """Whose answer it is; empty for the model of the ring."""
+    trusted: tuple[str, ...] | None = None
+    """Ids of the nodes that may see the prompt or hidden states; None trusts all members."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 
@@ -194,6 +198,13 @@ class Answer:
     """What the model wrote before its answer, which is not part of it."""
     calls: tuple[ToolCall, ...] = ()
     reasoning_tokens: int = 0
+    counted: int | None = None
+    """Generated tokens, from an engine that does not tell their ids."""
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of generated tokens."""
+        return len(self.tokens) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True, slots=True)

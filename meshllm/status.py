@@ -55,6 +55,10 @@ class ModelStatus:
     """Most tokens of a prompt and its answer."""
     fingerprint: str = ""
     """Identifies weights, data type and quantisation; empty if unknown."""
+    providers: tuple[str, ...] = ()
+    """Names of the nodes that provide it with an engine of their own; empty for the ring's."""
+    precision: str = ""
+    """What a provider says of it; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +287,8 @@ class MeshStatus:
     memory: MemoryStatus = MemoryStatus()
     warnings: tuple[str, ...] = ()
     """Conditions that need the owner's attention."""
+    provided: tuple[ModelStatus, ...] = ()
+    """Models of nodes with an engine of their own."""
 
 
 @dataclass(frozen=True, slots=True)

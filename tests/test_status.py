@@ -36,9 +36,10 @@ NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory
         "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
-MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint"}
+MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",
+         "providers", "precision"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
-          "networks", "since_s", "memory", "warnings"}  # fmt: skip
+          "networks", "since_s", "memory", "warnings", "provided"}  # fmt: skip
 
 
 def sent(value: object) -> Any:

@@ -31,6 +31,8 @@ from meshllm.cli.doctor.doctor import EXAMPLES as DOCTOR_EXAMPLES
 from meshllm.cli.doctor.doctor import doctor
 from meshllm.cli.node.node import EXAMPLES as NODE_EXAMPLES
 from meshllm.cli.node.node import node
+from meshllm.cli.node.provide import EXAMPLES as PROVIDE_EXAMPLES
+from meshllm.cli.node.provide import provide
 from meshllm.cli.node.serve import EXAMPLES as SERVE_EXAMPLES
 from meshllm.cli.node.serve import serve
 from meshllm.cli.ring import ring
@@ -95,6 +97,7 @@ app = typer.Typer(
 app.command(epilog=CHAT_EXAMPLES, cls=OptionalOutline)(chat)
 app.command(epilog=NODE_EXAMPLES)(node)
 app.command(epilog=SERVE_EXAMPLES)(serve)
+app.command(epilog=PROVIDE_EXAMPLES)(provide)
 app.add_typer(ring.app, name="ring")
 app.add_typer(key.app, name="key")
 app.command(epilog=USAGE_EXAMPLES)(usage)

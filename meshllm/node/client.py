@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -108,7 +108,23 @@ class MeshClient:
         _ = before
         return LossCause.LINK_LOST, "the node that answered is gone; another one answers"
 
-    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
+    def is_provided(self, model: str) -> bool:
+        """Return False: the ingress knows who provides a model."""
+        _ = model
+        return False
+
+    def providers(self, model: str) -> Sequence[NodeId]:
+        """Return no node: the ingress knows them."""
+        _ = model
+        return ()
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the names: the ingress resolves them."""
+        return tuple(names)
+
+    def backend(
+        self, asker: NodeId | None = None, model: str = ""
+    ) -> AbstractAsyncContextManager[Backend]:
         """Raise `LinkLost`: a client holds no model."""
         raise LinkLost("A client does not serve requests")
 

@@ -14,7 +14,7 @@ from meshllm.node.node import MeshNode
 from meshllm.node.requests.router import Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.membership.records import Lifecycle, ModelOffer, Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import predict
 from meshllm.protocol.planning.problem import room_tokens
@@ -95,6 +95,7 @@ class NodeControl:
             since_s=view.since_s,
             memory=self.measure(),
             warnings=view.warnings,
+            provided=_provided(view),
         )
 
     def plan(self) -> RingStatus:
@@ -123,9 +124,10 @@ class NodeControl:
         return self.status()
 
     async def models(self) -> list[ModelStatus]:
-        """List the models that this node serves."""
-        model = _model(self.snapshot())
-        return [model] if model else []
+        """List the models that the mesh serves: that of the ring, and those of providers."""
+        view = self.snapshot()
+        model = _model(view)
+        return [*([model] if model else []), *_provided(view)]
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Create a ticket; 0 seconds or uses mean no limit."""
@@ -269,6 +271,35 @@ def _model(view: NodeView) -> ModelStatus | None:
         shape.context,
         _fingerprint(view, charter.config_digest, f"{dtype} {quant}"),
     )
+
+
+def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
+    """Return the models of providers, each once, without that of the ring."""
+    ring = view.charter.shape.name if view.charter else ""
+    offers: dict[str, list[tuple[str, ModelOffer]]] = {}
+    for node in _known(view):
+        state = view.states.get(node)
+        if state and node in view.alive and state.lifecycle is Lifecycle.SERVING:
+            for offer in state.offers:
+                offers.setdefault(offer.model, []).append((_name(view, node) or short(node), offer))
+    return tuple(
+        ModelStatus(
+            name,
+            layers=0,
+            hidden_size=0,
+            dtype="",
+            quant="",
+            context=min((offer.context for _, offer in found if offer.context), default=0),
+            providers=tuple(node for node, _ in found),
+            precision=_common({offer.precision for _, offer in found}),
+        )
+        for name, found in offers.items()
+        if name != ring
+    )
+
+
+def _common(values: set[str]) -> str:
+    return values.pop() if len(values) == 1 else ""
 
 
 def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:

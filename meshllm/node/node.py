@@ -39,9 +39,10 @@ from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
 from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
+from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
-from meshllm.node.ring_member import RingMember
+from meshllm.node.ring_member import PROVIDES, RingMember
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
@@ -114,6 +115,7 @@ class MeshNode:
             longest=self._longest_request,
             off_loop=off_loop,
         )
+        self.router.trusted = options.trust
         self.planner = Planner(self._view, self._agreed, off_loop)
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -245,7 +247,7 @@ class MeshNode:
                 self.router.run,
                 self.planner.run,
                 self._redial,
-                self._serve,
+                self._provide if self.ring_member.provider else self._serve,
                 self._save,
                 self._watch,
             ):
@@ -382,6 +384,8 @@ class MeshNode:
         """Return why there is no plan."""
         if self._hang:
             return self._hang
+        if self.ring_member.provider and self.agreement is None:
+            return PROVIDES if self.links.by_peer else "no contact with the mesh yet"
         if self.agreement is not None and self.agreement.plan is not None:
             if lacking := self.agreement.lacking:
                 members = self.machine.charter.members if self.machine.charter else None
@@ -390,6 +394,7 @@ class MeshNode:
             return "the nodes are agreeing on a plan"
         if self.agreement is not None:
             is_early = not self.agreement.offers and not self.agreement.refused
+            is_early &= self.ring_member.provider is None
             return "the nodes are loading the model" if is_early else self.agreement.reason
         is_known = self.machine.charter or self._own.is_founder
         return "this node is loading the model" if is_known else "no contact with the mesh yet"
@@ -481,6 +486,12 @@ class MeshNode:
         self._pending = None  # follow the plan that was agreed on before
         self.changed()
         await runtime.run()
+
+    async def _provide(self) -> None:
+        """Publish what the engine of this node serves, instead of layers."""
+        provider = self.ring_member.provider
+        assert provider is not None  # else this does not run
+        await provider.run(self.ring_member.publish)
 
     def _update_addresses(self) -> None:
         """Publish the current addresses."""
@@ -576,11 +587,12 @@ async def open_node(
     worker: Worker | None = None,
     prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
     off_loop: OffLoop = asyncio.to_thread,
+    provider: Provider | None = None,
 ) -> AsyncIterator[MeshNode]:
     """Run a node inside the context, which is entered once it is a member of its mesh.
 
     Nodes of one process share a worker: torch and transformers load one model at a time. A
-    simulation replaces ``prepare`` and ``off_loop``.
+    simulation replaces ``prepare`` and ``off_loop``. With a ``provider``, the node holds no layers.
 
     Raises:
         UserError: the state folder, the address or the ticket is invalid.
@@ -603,6 +615,7 @@ async def open_node(
             options = with_own_entry(options, store.key.node)
             preparation = prepare(options, worker, cache_path())
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
+            node.ring_member.provider = provider
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

@@ -70,6 +70,8 @@ class NodeOptions:
     prefer: tuple[str, ...] | None = None
     entry: tuple[str, ...] | None = None
     """Nodes beside this one that may be the entry, or ``self``; only the founder can set it."""
+    trust: tuple[str, ...] | None = None
+    """Names or ids of the nodes that may see prompts asked here; None trusts all members."""
     discovery: bool = True
     context: int | None = None
     """Context length of one session that the ring must hold."""

@@ -16,14 +16,16 @@ again until `FAULTS_S` have passed.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import LossCause, NodeId
+from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
+from meshllm.node.provider import Provider
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.entry import EntryNode
@@ -38,9 +40,10 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.interruption import explain
-from meshllm.protocol.trust.identity import short
+from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Backend
 
+PROVIDES = "it provides whole models"  # why it holds no layers
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
@@ -55,6 +58,8 @@ class RingMember:
     def __init__(self, machine: Mesh, links: MeshLinks, plan_reason: Callable[[], str]) -> None:
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
+        self.provider: Provider | None = None
+        """Instead of layers, this node provides whole models."""
         self.agreement: Agreement | None = None
         """The latest, with the offers of its nodes."""
         self.is_leaving = False
@@ -89,7 +94,8 @@ class RingMember:
     @property
     def sessions(self) -> int:
         """The number of running sessions on this rank."""
-        return self.runtime.sessions if self.runtime else 0
+        provided = self.provider.active if self.provider else 0
+        return provided + (self.runtime.sessions if self.runtime else 0)
 
     @property
     def recomputed(self) -> int:
@@ -113,7 +119,9 @@ class RingMember:
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
+            obstacle=PROVIDES if self.provider else "",
             faulty=self._faults.out(self._now()),
+            offers=self.provider.offers if self.provider else (),
         )
         if state != self._state:
             self._state = state
@@ -141,6 +149,26 @@ class RingMember:
 
     # Callbacks of the request router.
 
+    def is_provided(self, model: str) -> bool:
+        """Return whether a request for a model is one for a provider, not for the ring."""
+        charter = self._machine.charter
+        return bool(model) and (charter is None or model != charter.shape.name)
+
+    def providers(self, model: str) -> list[NodeId]:
+        """Return the nodes that provide a model now."""
+        machine = self._machine
+        return [
+            node
+            for node, state in machine.states.items()
+            if state.lifecycle is Lifecycle.SERVING
+            and any(each.model == model for each in state.offers)
+            and (node == machine.me or node in self._links.by_peer)
+        ]
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
+        return tuple(show(find_node(name, self._machine.profiles)) for name in names)
+
     async def entry(self) -> NodeId:
         """Wait until a ring serves; return its entry."""
         while True:
@@ -166,18 +194,23 @@ class RingMember:
         return explain(before, self.plan, alive=machine.alive, leaving=leaving, name=self._name)
 
     @asynccontextmanager
-    async def backend(self, asker: NodeId | None = None) -> AsyncIterator[Backend]:
-        """Serve an asker as the entry inside the context, and keep the plan from changing.
+    async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:
+        """Serve an asker as a provider or as the entry, and keep the plan from changing meanwhile.
 
         None is the owner of this node.
 
         Raises:
-            LinkLost: this node is not the entry, or its ring did not form.
+            LinkLost: this node is not the entry, its ring did not form, or it provides nothing.
         """
+        if self.is_provided(model):
+            if self.provider is None:
+                raise LinkLost(f"This node does not provide `{model[:100]}`")
+            yield self.provider
+            return
         self._count_requests(1)
         try:
-            entry, plan, model = await self._own_ring()
-            yield RingBackend(entry, model.worker, await model.text(), plan, asker)
+            entry, plan, own = await self._own_ring()
+            yield RingBackend(entry, own.worker, await own.text(), plan, asker)
         finally:
             self._count_requests(-1)
 
@@ -231,7 +264,7 @@ class RingMember:
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
             return Lifecycle.LEAVING
-        return Lifecycle.SERVING if self.runtime else Lifecycle.JOIN
+        return Lifecycle.SERVING if self.runtime or self.provider else Lifecycle.JOIN
 
     def _is_formed(self, plan: Plan) -> bool:
         return all(self._has_loaded(plan, stage.node) for stage in plan.stages)

@@ -49,6 +49,9 @@ def told() -> MeshStatus:
     return replace(status, sessions=SessionCounts(1, 2, 3, 4, 99, losses, 480))
 
 
+FOX = ModelStatus("fox", 0, 0, "", "", 2048, providers=("gpu",), precision="bf16")
+
+
 @dataclass
 class FakeNode:
     """Answers `hello world`, with optional waits and failures."""
@@ -69,13 +72,15 @@ class FakeNode:
     said: tuple[Event, ...] = ()
     """Answer with these events instead."""
     entry: str = node_id(0)
+    provided: tuple[ModelStatus, ...] = ()
 
     def status(self) -> MeshStatus:
         status = told()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
         model = replace(known, name=self.served) if self.served else None
-        return with_ring(replace(status, model=model), entry=self.entry)
+        status = replace(status, model=model, provided=self.provided)
+        return with_ring(status, entry=self.entry)
 
     def plan(self) -> RingStatus:
         return told().ring
@@ -87,8 +92,8 @@ class FakeNode:
         return self.status()
 
     async def models(self) -> list[ModelStatus]:
-        model = self.status().model
-        return [model] if model else []
+        status = self.status()
+        return [*([status.model] if status.model else []), *status.provided]
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         self.calls.append((role, expires_s, uses))

@@ -1,7 +1,7 @@
 """A client, and a fake node that answers it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,18 @@ class Inn(House):
     def explain(self, before: Plan | None) -> tuple[LossCause, str]:
         raise NotImplementedError
 
-    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["Inn"]:
+    def is_provided(self, model: str) -> bool:
+        return bool(model)
+
+    def providers(self, model: str) -> list[NodeId]:
+        return [self.me] if model else []
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(names)
+
+    def backend(
+        self, asker: NodeId | None = None, model: str = ""
+    ) -> AbstractAsyncContextManager["Inn"]:
         return nullcontext(self)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:

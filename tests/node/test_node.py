@@ -21,6 +21,8 @@ from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig
 from meshllm.node.preparation import Preparation
+from meshllm.node.provider import EngineClient, Provider
+from meshllm.node.provider import provider as provider_module
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
@@ -30,8 +32,10 @@ from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Piece, Request
 from meshllm.status import RingState
+from meshllm.strict_json import WrongField
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
+from tests.builders.fake_engine import FakeEngine, serving
 from tests.builders.node_options import node_options
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
@@ -48,10 +52,11 @@ class Mesh:
         self._stack = stack
         self._lives: dict[str, AsyncExitStack] = {}
 
-    async def start(self, name: str, **wishes: Any) -> MeshNode:
+    async def start(self, name: str, provider: Provider | None = None, **wishes: Any) -> MeshNode:
         options = node_options(self.folder / name, name=name, threads=1, discovery=False, **wishes)
         life = self._lives[name] = await self._stack.enter_async_context(AsyncExitStack())
-        return await life.enter_async_context(open_node(options, self.network, self.worker))
+        opened = open_node(options, self.network, self.worker, provider=provider)
+        return await life.enter_async_context(opened)
 
     async def kill(self, name: str) -> None:
         await self._lives.pop(name).aclose()
@@ -404,3 +409,54 @@ async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
         while not heard():  # noqa: ASYNC110 -- a change of address does not change the ring
             await asyncio.sleep(0.05)
     assert "loopback:elsewhere" in control_of(b).status().listening
+
+
+def provided(node: MeshNode) -> dict[str, tuple[str, ...]]:
+    """Return who provides which model."""
+    return {each.name: tuple(sorted(each.providers)) for each in control_of(node).status().provided}
+
+
+@pytest.mark.socket
+async def test_models_of_engines_are_answered_through_every_node(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider_module, "POLL_S", 0.05)
+    question = replace(QUESTION, model="fox")
+    a = await mesh.start("a")
+    await until(lambda: len(spans(a)) == 1, a)
+    async with serving(FakeEngine()) as url, AsyncExitStack() as stack:
+        second = FakeEngine()
+        other = await stack.enter_async_context(serving(second))
+        b = await mesh.start("b", Provider(EngineClient(url)), join=a.invite(Role.NODE, None, None))
+        c = await mesh.start(
+            "c", Provider(EngineClient(other)), join=a.invite(Role.NODE, None, None)
+        )
+        for node in (a, b, c):
+            await until(lambda node=node: provided(node) == {"fox": ("b", "c")}, node)  # type: ignore[misc]  # a closure
+
+        texts = [await ask(control_of(node), question) for node in (a, b, c)]
+        second.is_down = True
+        await until(lambda: provided(a) == {"fox": ("b",)}, a)
+        await ask(control_of(a), question)
+        await mesh.kill("b")
+        await until(lambda: not provided(a), a)
+
+    assert texts == ["What is a ring? "] * 3
+    with pytest.raises(ModelError, match="No node provides `fox`"):
+        await ask(control_of(a), question)
+    assert await ask(control_of(a)) == await reference()
+    assert states(a)["c"] == "standby"
+
+
+async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=2, trust=())
+    b = await mesh.start("b", join=a.ticket)
+    for node in (a, b):
+        await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
+
+    for question in (QUESTION, replace(QUESTION, trusted=("a",))):
+        with pytest.raises(WrongField, match="not trusted"):
+            await ask(control_of(a), question)
+
+    assert await ask(control_of(a), replace(QUESTION, trusted=("b",)))
+    assert await ask(control_of(b), QUESTION)

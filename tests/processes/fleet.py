@@ -81,19 +81,23 @@ class Node:
         return (self.folder / "err").read_text()
 
     def start(
-        self, *options: str, root: tuple[str, ...] = (), within: tuple[str, ...] = ()
+        self,
+        *options: str,
+        root: tuple[str, ...] = (),
+        within: tuple[str, ...] = (),
+        command: tuple[str, ...] = ("node", "--threads", "1"),
     ) -> Self:
         """Start the process, by a command such as `prlimit` if one is given to start it ``within``.
 
         What it says replaces what an earlier one said.
         """
-        command = [
-            *within, sys.executable, *MESHLLM, *root, "node", "--state", str(self.state),
-            "--threads", "1", "--name", self.name, "--listen", self.address, *options,
+        words = [
+            *within, sys.executable, *MESHLLM, *root, *command, "--state", str(self.state),
+            "--name", self.name, "--listen", self.address, *options,
         ]  # fmt: skip
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment()
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment()
             )
         return self
 

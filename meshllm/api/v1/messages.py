@@ -343,7 +343,7 @@ def _usage(answer: Answer) -> dict[str, int]:
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_read_input_tokens": answer.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": len(answer.tokens),
+        "output_tokens": answer.completion_tokens,
     }
 
 

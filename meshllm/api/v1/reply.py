@@ -99,7 +99,7 @@ class Reply:
 
 def written_tokens(asked: Asked, answer: Answer) -> int:
     """Return the number of generated tokens, without those of an echoed prompt."""
-    return len(answer.tokens) - (answer.prompt_tokens if asked.scores_prompt else 0)
+    return answer.completion_tokens - (answer.prompt_tokens if asked.scores_prompt else 0)
 
 
 def event(data: bytes) -> bytes:

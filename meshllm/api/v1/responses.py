@@ -295,7 +295,7 @@ class _ResponsesReply:
         whole = self._object(status, output)
         if status == "incomplete":
             whole["incomplete_details"] = {"reason": "max_output_tokens"}
-        read, written = answer.prompt_tokens, len(answer.tokens)
+        read, written = answer.prompt_tokens, answer.completion_tokens
         whole["usage"] = {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": answer.cached_tokens},

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyUsage
@@ -45,7 +45,7 @@ class _Tally:
             case Piece(tokens=tokens):
                 self.written += len(tokens)
             case Answer():
-                self.read, self.written = event.prompt_tokens, len(event.tokens)
+                self.read, self.written = event.prompt_tokens, event.completion_tokens
                 self.cached = event.cached_tokens
                 if self.scores_prompt:
                     self.written -= self.read
@@ -97,7 +97,8 @@ class Service:
             await self._check_quota(key)
             with self._counted(key):
                 backend = OutlineBackend(self.node, outline) if outline else self.node
-                streams = [backend.generate(each) for each in asked]
+                name = model.name if model.providers else ""
+                streams = [backend.generate(replace(each, model=name)) for each in asked]
                 async with aclosing(merge(streams, MAX_TOGETHER)) as events:
                     async for place, event in events:
                         tallies[place].take(event)

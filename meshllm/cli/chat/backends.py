@@ -1,7 +1,8 @@
 """Chooses the backend of a chat: the running node, the mesh of a ticket, or a local ring."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
@@ -9,7 +10,7 @@ from meshllm.cli.shared.local import Opener, open_local
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import UserError
-from meshllm.request import Backend
+from meshllm.request import Backend, Event, Request
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus
@@ -40,24 +41,65 @@ def choose(
             raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
         return open_local, chosen, _HERE
     if flags["join"] is None and is_running(chosen):
-        import logging
-
-        logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
-        _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
-        if quiet and not shows_model and flags["model"] is None:
-            return open_client, change(chosen, {"model": "the running node"}), _NODE
-        status = _fetch_status(chosen)
-        reader = _reader_of(status)
-        if not quiet and reader:
-            _announce(reader)
-        return open_client, _as_served(status, chosen, flags), reader or _NODE
+        return _running(chosen, flags, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
         return open_local, chosen, _HERE
-    _refuse(flags, ("model", *_RING_SETTINGS), "the mesh of the ticket already has a ring")
+    _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
     mesh = f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket"
     if not quiet:
         _announce(mesh)
+    if model := flags["model"]:
+        return _asking(open_ticket, str(model)), chosen, mesh
     return open_ticket, change(chosen, {"model": "the mesh"}), mesh
+
+
+def _running(
+    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool, quiet: bool
+) -> tuple[Opener, Settings, str]:
+    """Choose the running node, see `choose`."""
+    import logging
+
+    logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
+    _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
+    if quiet and not shows_model and flags["model"] is None:
+        return open_client, change(chosen, {"model": "the running node"}), _NODE
+    status = _fetch_status(chosen)
+    provided = next((each for each in status.provided if each.name == flags["model"]), None)
+    reader = f"{_listed(provided.providers)} of the mesh" if provided else _reader_of(status)
+    if not quiet and reader:
+        _announce(reader)
+    if provided:
+        shown = change(chosen, {"model": provided.name})
+        return _asking(open_client, provided.name), shown, reader or _NODE
+    return open_client, _as_served(status, chosen, flags), reader or _NODE
+
+
+@dataclass(frozen=True, slots=True)
+class _OfModel:
+    """A backend, asked for one of its models."""
+
+    backend: Backend
+    model: str
+
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer with the model, see `Backend`."""
+        return self.backend.generate(replace(request, model=self.model))
+
+
+def _asking(opener: Opener, model: str) -> Opener:
+    """Return an opener of a backend that is asked for one model."""
+
+    @asynccontextmanager
+    async def opened(settings: Settings) -> AsyncIterator[Backend]:
+        async with opener(settings) as backend:
+            yield _OfModel(backend, model)
+
+    return opened
+
+
+def _listed(providers: Sequence[str]) -> str:
+    names = ", ".join(f"`{_one_line(each)}`" for each in providers)
+    return f"the provider {names}" if len(providers) == 1 else f"one of the providers {names}"
 
 
 @asynccontextmanager
@@ -106,8 +148,9 @@ def _as_served(status: "MeshStatus", chosen: Settings, flags: Mapping[str, Scala
         return chosen
     served = status.model.name
     if flags["model"] not in {None, served}:
+        listed = ", ".join(f"`{each}`" for each in (served, *(e.name for e in status.provided)))
         raise UserError(
-            f"The running node serves `{served}`, not `{flags['model']}`",
+            f"The running node serves {listed}, not `{flags['model']}`",
             hint="omit `--model`, or add `--nodes 1` to run a ring in this process",
         )
     return change(chosen, {"model": served, "nodes": len(status.ring.stages) or 1})

@@ -1,3 +1,3 @@
 """`meshllm node`."""
 
-__all__ = ["node", "serve"]
+__all__ = ["node", "provide", "serve"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshllm.api.port import NodePort
     from meshllm.api.tcp import Door
     from meshllm.node.options import NodeOptions
+    from meshllm.node.provider import Provider
     from meshllm.status import MeshStatus, RingStatus
 
 EXAMPLES = """\b
@@ -58,9 +59,9 @@ _POLL_S = 0.02
 _PASSED_ON = ("model", "join", "name", "policy", "members", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "entry", "dtype", "quant", "device", "threads", "speculation",
-    "draft", "exact", "wire", "prefix_cache", "context", "state", "serve", *DOOR_SETTINGS,
-    "log_format",
+    "members", "exclude", "prefer", "entry", "trust", "dtype", "quant", "device", "threads",
+    "speculation", "draft", "exact", "wire", "prefix_cache", "context", "state", "serve",
+    *DOOR_SETTINGS, "log_format",
 )  # fmt: skip
 
 
@@ -99,8 +100,9 @@ def run_node(
     invocation: typer.Context,
     config: Config,
     ticket_file: Path | None = None,
+    make_provider: Callable[[], "Provider"] | None = None,
 ) -> None:
-    """Run a node until it stops."""
+    """Run a node until it stops; one that provides an engine holds no layers."""
     is_json = config.settings.log_format == "json"
     verbosity = invocation.find_root().params.get("verbose") or 0
     setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: errors are records
@@ -115,7 +117,8 @@ def run_node(
         _log_all()
         import asyncio
 
-        asyncio.run(_run(options, notify, ticket_file, door or None))
+        provider = make_provider() if make_provider else None
+        asyncio.run(_run(options, notify, ticket_file, door or None, provider))
 
 
 def _check_early(options: "NodeOptions") -> None:
@@ -163,6 +166,7 @@ async def _run(
     notify: Callable[[Notice], None],
     file: Path | None,
     door: "Door | None",
+    provider: "Provider | None",
 ) -> None:
     import asyncio
 
@@ -178,7 +182,7 @@ async def _run(
 
     sys.setswitchinterval(SWITCH_S)  # process-wide: only the node runs here
     with draining() as drain:
-        async with open_node(options) as opened, asyncio.TaskGroup() as group:
+        async with open_node(options, provider=provider) as opened, asyncio.TaskGroup() as group:
             drain.leave = leave
             control, socket = control_of(opened), options.state / SOCKET
             tasks = [group.create_task(serve(control, socket))]
@@ -188,7 +192,10 @@ async def _run(
             text = f"ticket for {count} more machine{'s' if count > 1 else ''}, and the command:"
             if door is not None:
                 tasks.append(group.create_task(door.serve(control)))
-            _print_ticket(opened.ticket, Notice("ready", text), notify, file)
+            if provider is None:
+                _print_ticket(opened.ticket, Notice("ready", text), notify, file)
+            else:
+                notify(Notice("ready", f"waiting for the engine at {provider.engine.url}"))
             tasks.append(group.create_task(_report(control, notify)))
             await opened.stopped
             for task in tasks:
@@ -280,6 +287,7 @@ def _options(config: Config) -> "NodeOptions":
         exclude=listed(chosen.exclude),
         prefer=listed(chosen.prefer),
         entry=listed(chosen.entry),
+        trust=listed(chosen.trust),
         **given,
     )
 

@@ -55,6 +55,7 @@ def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
         _nodes(status, columns),
         _links(status),
         _hops(status.ring),
+        _provided(status),
         _foot(status, columns),
     ]
     for part in (_LINKS, _HOPS, _NODES):
@@ -224,6 +225,19 @@ def _totals(ring: RingStatus) -> Iterator[str]:
     rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
     if rooms:
         yield f"{'capacity':<10}{min(rooms)} tokens of KV cache for all sessions"
+
+
+def _provided(status: MeshStatus) -> str:
+    rows = [
+        (
+            cut(each.name),
+            ", ".join(map(cut, each.providers)),
+            each.precision or "?",
+            each.context or "?",
+        )
+        for each in status.provided
+    ]
+    return table(("provided model", "by", "precision", "context"), rows) if rows else ""
 
 
 def _foot(status: MeshStatus, columns: int) -> str:

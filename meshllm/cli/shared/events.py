@@ -39,6 +39,7 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
     for gone in known.values():
         fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
         yield Notice("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
+    yield from _of_providers(before, after)
     old, new = before.ring if before else None, after.ring
     is_other = old is None or _facts(old) != _facts(new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
@@ -56,6 +57,20 @@ def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notic
         return  # it left before the first report
     if state in _VERBS and _is_new(before, after):
         yield Notice(state, f"{who} {_VERBS[state]}{reason and f': {reason}'}", fields)
+
+
+def _of_providers(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice]:
+    """Yield who provides which model from now on, and who does not any more."""
+    old, new = (
+        {(who, each.name) for each in (status.provided if status else ()) for who in each.providers}
+        for status in (before, after)
+    )
+    for who, model in sorted(new - old):
+        fields: dict[str, Field] = {"name": who, "model": model}
+        yield Notice("provided", f"{who} provides {model}", fields)
+    for who, model in sorted(old - new):
+        fields = {"name": who, "model": model}
+        yield Notice("not provided", f"{who} does not provide {model} any more", fields)
 
 
 def _is_new(before: "NodeStatus | None", after: "NodeStatus") -> bool:

@@ -157,7 +157,7 @@ def statistics(answer: Answer) -> str:
     """Format token counts, timings, and a table of hops."""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     lines = [
-        f"{answer.prompt_tokens} prompt tokens{cached}, {len(answer.tokens)} generated,"
+        f"{answer.prompt_tokens} prompt tokens{cached}, {answer.completion_tokens} generated,"
         f" finish reason: {answer.finish_reason}",
     ]
     if not answer.ms_per_token:  # only steps after the first token are timed

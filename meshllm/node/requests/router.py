@@ -11,6 +11,10 @@ serves the `Generate` of a node, so no request is forwarded in a circle.
 An ingress has at most `MAX_FORWARDED` requests at the entry. Further ones wait their turn here, in
 the order of arrival, and when `MAX_WAITING` wait, the next is refused.
 
+A request for another model than that of the ring goes to a node that provides it with an engine of
+its own, to the next one if it fails before its first event. Between the trusted nodes that provide
+it the ingress chooses the one with the fewest of its requests.
+
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. A client repeats it only after losing the link to its ingress.
 """
@@ -18,7 +22,7 @@ When a ring breaks, the ingress repeats the request on the next ring, see
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -28,7 +32,15 @@ from contextlib import (
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
+from meshllm.errors import (
+    Busy,
+    LinkLost,
+    MeshError,
+    ModelError,
+    PeerFault,
+    TimedOut,
+    UserError,
+)
 from meshllm.names import LossCause, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
@@ -42,6 +54,7 @@ from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Genera
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import Failover
+from meshllm.protocol.trust.identity import short, show
 from meshllm.request import (
     Answer,
     Backend,
@@ -50,6 +63,7 @@ from meshllm.request import (
     Piece,
     Request,
 )
+from meshllm.strict_json import WrongField
 
 MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
@@ -83,12 +97,26 @@ class Ring(Protocol):
         """Return why the ring of an earlier plan was lost, and a phrase about it."""
         ...
 
-    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager[Backend]:
-        """Return the local entry as a context, for requests of an asker; None is the owner.
+    def backend(
+        self, asker: NodeId | None = None, model: str = ""
+    ) -> AbstractAsyncContextManager[Backend]:
+        """Return the local entry or provider as a context, for an asker; None is the owner.
 
         Raises:
-            LinkLost: this node is not the entry.
+            LinkLost: this node is not the entry, or does not provide the model.
         """
+        ...
+
+    def is_provided(self, model: str) -> bool:
+        """Return whether a request for a model is one for a provider, not for the ring."""
+        ...
+
+    def providers(self, model: str) -> Sequence[NodeId]:
+        """Return the nodes that provide a model now."""
+        ...
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
         ...
 
 
@@ -153,6 +181,11 @@ class RequestRouter:
 
         ``longest`` returns the limit on the bytes of a request of another node or client.
         """
+        self.trusted: tuple[str, ...] | None = None
+        """Names of the nodes that may see the owner's prompts; None are all members."""
+        self._asks_ingress = asks_ingress
+        self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
+        self._chosen: Counter[NodeId] = Counter()  # requests to providers so far
         self._longest = longest
         self._off_loop = off_loop
         self._strikes = Strikes()
@@ -182,29 +215,111 @@ class RequestRouter:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        failover, pause = Failover(request), _Pause(self._ring)
+        request = self._with_ids(request, asker)
+        is_provided = self._ring.is_provided(request.model)
+        answer = self._provided(request) if is_provided else self._failing_over(request, asker)
         self.counts.active += 1
         try:
-            while True:
-                try:
-                    async with self._answering(failover.request, asker) as events:
-                        pause.attempt()
-                        async for event in events:
-                            if new := failover.take(event):
-                                for each in self._noted(new, pause):
-                                    yield each
-                except (LinkLost, Busy) as error:
-                    delay = failover.failed(error)
-                    pause.begin()
-                    logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
-                    await asyncio.sleep(delay)
-                else:
-                    return
+            async with aclosing(answer) as events:
+                async for event in events:
+                    if isinstance(event, Answer):
+                        self._count(event)
+                    yield event
         except MeshError:
             self.counts.failed += 1
             raise
         finally:
             self.counts.active -= 1
+
+    async def _failing_over(
+        self, request: Request, asker: NodeId | None
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer of the ring, and of the rings that follow it."""
+        failover, pause = Failover(request), _Pause(self._ring)
+        while True:
+            try:
+                async with self._answering(failover.request, asker) as events:
+                    pause.attempt()
+                    async for event in events:
+                        if new := failover.take(event):
+                            for each in self._noted(new, pause):
+                                yield each
+            except (LinkLost, Busy) as error:
+                delay = failover.failed(error)
+                pause.begin()
+                logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
+                await asyncio.sleep(delay)
+            else:
+                return
+
+    async def _provided(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Yield the events of an answer of a provider, of another one if it fails at once."""
+        tried: dict[NodeId, MeshError] = {}
+        while True:
+            node, is_begun = self._choose(request, tried), False
+            self._asked[node] += 1
+            self._chosen[node] += 1
+            try:
+                async with self._from(node, request) as events:
+                    async for event in events:
+                        is_begun = True
+                        yield event
+            except (LinkLost, Busy, TimedOut) as error:
+                if is_begun:
+                    raise
+                tried[node] = error
+                logger.info("provider %s failed: %s", short(node), error)
+            else:
+                return
+            finally:
+                self._asked[node] -= 1
+
+    def _choose(self, request: Request, tried: Mapping[NodeId, MeshError]) -> NodeId:
+        """Return the provider of a model that has the fewest requests of this node.
+
+        Raises:
+            ModelError: no trusted node provides it.
+            MeshError: the error of the last one, if all have failed.
+        """
+        known = self._ring.providers(request.model)
+        trusted = [node for node in known if _is_trusted(node, request)]
+        if left := [node for node in trusted if node not in tried]:
+            return min(left, key=lambda node: (self._asked[node], self._chosen[node]))
+        if tried:
+            raise list(tried.values())[-1]
+        who = "trusted node" if known else "node"
+        raise ModelError(
+            f"No {who} provides `{request.model[:100]}`",
+            hint="see `meshllm ring status` for the models that are served",
+        )
+
+    @asynccontextmanager
+    async def _from(
+        self, node: NodeId, request: Request
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """Open the event stream of a provider, local or remote; close it at the end."""
+        async with AsyncExitStack() as stack:
+            if node == self._me:
+                backend = await stack.enter_async_context(self._ring.backend(None, request.model))
+                events = backend.generate(request)
+            else:
+                await stack.enter_async_context(self._slot())
+                events = self._remote.generate(node, request)
+            yield await stack.enter_async_context(aclosing(events))
+
+    def _with_ids(self, request: Request, asker: NodeId | None) -> Request:
+        """Replace the names of trusted nodes by their ids, with that of this node for its owner.
+
+        Raises:
+            UserError: a name is unknown, or that of several nodes.
+        """
+        names = self.trusted if request.trusted is None and asker is None else request.trusted
+        if names is None or self._asks_ingress:
+            return request
+        ids, own = self._ring.ids_of(names), show(self._me)
+        if asker is not None and own not in ids:
+            raise WrongField("trust", "The node that was asked is not one of those trusted")
+        return replace(request, trusted=(*ids, own))
 
     def receive(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request.
@@ -240,6 +355,8 @@ class RequestRouter:
             if entry != self._me:
                 await stack.enter_async_context(self._slot())
                 entry = await self._entry()  # it may have changed
+            if not (self._asks_ingress or _is_trusted(entry, request)):
+                raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(asker))
                 events = backend.generate(request)
@@ -315,7 +432,8 @@ class RequestRouter:
                 if is_client:
                     answer = self.generate(request, peer)
                 else:
-                    backend = await stack.enter_async_context(self._ring.backend(peer))
+                    ring = self._ring.backend(peer, request.model)
+                    backend = await stack.enter_async_context(ring)
                     answer = backend.generate(request)
                 events = await stack.enter_async_context(aclosing(answer))
                 async for event in events:
@@ -342,12 +460,10 @@ class RequestRouter:
             raise
 
     def _noted(self, event: Event, pause: _Pause) -> Iterator[Event]:
-        """Count an event; yield it, behind the end of a pause."""
+        """Yield an event, behind the end of a pause."""
         if interruption := pause.end(event):
             self._note(interruption)
             yield interruption
-        if isinstance(event, Answer):
-            self._count(event)
         yield event
 
     def _note(self, interruption: Interruption) -> None:
@@ -358,9 +474,13 @@ class RequestRouter:
 
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1
-        self.counts.tokens += len(answer.tokens)
+        self.counts.tokens += answer.completion_tokens
         self.counts.last = replace(answer, text="", tokens=())
-        self.counts.last_tokens = len(answer.tokens)
+        self.counts.last_tokens = answer.completion_tokens
+
+
+def _is_trusted(node: NodeId, request: Request) -> bool:
+    return request.trusted is None or show(node) in request.trusted
 
 
 def _check_length(data: bytes, longest: int) -> None:

@@ -24,7 +24,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.identity import short
+from meshllm.protocol.trust.identity import short, show
 from meshllm.request import (
     Answer,
     Event,
@@ -60,6 +60,7 @@ class RingBackend:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request, see `Backend`: with what follows the tokens that were given."""
         text = self.text
+        _check_trusted(request, self.plan)
         request = _with_defaults(request, text)
         validate(request.sampling)
         _check_length(request, self.entry.context)
@@ -227,6 +228,15 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         logit_bias=request.logit_bias,
         on_logits=None if request.logprobs is None else transcript.score,
     )
+
+
+def _check_trusted(request: Request, plan: Plan) -> None:
+    """Raise `WrongField` if a node of the ring may not see what the request computes."""
+    nodes = [stage.node for stage in plan.stages]
+    if request.trusted is None:
+        return
+    if others := [short(node) for node in nodes if show(node) not in request.trusted]:
+        raise WrongField("trust", f"The ring has nodes that are not trusted: {', '.join(others)}")
 
 
 def _check_length(request: Request, context: int) -> None:

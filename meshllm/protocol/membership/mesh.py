@@ -358,7 +358,7 @@ class Mesh:
         state = replace(
             self._state or StateRecord(),
             links=self._published_links,
-            obstacle=self._published_obstacle,
+            obstacle=self._published_obstacle or (self._state.obstacle if self._state else ""),
         )
         return self._broadcast([record for record in (lost, state) if record])
 

@@ -26,6 +26,8 @@ MAX_COSTS = 16  # entries of a cost table
 MAX_ROWS = 4096  # of one step, as on the wire
 MIN_SECONDS = 1e-12  # of one layer; excludes zero
 MAX_ROUND_TRIP_US = 60_000_000  # a minute, far beyond the idle timeout
+MAX_OFFERS = 32  # models of one provider
+MAX_CONTEXT = 1 << 30  # tokens
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
 DIGEST_PART_BYTES = 16
 MACHINE_BYTES = 16
@@ -37,6 +39,8 @@ _PROFILE = Struct("<QQd II BB")
 _COST = Struct("<Hd")
 _STATE = Struct("<BBBH")
 _LINK = Struct(f"<{NODE_ID_BYTES}sI")
+_COUNT = Struct("<B")
+_CONTEXT = Struct("<I")
 
 
 class Lifecycle(IntEnum):
@@ -133,6 +137,29 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOffer:
+    """A whole model that a node provides with an engine of its own."""
+
+    model: str
+    precision: str = ""
+    """Such as ``bf16`` or ``int4``; empty if unknown."""
+    context: int = 0
+    """Most tokens of a prompt and its answer; 0 if unknown."""
+
+    def encode(self) -> bytes:
+        """Encode the offer."""
+        texts = sized(self.model.encode()) + sized(self.precision.encode())
+        return texts + _CONTEXT.pack(self.context)
+
+    @classmethod
+    def read(cls, reader: Reader) -> Self:
+        """Read an offer; raise `PeerFault` if it is malformed."""
+        model, precision = reader.text(MAX_NAME_BYTES), reader.text(MAX_LABEL_BYTES)
+        (context,) = reader.unpack(_CONTEXT)
+        return cls(model, precision, reader.bounded("tokens of context", context, 0, MAX_CONTEXT))
+
+
+@dataclass(frozen=True, slots=True)
 class StateRecord:
     """The current activity of a node; changes often."""
 
@@ -149,6 +176,8 @@ class StateRecord:
     """Why it cannot hold layers (a phrase); empty if it can."""
     faulty: tuple[NodeId, ...] = ()
     """Nodes that it refuses in a ring: their data was invalid too often, or they did not load."""
+    offers: tuple[ModelOffer, ...] = ()
+    """Models that it provides with an engine of its own."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -156,7 +185,9 @@ class StateRecord:
         links = b"".join(_LINK.pack(node, round_trip) for node, round_trip in self.links)
         texts = sized(self.followed) + sized(self.obstacle.encode())
         faulty = sized(b"".join(self.faulty))
-        return start_record() + _STATE.pack(self.lifecycle, *flags) + links + texts + faulty
+        offers = _COUNT.pack(len(self.offers)) + b"".join(each.encode() for each in self.offers)
+        state = _STATE.pack(self.lifecycle, *flags)
+        return start_record() + state + links + texts + faulty + offers
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -176,6 +207,7 @@ class StateRecord:
             bool(reader.bounded("for a flag", may_change, 0, 1)),
             reader.text(MAX_OBSTACLE_BYTES),
             _node_ids(reader) if reader.left else (),
+            _offers(reader) if reader.left else (),
         )
 
 
@@ -193,6 +225,12 @@ def alive(states: Mapping[NodeId, StateRecord], me: NodeId) -> frozenset[NodeId]
         wave = {peer for node, peer in pairs if node in named.get(peer, ())} - found
         found |= wave
     return frozenset(found)
+
+
+def _offers(reader: Reader) -> tuple[ModelOffer, ...]:
+    (count,) = reader.unpack(_COUNT)
+    reader.bounded("offers of models", count, 0, MAX_OFFERS)
+    return tuple(ModelOffer.read(reader) for _ in range(count))
 
 
 def _node_ids(reader: Reader) -> tuple[NodeId, ...]:

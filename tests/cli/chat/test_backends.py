@@ -19,7 +19,7 @@ from meshllm.cli.chat import backends, chat
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey, short
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
-from tests.builders.fake_node import FakeNode
+from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import FakeRing
 from tests.builders.status import node_id
 
@@ -106,6 +106,16 @@ def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> Non
     assert json.loads(result.stdout)["model"] == "mesh/model"
 
 
+def test_a_model_of_a_provider_is_asked_for(ask: Ask, node: FakeNode) -> None:
+    node.provided = (FOX,)
+
+    result, other = ask("chat", "--model", "fox"), ask("chat", "--model", "cow")
+
+    assert result.stderr.endswith("it goes to the provider `gpu` of the mesh\n")
+    assert [each.model for each in node.requests] == ["fox"]
+    assert "The running node serves `builtin`, `fox`, not `cow`" in other.stderr
+
+
 def test_the_node_in_use_is_logged(
     ask: Ask, node: FakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +200,12 @@ def test_a_ticket_makes_it_a_client(
     assert thin == [(TICKET, home / "s")]
 
 
+def test_a_client_can_ask_for_a_model(ask: Ask, thin: list[tuple[str, Path]]) -> None:
+    result = ask("chat", "--join", TICKET, "--model", "fox", "--json")
+
+    assert json.loads(result.stdout)["model"] == "fox"
+
+
 def test_the_mesh_of_a_ticket_is_named(ask: Ask, thin: list[tuple[str, Path]]) -> None:
     said, quiet = ask("chat", "--join", TICKET), ask("chat", "--join", TICKET, "--quiet")
 
@@ -225,7 +241,6 @@ def test_a_ticket_in_the_environment_is_used_without_a_node(
     ("words", "message"),
     [
         (("--nodes", "2"), "`--nodes`, a ring in this process, cannot be combined with `--join`"),
-        (("--model", "m"), "`--model` has no effect: the mesh of the ticket already has a ring"),
         (("--ends", "entry"), "`--ends` has no effect: the mesh of the ticket already has a ring"),
     ],
 )

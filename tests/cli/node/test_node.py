@@ -49,7 +49,7 @@ class FakeNode:
     is_open: bool = False
 
     @asynccontextmanager
-    async def __call__(self, options: NodeOptions) -> AsyncIterator["FakeNode"]:
+    async def __call__(self, options: NodeOptions, provider: None) -> AsyncIterator["FakeNode"]:
         self.options = options
         self.stopped = asyncio.get_running_loop().create_future()
         self.opening()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import Busy, LinkLost, MeshError, PeerFault, TimedOut, UserError
+from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.requests import remote
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
@@ -28,7 +28,9 @@ from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Genera
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
+from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
+from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
 
@@ -66,6 +68,9 @@ class FakeRing:
     """None waits without end."""
     asked: list[Request] = field(default_factory=list)
     askers: list[NodeId | None] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    provided: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
+    """Who provides each model."""
     closed: int = 0
 
     async def entry(self) -> NodeId:
@@ -83,8 +88,21 @@ class FakeRing:
         assert before is None
         return LossCause.NODE_LOST, "they slept"
 
-    def backend(self, asker: NodeId | None = None) -> AbstractAsyncContextManager["FakeRing"]:
+    def is_provided(self, model: str) -> bool:
+        return bool(model)
+
+    def providers(self, model: str) -> list[NodeId]:
+        return list(self.provided.get(model, ()))
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        known = {"me": ME, "entry": ENTRY, "other": OTHER}
+        return tuple(show(known[name]) for name in names)
+
+    def backend(
+        self, asker: NodeId | None = None, model: str = ""
+    ) -> AbstractAsyncContextManager["FakeRing"]:
         self.askers.append(asker)
+        self.models.append(model)
         return nullcontext(self)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -774,3 +792,137 @@ def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
 
     world.run(story)
     assert len(world.rings[OTHER].asked) == 1
+
+
+FOX = replace(REQUEST, model="fox")
+GONE, BUSY, LATE = LinkLost("gone"), Busy("full"), TimedOut("late")
+
+
+def test_a_request_for_another_model_goes_to_its_provider(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY,)}))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(router, FOX)) == TEXT
+
+    world.run(story)
+    assert world.rings[ENTRY].models == ["fox"]
+    assert (router.counts.served, router.counts.tokens) == (1, 5)
+
+
+def test_a_node_asks_its_own_engine_without_a_link(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer()], provided={"fox": (ME,)}))
+
+    async def story() -> None:
+        assert text_of(await all_of(router, FOX)) == TEXT
+
+    world.run(story)
+    assert world.sent == []
+
+
+@pytest.mark.parametrize("error", [GONE, BUSY, LATE], ids=["gone", "busy", "late"])
+def test_another_provider_answers_if_one_fails_at_once(world: World, error: MeshError) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    world.add(ENTRY, FakeRing(attempts=[[error]]))
+    world.add(OTHER, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(router, FOX)) == TEXT
+
+    world.run(story)
+
+
+def test_an_answer_of_a_provider_that_has_begun_ends_with_its_error(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    world.add(ENTRY, FakeRing(attempts=[[Piece("a"), GONE]]))
+    world.add(OTHER, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        with pytest.raises(LinkLost, match="gone"):
+            await all_of(router, FOX)
+
+    world.run(story)
+    assert world.rings[OTHER].asked == []
+    assert router.counts.failed == 1
+
+
+def test_the_last_error_is_told_if_all_providers_fail(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    world.add(ENTRY, FakeRing(attempts=[[GONE]]))
+    world.add(OTHER, FakeRing(attempts=[[BUSY]]))
+
+    async def story() -> None:
+        with pytest.raises(Busy):
+            await all_of(router, FOX)
+
+    world.run(story)
+
+
+def test_requests_are_spread_over_providers(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[answer(), answer()]))
+
+    async def story() -> None:
+        await asyncio.gather(*(all_of(router, FOX) for _ in range(2)))
+        for _ in range(2):
+            await all_of(router, FOX)
+
+    world.run(story)
+    assert [len(world.rings[node].asked) for node in (ENTRY, OTHER)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("provided", "message"), [({}, "No node provides"), ({"fox": (OTHER,)}, "No trusted node")]
+)
+def test_a_model_that_nobody_provides_is_an_error(
+    world: World, provided: dict[str, tuple[NodeId, ...]], message: str
+) -> None:
+    router = world.add(ME, FakeRing(provided=provided))
+
+    async def story() -> None:
+        with pytest.raises(ModelError, match=message):
+            await all_of(router, replace(FOX, trusted=("entry",)))
+
+    world.run(story)
+    assert world.sent == []
+
+
+def test_a_prompt_goes_to_trusted_providers_only(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    router.trusted = ("other",)  # of the owner
+    world.add(ENTRY)
+    world.add(OTHER, FakeRing(attempts=[answer(), answer()]))
+
+    async def story() -> None:
+        await all_of(router, FOX)
+        await all_of(router, FOX)
+
+    world.run(story)
+    assert {peer for _, peer, _ in world.sent if peer != ME} == {OTHER}
+
+
+def test_a_prompt_does_not_go_to_an_entry_that_is_not_trusted(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="not trusted"):
+            await all_of(router, replace(REQUEST, trusted=("other",)))
+        await all_of(router, replace(REQUEST, trusted=("entry",)))
+
+    world.run(story)
+    assert world.rings[ENTRY].asked[0].trusted == (show(ENTRY), show(ME))
+
+
+def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
+    world.clients.add(OTHER)
+    client = world.add(OTHER, FakeRing(at=ME), is_client=True)
+    world.add(ME, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="not one of those trusted"):
+            await all_of(client, replace(REQUEST, trusted=("entry",)))
+        assert text_of(await all_of(client, replace(REQUEST, trusted=("me",)))) == TEXT
+
+    world.run(story)

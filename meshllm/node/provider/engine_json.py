@@ -1,0 +1,202 @@
+"""The bodies and events of an engine with OpenAI's API."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshllm.protocol.membership.records import MAX_CONTEXT, MAX_LABEL_BYTES, MAX_OFFERS, ModelOffer
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES
+from meshllm.request import (
+    FinishReason,
+    Logprob,
+    Piece,
+    Request,
+    Sampling,
+    TokenLogprobs,
+    ToolCallDelta,
+    Turn,
+)
+from meshllm.strict_json import WrongField
+
+CHAT, COMPLETIONS = "/chat/completions", "/completions"
+SEEDS = 1 << 31  # engines differ; all take these
+_CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "n_ctx")
+_PLAIN = Sampling()
+_NOT_OPENAIS = ("top_k", "min_p", "repetition_penalty")
+_PENALTIES = ("frequency_penalty", "presence_penalty")
+
+
+def call_of(request: Request) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body that ask an engine; raise `WrongField` for what none can do."""
+    if request.scores_prompt:
+        raise WrongField("echo", "A provider cannot score a prompt")
+    if request.max_reasoning is not None:
+        raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
+    body: dict[str, Any] = {
+        "model": request.model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": request.max_tokens,
+        **_sampling(request),
+    }
+    if request.stop:
+        body["stop"] = list(request.stop)
+    if request.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in request.logit_bias}
+    if not request.turns:
+        if request.logprobs is not None:
+            raise WrongField("logprobs", "A provider tells log probabilities of chats only")
+        body["prompt"] = list(request.ids) if request.ids else request.raw or ""
+        return COMPLETIONS, body
+    return CHAT, body | _chat(request)
+
+
+def _sampling(request: Request) -> dict[str, Any]:
+    """Return the sampling parameters that are set; engines without others do not see them."""
+    sampling = request.sampling
+    always = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    others = {
+        name: getattr(sampling, name)
+        for name in (*_NOT_OPENAIS, *_PENALTIES)
+        if getattr(sampling, name) != getattr(_PLAIN, name)
+    }
+    found = {**always, **others, "seed": sampling.seed % SEEDS}
+    return {name: value for name, value in found.items() if name not in request.unset}
+
+
+def _chat(request: Request) -> dict[str, Any]:
+    body: dict[str, Any] = {"messages": [_message(each) for each in request.turns]}
+    if request.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": request.logprobs}
+    if request.schema is not None:
+        schema = {"name": "answer", "schema": json.loads(request.schema), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if tools := request.tools:
+        functions = json.loads(tools.functions)
+        body["tools"] = [{"type": "function", "function": each} for each in functions]
+        body["tool_choice"] = "required" if tools.is_required else "auto"
+        if not tools.parallel:
+            body["parallel_tool_calls"] = False
+    if request.thinks is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": request.thinks}
+    if request.effort is not None:
+        body["reasoning_effort"] = request.effort
+    return body
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": turn["role"], "content": turn["content"]}
+    if calls := turn.get("tool_calls"):
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    if (name := turn.get("tool_call_id")) is not None:
+        message["tool_call_id"] = name
+    return message
+
+
+@dataclass(slots=True)
+class AnswerState:
+    """An answer of an engine, as far as it has come."""
+
+    finish: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int | None = None
+    pieces: int = 0
+    _names: set[int] = field(default_factory=set)
+
+    def take(self, chunk: Mapping[str, Any]) -> Piece | None:
+        """Take a chunk of a stream; return its new text, if any."""
+        if isinstance(usage := chunk.get("usage"), dict):
+            self._count(usage)
+        choices = chunk.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        if not isinstance(choice, dict):
+            return None
+        if reason := choice.get("finish_reason"):
+            self.finish = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            piece = Piece(
+                _text(delta.get("content")),
+                logprobs=_logprobs(choice.get("logprobs")),
+                reasoning=_text(delta.get("reasoning_content") or delta.get("reasoning")),
+                calls=tuple(self._calls(delta.get("tool_calls"))),
+            )
+        else:
+            piece = Piece(_text(choice.get("text")))
+        if not piece.has_text and not piece.logprobs:
+            return None
+        self.pieces += 1
+        return piece
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        self.prompt_tokens = _count_of(usage.get("prompt_tokens"))
+        self.completion_tokens = _count_of(usage.get("completion_tokens"))
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict):
+            self.cached_tokens = _count_of(details.get("cached_tokens"))
+
+    def _calls(self, found: object) -> list[ToolCallDelta]:
+        deltas: list[ToolCallDelta] = []
+        for each in found if isinstance(found, list) else []:
+            function = each.get("function") if isinstance(each, dict) else None
+            if not isinstance(function, dict):
+                continue
+            index = _count_of(each.get("index"))
+            name = "" if index in self._names else _text(function.get("name"))
+            self._names.add(index)
+            deltas.append(ToolCallDelta(index, name, _text(function.get("arguments"))))
+        return deltas
+
+
+def offers_of(found: object, precision: str) -> tuple[ModelOffer, ...]:
+    """Return the models that an engine lists; those with names that are too long are left out."""
+    listed = found.get("data") if isinstance(found, dict) else None
+    offers: list[ModelOffer] = []
+    for each in listed if isinstance(listed, list) else []:
+        name = each.get("id") if isinstance(each, dict) else None
+        if isinstance(name, str) and 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES:
+            given = (each.get(field) for field in _CONTEXT_FIELDS)
+            meta = each.get("meta")
+            trained = meta.get("n_ctx_train") if isinstance(meta, dict) else None
+            context = next(filter(None, map(_count_of, (*given, trained))), 0)
+            label = precision[:MAX_LABEL_BYTES]
+            offers.append(ModelOffer(name, label, min(context, MAX_CONTEXT)))
+    return tuple(offers[:MAX_OFFERS])
+
+
+def _logprobs(found: object) -> tuple[TokenLogprobs, ...]:
+    listed = found.get("content") if isinstance(found, dict) else None
+    told: list[TokenLogprobs] = []
+    for each in listed if isinstance(listed, list) else []:
+        if isinstance(each, dict):
+            top = each.get("top_logprobs")
+            likeliest = (
+                [one for one in top if isinstance(one, dict)] if isinstance(top, list) else []
+            )
+            told.append(TokenLogprobs(_logprob(each), tuple(map(_logprob, likeliest))))
+    return tuple(told)
+
+
+def _logprob(found: Mapping[str, Any]) -> Logprob:
+    text, value, spelled = found.get("token"), found.get("logprob"), found.get("bytes")
+    text = _text(text)
+    is_spelled = isinstance(spelled, list) and all(type(each) is int for each in spelled)
+    parts = tuple(spelled) if isinstance(spelled, list) and is_spelled else tuple(text.encode())
+    return Logprob(-1, text, parts, float(value) if isinstance(value, int | float) else 0.0)
+
+
+def _text(value: object) -> str:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+
+
+def _count_of(value: object) -> int:
+    return max(0, value) if type(value) is int else 0

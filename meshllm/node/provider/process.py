@@ -1,0 +1,82 @@
+"""An engine that a provider starts, watches, restarts and stops."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+
+FIRST_RESTART_S, LAST_RESTART_S = 1.0, 60.0
+STABLE_S = 60.0  # s after which a new failure restarts at once
+STDERR = 2
+STOP_S = 10.0  # s to stop before the engine is killed
+
+logger = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """A command that serves OpenAI's API on a port of this machine."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """Take a command; `{port}` in it becomes a free port."""
+        self.port = _free_port()
+        self.command = [each.replace("{port}", str(self.port)) for each in command]
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process; None while there is none."""
+        running = self._process
+        return running.pid if running and running.returncode is None else None
+
+    @property
+    def url(self) -> str:
+        """The URL of the API."""
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def run(self) -> None:
+        """Run the command, again whenever it ends, with backoff; stop it when cancelled."""
+        clock, delay = asyncio.get_running_loop().time, FIRST_RESTART_S
+        while True:
+            begin = clock()
+            code = await self._run_once()
+            delay = FIRST_RESTART_S if clock() - begin > STABLE_S else delay
+            logger.warning("the engine ended with code %s, restarting in %.0f s", code, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, LAST_RESTART_S)
+
+    async def _run_once(self) -> int | str:
+        # A group of its own: Ctrl-C must not stop it before its requests are finished.
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=STDERR,  # stdout is that of the node: the ticket
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"{error.strerror}: {self.command[0]}"
+        try:
+            return await process.wait()
+        finally:
+            await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Stop the process and its children; kill them if they do not end."""
+    for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await asyncio.shield(process.wait())
+            return
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,75 @@
+"""The models of an engine as offers of this node, as long as the engine answers."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from meshllm.errors import LinkLost, MeshError
+from meshllm.node.provider.engine import EngineClient
+from meshllm.node.provider.process import EngineProcess
+from meshllm.protocol.membership.records import ModelOffer
+from meshllm.request import Event, Request
+
+POLL_S = 2.0  # s between two looks at the engine
+
+logger = logging.getLogger(__name__)
+
+
+class Provider:
+    """An engine, watched; a `Backend` for the models that it lists."""
+
+    def __init__(self, engine: EngineClient, process: EngineProcess | None = None) -> None:
+        """Provide the models of an engine, and run its process if it is this node's own."""
+        self.engine = engine
+        self.offers: tuple[ModelOffer, ...] = ()
+        """Of the engine while it answers."""
+        self.active = 0
+        """Requests in progress."""
+        self._process = process
+        self._trouble = ""
+
+    def has(self, model: str) -> bool:
+        """Return whether a model is offered now."""
+        return any(each.model == model for each in self.offers)
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """Watch the engine until cancelled; call ``changed`` after each change of the offers."""
+        async with asyncio.TaskGroup() as group:
+            if self._process:
+                group.create_task(self._process.run())
+            while True:
+                offers = await self._look()
+                if offers != self.offers:
+                    self.offers = offers
+                    changed()
+                await asyncio.sleep(POLL_S)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`.
+
+        Raises:
+            LinkLost: the model is not offered any more.
+        """
+        if not self.has(request.model):
+            raise LinkLost(f"The engine does not serve `{request.model[:100]}` any more")
+        self.active += 1
+        try:
+            async with aclosing(self.engine.generate(request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.active -= 1
+
+    async def _look(self) -> tuple[ModelOffer, ...]:
+        try:
+            offers = await self.engine.models()
+        except MeshError as error:
+            if str(error) != self._trouble:
+                logger.warning("%s", error)
+            self._trouble = str(error)
+            return ()
+        if self._trouble:
+            logger.warning("the engine answers again")
+        self._trouble = ""
+        return offers

@@ -1,0 +1,27 @@
+"""The command line of a provider; whole ones run in `tests/processes/test_provide.py`."""
+
+import pytest
+
+from tests.cli.conftest import Invoke
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "`provide` needs either `--url` or a command"),
+        (("--url", "http://a/v1", "--", "vllm"), "`provide` needs either `--url` or a command"),
+        (("--url", "a"), "`a` is not an HTTP URL"),
+        (("--url", "http://a/v1", "--key-env", "NONE"), "The variable `NONE` is not set"),
+        (("--url", "http://a/v1"), "A provider joins a mesh"),
+        (("--url", "http://a/v1", "--join", "x"), "Invalid ticket"),
+    ],
+)
+def test_what_cannot_be_provided_is_refused(
+    meshllm: Invoke, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NONE", raising=False)
+
+    result = meshllm("provide", *words)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")

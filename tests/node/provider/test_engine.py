@@ -1,0 +1,116 @@
+"""An engine over HTTP: answers, errors and cancellation."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from meshllm.errors import (
+    Busy,
+    LinkLost,
+    MeshError,
+    ModelError,
+    PeerFault,
+    TimedOut,
+    UserError,
+)
+from meshllm.node.provider import EngineClient, engine
+from meshllm.protocol.membership.records import ModelOffer
+from meshllm.request import Answer, Event, FinishReason, Piece, Request
+from tests.builders.fake_engine import FakeEngine, serving
+
+pytestmark = pytest.mark.socket
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def url(fake: FakeEngine) -> AsyncIterator[str]:
+    async with serving(fake) as url:
+        yield url
+
+
+def asking(text: str) -> Request:
+    return Request(({"role": "user", "content": text},), model="fox")
+
+
+async def events_of(url: str, text: str) -> list[Event]:
+    return [event async for event in EngineClient(url).generate(asking(text))]
+
+
+async def test_an_answer(fake: FakeEngine, url: str) -> None:
+    *pieces, answer = [each async for each in EngineClient(url, "secret").generate(asking("to be"))]
+
+    assert pieces == [Piece("to "), Piece("be ")]
+    assert isinstance(answer, Answer)
+    assert (answer.text, answer.finish_reason) == ("to be ", FinishReason.STOP)
+    assert (answer.prompt_tokens, answer.completion_tokens, answer.tokens) == (3, 2, ())
+    [(body, key)] = fake.asked
+    assert (body["model"], key) == ("fox", "Bearer secret")
+
+
+async def test_its_models(url: str) -> None:
+    assert await EngineClient(url, precision="bf16").models() == (ModelOffer("fox", "bf16", 2048),)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, UserError), (404, ModelError), (429, Busy), (503, Busy), (401, MeshError)],
+)
+async def test_a_refusal_keeps_its_kind_and_text(
+    fake: FakeEngine, url: str, status: int, kind: type[MeshError]
+) -> None:
+    fake.status = status
+
+    with pytest.raises(kind) as raised:
+        await events_of(url, "hi")
+
+    assert type(raised.value) is kind
+    assert str(raised.value) == f"The engine refused ({status}): no way"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("so cut", LinkLost, "before the answer was complete"),
+        ("so fail", MeshError, "The engine failed: out of memory"),
+        ("so odd", PeerFault, "invalid JSON"),
+    ],
+)
+async def test_an_answer_that_breaks_ends_with_an_error(
+    url: str, text: str, kind: type[MeshError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        await events_of(url, text)
+
+
+async def test_an_engine_that_is_not_there() -> None:
+    with pytest.raises(LinkLost, match="No engine answers"):
+        await EngineClient("http://127.0.0.1:9/v1").models()
+
+
+async def test_an_engine_that_sends_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "IDLE_S", 0.2)
+
+    with pytest.raises(TimedOut, match="sent nothing for too long"):
+        await events_of(url, "so wait")
+
+
+async def test_an_engine_that_sends_too_much(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_LINE_BYTES", 8)
+
+    with pytest.raises(PeerFault, match="more than 8 bytes"):
+        await EngineClient(url).models()
+
+
+async def test_closing_an_answer_disconnects(fake: FakeEngine, url: str) -> None:
+    async with aclosing(EngineClient(url).generate(asking("so wait"))) as events:
+        await anext(events)
+
+    async with asyncio.timeout(10):
+        while not fake.closed:  # noqa: ASYNC110  # the server notices it a little later
+            await asyncio.sleep(0.01)

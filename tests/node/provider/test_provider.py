@@ -1,0 +1,112 @@
+"""A watched engine: its models are offered while it answers, its process is started again."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from meshllm.errors import LinkLost
+from meshllm.node.provider import EngineClient, EngineProcess, Provider, process, provider
+from meshllm.protocol.membership.records import ModelOffer
+from meshllm.request import Request
+from tests.builders.fake_engine import FakeEngine, serving
+
+pytestmark = pytest.mark.socket
+
+DIE = Request(({"role": "user", "content": "die"},), model="fox")
+FOX = ModelOffer("fox", context=2048)
+COMMAND = [sys.executable, "-m", "tests.builders.fake_engine", "{port}"]
+
+
+class Watch:
+    """The offers of a provider, as they change."""
+
+    def __init__(self, watched: Provider) -> None:
+        self.watched = watched
+        self._news = asyncio.Event()
+
+    def changed(self) -> None:
+        self._news.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not holds():
+                await self._news.wait()
+                self._news.clear()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "POLL_S", 0.05)
+    monkeypatch.setattr(process, "FIRST_RESTART_S", 0.05)
+
+
+async def test_models_are_offered_while_the_engine_answers() -> None:
+    fake = FakeEngine(is_down=True)
+    async with serving(fake) as url:
+        watched = Provider(EngineClient(url))
+        watch = Watch(watched)
+        running = asyncio.ensure_future(watched.run(watch.changed))
+        try:
+            fake.is_down = False
+            await watch.until(lambda: watched.offers == (FOX,))
+            fake.is_down = True
+            await watch.until(lambda: not watched.offers)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+async def test_a_model_that_is_not_offered_is_not_asked_for() -> None:
+    watched = Provider(EngineClient("http://127.0.0.1:9/v1"))
+
+    with pytest.raises(LinkLost, match="does not serve `fox`"):
+        await anext(watched.generate(Request(model="fox")))
+
+
+async def test_requests_in_progress_are_counted() -> None:
+    async with serving(FakeEngine()) as url:
+        watched = Provider(EngineClient(url))
+        watched.offers = (FOX,)
+        events = watched.generate(Request(({"role": "user", "content": "so wait"},), model="fox"))
+        await anext(events)
+
+        assert watched.active == 1
+        await events.aclose()
+        assert watched.active == 0
+
+
+@pytest.mark.timeout(180)
+async def test_a_process_is_started_again_and_stopped() -> None:
+    engine = EngineProcess(COMMAND)
+    watched = Provider(EngineClient(engine.url), engine)
+    watch = Watch(watched)
+    running = asyncio.ensure_future(watched.run(watch.changed))
+    try:
+        await watch.until(lambda: watched.offers == (FOX,))
+        first = engine.pid
+        with pytest.raises(LinkLost):
+            await anext(
+                watched.generate(Request(({"role": "user", "content": "die"},), model="fox"))
+            )
+        await watch.until(lambda: not watched.offers or engine.pid != first)
+        await watch.until(lambda: watched.offers == (FOX,) and engine.pid != first)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert engine.pid is None
+
+
+async def test_a_command_that_cannot_be_run_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
+    try:
+        async with asyncio.timeout(20):
+            while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
