@@ -142,6 +142,8 @@ class Request:
     """Whose answer it is; empty for the model of the ring."""
     trusted: tuple[str, ...] | None = None
     """Ids of the nodes that may see the prompt or hidden states; None trusts all members."""
+    shares_prefix: bool = False
+    """Other requests continue the same text: its cached prefix is copied, not taken over."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 

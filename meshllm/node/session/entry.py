@@ -243,7 +243,7 @@ class EntryNode:
             lost, chunks = read_resumable(order.resume, len(held), self._config.max_chunk)
             found = self._prefixes.resume(lost, held, chunks, now)
         if found is None and self._prefixes.index.keeps:
-            found = self._prefixes.find(order.known, now)
+            found = self._prefixes.find(order.known, now, is_shared=order.shares_prefix)
         start = start_from(found, self._ends.front.new_cache)
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it

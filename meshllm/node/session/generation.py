@@ -79,6 +79,9 @@ class GenerationRequest:
     asker: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request, for its turn in the queue; None is the owner of this one."""
 
+    shares_prefix: bool = field(default=False, kw_only=True)
+    """Other requests continue the same text: its cache is copied, not taken over."""
+
     @property
     def known(self) -> tuple[int, ...]:
         """The tokens to prefill."""

@@ -226,6 +226,7 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         forced=forced,
         resume=request.resume,
         logit_bias=request.logit_bias,
+        shares_prefix=request.shares_prefix,
         on_logits=None if request.logprobs is None else transcript.score,
     )
 

@@ -40,12 +40,15 @@ class PrefixCache(Generic[Cache]):
         self._texts: dict[SessionId, _Text] = {}  # the newest last
         self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
 
-    def find(self, prompt: Sequence[int], now: float) -> tuple[PrefixHit, Cache] | None:
+    def find(
+        self, prompt: Sequence[int], now: float, *, is_shared: bool = False
+    ) -> tuple[PrefixHit, Cache] | None:
         """Find the text with the longest common prefix, and its cache; None is a fresh start.
 
         The next turn of a chat takes over the cache of the previous one; if much of the cache would
-        be thrown away, it is copied instead, provided there is room. The session has reserved its
-        room before: sessions in its way are evicted, the one that it continues last.
+        be thrown away, or the text ``is_shared`` with other prompts that continue it, the cache is
+        copied instead, provided there is room. The session has reserved its room before: sessions
+        in its way are evicted, the one that it continues last.
         """
         wanted = array("i", prompt)
         shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
@@ -54,7 +57,8 @@ class PrefixCache(Generic[Cache]):
             self._drop(self.index.make_room())
             return None
         length, text = shares[name], self._texts[name]
-        whole = length >= text.prompt - _TURN_TOKENS and 2 * length >= len(text.tokens)
+        is_next = length >= text.prompt - _TURN_TOKENS and 2 * length >= len(text.tokens)
+        whole = is_next and not is_shared
         capacity = self.index.take(name, length, now, whole=whole)
         self._drop(self.index.make_room(spare=name))
         if self.index.budget.is_over:  # no room for a copy

@@ -1,5 +1,6 @@
 """Text requests to a ring of the built-in model."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
@@ -486,3 +487,24 @@ async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
     for ids in ((5,) * longest, (5,) * (longest + 7)):
         with pytest.raises(ContextTooLong, match="tokens to score"):
             await events_of(ring, Request(ids=ids, max_tokens=1, scores_prompt=True))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+async def test_requests_that_share_a_text_continue_copies_of_its_cache(
+    ring: LocalRing, is_shared: bool
+) -> None:
+    _, first = await events_of(ring, ASKED)
+    told = Turn(role="assistant", content=first.text)
+    more = [
+        replace(
+            ASKED,
+            turns=(*ASKED.turns, told, Turn(role="user", content=text)),
+            shares_prefix=is_shared,
+        )
+        for text in ("And then?", "Why is that?")
+    ]
+
+    answers = [answer for _, answer in await asyncio.gather(*(events_of(ring, a) for a in more))]
+
+    known = first.prompt_tokens + len(first.tokens) - 1
+    assert [answer.cached_tokens >= known - 4 for answer in answers] == [True, is_shared]

@@ -64,6 +64,15 @@ def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
     assert (prefixes.find((*PROMPT, *MORE), 1.0) is None) is whole
 
 
+def test_a_text_that_several_prompts_continue_is_copied_for_each() -> None:
+    prefixes = kept(prompt=30)
+
+    found = [prefixes.find((*PROMPT, *MORE), 1.0, is_shared=True) for _ in range(2)]
+
+    hit = PrefixHit(SessionId(b"a" * 16), 40, whole=False, capacity=len(PROMPT))
+    assert found == [(hit, "a")] * 2
+
+
 def test_unused_texts_are_dropped() -> None:
     prefixes = kept()
 
