@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 The model is asked for a numbered outline first. Its points are then expanded at once, each in a
-session of its own: these share the cached prompt, travel round the ring together, and are joined in
-order. Without an outline the request is answered as usual. A point that fails ends the answer with
-its error, and closing the generator cancels all sessions.
+session of its own: these continue copies of its cache, travel round the ring together, and are
+joined in order. Without an outline the request is answered as usual. A point that fails ends the
+answer with its error, and closing the generator cancels all sessions.
 
 The seed of a point follows from that of the request and the number of the point, its limits from
 the outline: the same seed gives the same answer, whatever comes first.

@@ -1,7 +1,7 @@
 """Directives: how a model is told to outline an answer and to expand one point, by task.
 
-The first of `DIRECTIVES` that matches the question is used. Both texts are appended to the last
-turn, so that outline, points and an ordinary answer share the cache of everything before them.
+The first of `DIRECTIVES` that matches the question is used. It is appended to the question, so that
+an outline shares the cache of everything before it; a point continues the text of the outline.
 """
 
 import re
@@ -17,19 +17,15 @@ _OUTLINE = """
 
 First write only an outline of the answer: {points}, as a numbered list of 2 to {most} lines like
 1. Title
-Each title has at most 8 words. The points are written out afterwards, independently."""
+Each title has at most 5 words. The points are written out afterwards, independently."""
 
 _UNLESS = """
 Do not outline an answer that is short, code or mathematics, or whose parts build on each other:
 write only {none}."""
 
-_EXPAND = """
-
-The answer has this outline:
-{outline}
-
-Write only the text of point {number}, "{title}", in at most {words} words. Others write the other
-points: do not repeat the heading, do not write about other points, and do not conclude."""
+_EXPAND = """\
+Write only the text of point {number}, "{title}", in at most {words} words. The other points are
+written by others: do not repeat the heading, do not write about them, and do not conclude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +45,9 @@ class Directive:
         unless = _UNLESS.format(none=NONE) if may_decline else ""
         return _OUTLINE.format(points=self.points, most=most) + unless
 
-    def expand(self, points: Sequence[Point], place: int, words: int) -> str:
-        """Return the text that asks for one point of an outline."""
-        lines = "\n".join(each.heading for each in points)
-        point = points[place]
-        return _EXPAND.format(outline=lines, number=point.number, title=point.title, words=words)
+    def expand(self, point: Point, words: int) -> str:
+        """Return the text that asks for one point of the outline before it."""
+        return _EXPAND.format(number=point.number, title=point.title, words=words)
 
 
 DIRECTIVES = (

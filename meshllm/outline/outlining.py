@@ -31,9 +31,9 @@ class Outlining:
     @property
     def asked(self) -> Request:
         """The request of the outline; it ends behind the most points that fit."""
-        outlined = self._asking(self.directive.outline(self._most, may_decline=self.may_decline))
         most = min(MAX_OUTLINE_TOKENS, self.request.max_tokens // 4)
-        return replace(outlined, max_tokens=most, stop=(f"\n{self._most + 1}.",))
+        stop = (f"\n{self._most + 1}.",)
+        return replace(self.request, turns=self._turns, max_tokens=most, stop=stop)
 
     def take(self, event: Event) -> bool:
         """Take an event of the outline; return whether it is worth waiting for more."""
@@ -49,30 +49,35 @@ class Outlining:
         return points if is_fit else ()
 
     def expansions(self, points: Sequence[Point]) -> list[Request]:
-        """Return the requests of the points; what remains of the tokens is shared equally."""
+        """Return the requests of the points, which continue the text of the outline.
+
+        What remains of the tokens is shared equally.
+        """
         left = (self.request.max_tokens - len(self.usage.written)) // len(points)
         most = min(MAX_POINT_TOKENS, left)
         words = int(most * WORDS_PER_TOKEN)
+        sampling = self.request.sampling
+        outline = (*self._turns, Turn(role="assistant", content=self.text))
         return [
             replace(
-                self._asking(self.directive.expand(points, place, words)),
+                self.request,
+                turns=(*outline, Turn(role="user", content=self.directive.expand(point, words))),
                 max_tokens=most,
-                sampling=replace(
-                    self.request.sampling,
-                    seed=derived_seed(self.request.sampling.seed, point.number),
-                ),
+                sampling=replace(sampling, seed=derived_seed(sampling.seed, point.number)),
+                shares_prefix=True,
             )
-            for place, point in enumerate(points)
+            for point in points
         ]
 
     @property
     def _most(self) -> int:
         return min(MAX_POINTS, self.request.max_tokens // WORTH_TOKENS)
 
-    def _asking(self, text: str) -> Request:
+    @property
+    def _turns(self) -> tuple[Turn, ...]:
         *before, last = self.request.turns
-        turn = Turn(role="user", content=last["content"] + text)
-        return replace(self.request, turns=(*before, turn))
+        text = self.directive.outline(self._most, may_decline=self.may_decline)
+        return (*before, Turn(role="user", content=last["content"] + text))
 
 
 def derived_seed(seed: int, number: int) -> int:

@@ -9,7 +9,7 @@ from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Request, Tools
 from meshllm.strict_json import WrongField
-from tests.builders.writer import ASKED, QUESTION, Writer
+from tests.builders.writer import ASKED, OUTLINE, QUESTION, Writer
 
 WHOLE = "1. Parks\n\ntext of 1\n\n2. Work\n\ntext of 2\n\n3. Friends\n\ntext of 3"
 
@@ -95,26 +95,23 @@ async def test_all_sessions_are_counted(writer: Writer) -> None:
     assert answer.tokens_per_step == 2.0
 
 
-async def test_the_requests_share_what_is_before_the_question_and_the_question(
-    writer: Writer,
-) -> None:
+async def test_the_points_continue_the_text_of_the_outline(writer: Writer) -> None:
     system = replace(ASKED, turns=({"role": "system", "content": "Be kind."}, QUESTION))
 
     await events_of(writer, system)
 
-    assert all(each.turns[:-1] == system.turns[:-1] for each in writer.requests)
-    assert all(each.turns[-1]["role"] == "user" for each in writer.requests)
-    assert all(
-        each.turns[-1]["content"].startswith(QUESTION["content"] + "\n\n")
-        for each in writer.requests
-    )
+    outline, *points = writer.requests
+    assert outline.turns[0] == system.turns[0]
+    assert outline.turns[1]["content"].startswith(QUESTION["content"] + "\n\n")
+    told = {"role": "assistant", "content": OUTLINE}
+    assert all(each.turns[:-1] == (*outline.turns, told) for each in points)
+    assert [each.shares_prefix for each in writer.requests] == [False, True, True, True]
 
 
 async def test_each_point_is_named_in_its_request(writer: Writer) -> None:
     await events_of(writer)
 
     asked = [each.turns[-1]["content"] for each in writer.requests[1:]]
-    assert all("\n1. Parks\n2. Work\n3. Friends\n" in each for each in asked)
     assert ['point 1, "Parks"' in asked[0], 'point 2, "Work"' in asked[1]] == [True, True]
 
 
