@@ -349,6 +349,7 @@ class EntryNode:
         """Sample, and start the next step before the tokens are delivered."""
         # Several steps in flight keep other ranks busy; several sessions do that by themselves.
         is_lone = self._neighbours is not None and self.sessions == 1
+        generation.sessions = self.sessions
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())

@@ -176,6 +176,8 @@ class Generation:
         self.ahead: PrefetchedStep | None = None
         self.depth = 1
         """Most steps in flight, from the next Pick on."""
+        self.sessions = 1
+        """Generations that run at the next Pick, this one included."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
         self._order = order
@@ -359,7 +361,9 @@ class Generation:
         known, flying = job.pos + len(tokens), job.flying(tokens)
         ends = is_last or known >= job.limit
         if self._speculator:
-            steps = self._speculator.after(tokens, job, ends=ends, depth=self.depth)
+            steps = self._speculator.after(
+                tokens, job, ends=ends, depth=self.depth, sessions=self.sessions
+            )
         if ends and self._speculator:
             self._speculator.keep(self._history)
         guesses = steps[0] if steps else ()

@@ -10,6 +10,11 @@ token. A G that was not tried for long is tried again, as texts and rings change
 are replaced by an estimate from other numbers of rows; between trials, a drafter that takes time is
 not even queried.
 
+Sessions that run together share each pass over the weights. What a draft of one costs is the time
+that it takes from all of them, which none of them sees in its own steps. So steps are timed by the
+rows of all sessions, as if each had as many, and a draft length is judged by what it would cost if
+all chose it.
+
 If round trips are long, further steps of draft tokens may follow one that is in flight. A run lasts
 until the first rejection, for 1 / (1 - a) tokens. After its first step p / (1 - p) more are fully
 accepted, with p = a**(G + 1), as the token after a step has to be the first one of the next.
@@ -112,7 +117,7 @@ class StepTimes:
         self._interval: float | None = None
 
     def note(self, rows: int, seconds: float) -> None:
-        """Record a step that had the ring to itself."""
+        """Record a step that followed no other; ``rows`` are those of all sessions together."""
         self._steps += 1
         self._noted[rows] = self._steps
         means = self._means | {rows: _blend(self._means.get(rows), seconds)}
@@ -239,11 +244,18 @@ class Lookahead:
         return self._fruitless >= _MAX_FRUITLESS and self._undrafted < _TRIAL_EVERY
 
     def choose(
-        self, confidence: int, room: int, *, depth: int = 1, max_drafts: float = inf
+        self,
+        confidence: int,
+        room: int,
+        *,
+        depth: int = 1,
+        max_drafts: float = inf,
+        sessions: int = 1,
     ) -> Window:
         """Choose the draft length, ``room`` at most, and the number of steps in flight.
 
         There are at most ``depth`` steps and, if several, ``max_drafts`` draft tokens in all.
+        ``sessions`` run together.
         """
         allowed = [
             Window(guesses, steps)
@@ -256,7 +268,7 @@ class Lookahead:
         rate = self._own.rate(confidence)
         best = alone[0]
         if rate >= _MIN_RATE:
-            best = max(alone, key=lambda window: self._gain(rate, window))
+            best = max(alone, key=lambda window: self._gain(rate, window, sessions))
         else:
             many = []
         self._fruitless = 0 if best.guesses else self._fruitless + 1
@@ -267,7 +279,7 @@ class Lookahead:
             )
         self._ring.fruitless = self._fruitless
         rate = min(rate, self._long.rate(confidence))
-        return max([best, *many], key=lambda window: self._gain(rate, window))
+        return max([best, *many], key=lambda window: self._gain(rate, window, sessions))
 
     def note(self, confidence: int, guesses: int, right: int) -> None:
         """Record a step with ``guesses`` draft tokens, the first ``right`` of them accepted."""
@@ -282,12 +294,12 @@ class Lookahead:
         for acceptance in (self._own, self._long, self._ring.acceptance):
             acceptance.note(confidence, min(right + 1, guesses), right)
 
-    def _gain(self, rate: float, window: Window) -> float:
-        """Estimate tokens per second."""
+    def _gain(self, rate: float, window: Window, sessions: int) -> float:
+        """Estimate tokens per second of each session."""
         rate = min(rate, _MAX_RATE)
         passed = rate**window.rows
         further = passed / (1 - passed)
-        trip = self._times.of(window.rows) + window.guesses * self._ring.token_s
+        trip = self._times.of(window.rows * sessions) + window.guesses * self._ring.token_s
         seconds = trip * (1 + further)
         if window.depth > 1:
             first, interval = self._times.first(window.rows), self._times.interval(window.rows)

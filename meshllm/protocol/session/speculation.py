@@ -40,6 +40,7 @@ class _Limits:
     max_drafts: int
     """Most draft tokens in flight at a time."""
     depth: int
+    sessions: int
 
 
 class Speculator:
@@ -66,17 +67,24 @@ class Speculator:
         self._since: float | None = None
         self._before = 0  # result of `prepared` at that time
         self._burst, self._place = 1, 0  # steps sent back to back, and which of them is next
+        self._sessions = 1  # that ran with that step, this one included
         self._is_clear = True  # no cancelled steps are still computed before them
 
     def after(
-        self, tokens: Sequence[int], job: Pick, *, ends: bool = False, depth: int = 1
+        self,
+        tokens: Sequence[int],
+        job: Pick,
+        *,
+        ends: bool = False,
+        depth: int = 1,
+        sessions: int = 1,
     ) -> Steps:
         """Take the tokens sampled for a job; draft what follows, unless the text ``ends``.
 
-        At most ``depth`` steps are in flight.
+        At most ``depth`` steps are in flight, and ``sessions`` run together.
         """
         room = 0 if ends else job.limit - job.pos - len(tokens) - 1
-        limits = _Limits(job.flying(tokens), room, job.max_drafts, depth)
+        limits = _Limits(job.flying(tokens), room, job.max_drafts, depth, sessions)
         if self._since is None:
             tokens = (*self._prompt, *tokens)
         else:
@@ -89,7 +97,7 @@ class Speculator:
             self._burst, self._place = max(1, len(found)), 0
             self._is_clear = not job.ahead
         self._since = self._clock()  # drafting time is not part of a step: it is charged apart
-        self._before = self._prepared()
+        self._before, self._sessions = self._prepared(), sessions
         return found
 
     def keep(self, text: Sequence[int]) -> None:
@@ -105,7 +113,7 @@ class Speculator:
         elif self._place == 0 and self._burst > 1:
             times.note_first(rows, seconds)
         elif self._place == 0 and self._is_clear:
-            times.note(rows, seconds)
+            times.note(rows * self._sessions, seconds)
         elif 0 < self._place < self._burst:
             times.note_interval(rows, seconds)
         tried = min(rows, len(job.guesses) + len(job.ahead))
@@ -162,6 +170,7 @@ class _DraftSource:
             min(limits.room, limits.max_drafts),
             depth=limits.depth,
             max_drafts=limits.max_drafts,
+            sessions=limits.sessions,
         )
         flying, is_open = limits.flying or (), limits.flying is None
         most = min(window.length, limits.max_drafts) - len(flying) + is_open

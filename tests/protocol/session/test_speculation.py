@@ -90,6 +90,30 @@ def write(
     return guessed, (clock.now - begin) / (length - 10)
 
 
+def write_together(speculation: Speculation, clock: Clock, sessions: int) -> list[int]:
+    """Write texts in lockstep; return how much was guessed at each step by all of them.
+
+    A pass takes the same time for up to four rows, and for more in proportion.
+    """
+    speculators = [Speculator(speculation, TEXT[:10], clock) for _ in range(sessions)]
+    lengths, guessed = [10] * sessions, list[int]()
+    guesses: list[tuple[int, ...]] = [()] * sessions
+    for each in speculators:
+        each.after((), pick(10), ends=True)
+    for _ in range(30):
+        clock.now += STEP_S * max(4, sum(1 + len(each) for each in guesses)) / 4
+        for place, speculator in enumerate(speculators):
+            at = lengths[place]
+            pairs = zip(guesses[place], TEXT[at:], strict=False)
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            job = Pick(0, at, None, guesses[place], at + 99)
+            come = TEXT[at : at + right + 1]
+            guesses[place] = of(speculator.after(come, job, sessions=sessions))
+            lengths[place] = at + right + 1
+        guessed.append(sum(map(len, guesses)))
+    return guessed
+
+
 def of(steps: Steps) -> tuple[int, ...]:
     """Return the guesses of a single step."""
     (guesses,) = steps or ((),)
@@ -103,6 +127,18 @@ def told(drafting: Drafting, *, tokens: int = 300, room: int = 99) -> list[int]:
 
 def test_good_drafts_are_used_and_more_of_them_in_time() -> None:
     assert sum(told(Oracle(TEXT, 1.0), tokens=60)) > 40
+
+
+def test_what_drafts_cost_other_sessions_is_known_at_once_and_forgotten_alone() -> None:
+    speculation, clock = Speculation(Oracle(TEXT, 0.6)), Clock()
+
+    alone = write_together(speculation, clock, 1)
+    together = write_together(speculation, clock, 6)
+    again = write_together(speculation, clock, 1)
+
+    assert min(alone) > 0
+    assert together[1:] == [0] * 29
+    assert min(again) > 0
 
 
 def test_bad_drafts_are_soon_left_alone() -> None:
