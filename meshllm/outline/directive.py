@@ -39,15 +39,19 @@ class Directive:
     """What a point of such an answer is."""
     read: Callable[[str, int], Sequence[Point]] = read_points
     """Returns the points of an outline, at most so many."""
+    outline_text: str = _OUTLINE
+    """Asks for an outline, see the placeholders of the default."""
+    expand_text: str = _EXPAND
+    """Asks for one point, likewise."""
 
     def outline(self, most: int, *, may_decline: bool) -> str:
         """Return the text that asks for an outline of at most ``most`` points."""
         unless = _UNLESS.format(none=NONE) if may_decline else ""
-        return _OUTLINE.format(points=self.points, most=most) + unless
+        return self.outline_text.format(points=self.points, most=most) + unless
 
     def expand(self, point: Point, words: int) -> str:
         """Return the text that asks for one point of the outline before it."""
-        return _EXPAND.format(number=point.number, title=point.title, words=words)
+        return self.expand_text.format(number=point.number, title=point.title, words=words)
 
 
 DIRECTIVES = (
