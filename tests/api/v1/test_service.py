@@ -13,8 +13,11 @@ from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.failure import Refused
 from meshllm.api.v1.service import Service, day_of
-from meshllm.request import Request
+from meshllm.outline.eligibility import OutlineMode
+from meshllm.request import Piece, Request
 from tests.builders.fake_node import FakeNode
+from tests.builders.writer import ASKED as OUTLINED
+from tests.builders.writer import Writer
 
 PATH = "/v1/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
@@ -154,3 +157,22 @@ async def test_a_limit_is_checked_before_the_mesh_is_asked(
         await anext(service.answer(key, model, [Request(raw="hi")]))
 
     assert door.requests == []
+
+
+async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for(
+    service: Service, door: FakeNode, accounts: Accounts
+) -> None:
+    writer = Writer(held={1: asyncio.Event(), 2: asyncio.Event(), 3: asyncio.Event()})
+    door.backend = writer
+    [model] = await service.models(None)
+    answer = service.answer(None, model, [OUTLINED], OutlineMode.ON)
+
+    told = 0
+    async with aclosing(answer) as events:
+        while told < 4 + 3 * 2:  # the outline, and all words of the points but the last ones
+            _, event = await anext(events)
+            told += len(event.tokens) if isinstance(event, Piece) else 0
+
+    assert (writer.open, writer.cancelled) == (0, 3)
+    [(_, used)] = accounts.usage("model")
+    assert used == KeyUsage(1, 0, 40, 0, 10)
