@@ -1,0 +1,155 @@
+"""The operators of a decoder-only transformer, counted from its `config.json`."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from meshllm.errors import UserError
+from meshllm.names import Quant
+from meshllm.protocol.planning.plan import ModelSizes
+
+ITEM_BYTES = 2  # of a value in bfloat16: hidden states and KV caches
+WEIGHT_BYTES = {Quant.NONE: 2.0, Quant.INT8: 1.0, Quant.INT4: 0.5625}
+"""Bytes per weight; a group of 64 weights of 4 bits has a scale and a zero point."""
+
+MAX_DIMENSION = 1 << 24
+
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What one operator of a layer computes and moves for some rows."""
+
+    flops: float
+    moved_bytes: float
+    """Weights, activations and cache, read and written once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Dimensions of a model; all its layers are alike."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    intermediate: int
+    """Width of the MLP, or of one expert."""
+    vocabulary: int
+    is_tied: bool = False
+    """Embedding and head share their weights."""
+    experts: int = 1
+    active_experts: int = 1
+    """Experts that compute each row."""
+    quant: Quant = Quant.NONE
+
+    @classmethod
+    def from_config(cls, name: str, config: Mapping[str, Any], quant: Quant = Quant.NONE) -> Self:
+        """Read the dimensions from a `config.json`.
+
+        Raises:
+            UserError: a dimension is missing or invalid, or attention is of another kind.
+        """
+        text = config.get("text_config", config)
+        if not isinstance(text, Mapping) or text.get("kv_lora_rank"):
+            raise UserError(
+                f"The operators of `{name}` are unknown: its attention is latent or not described",
+                hint="measure it on its machines, and plan with `ring plan --nodes`",
+            )
+        found = {field: _first(name, text, keys) for field, keys in _KEYS.items()}
+        experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 1)
+        dense = text.get("intermediate_size") or 4 * found["hidden"]
+        width = text.get("moe_intermediate_size") or dense if experts > 1 else dense
+        return cls(
+            name=name,
+            **found,
+            kv_heads=_dimension(name, text.get("num_key_value_heads") or found["heads"]),
+            head_width=_dimension(name, text.get("head_dim") or found["hidden"] // found["heads"]),
+            intermediate=_dimension(name, width),
+            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings"))),
+            experts=_dimension(name, experts),
+            active_experts=_dimension(name, text.get("num_experts_per_tok") or 1),
+            quant=quant,
+        )
+
+    @property
+    def attention_weights(self) -> int:
+        """Count the weights of the projections of one attention."""
+        return self.hidden * self.head_width * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def expert_weights(self) -> int:
+        """Count the weights of one gated MLP."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV cache of one layer per token, in bytes."""
+        return 2 * self.kv_heads * self.head_width * ITEM_BYTES
+
+    def operators(self, rows: int, before: int = 0) -> Iterator[Operator]:
+        """Yield the operators of one layer for ``rows`` rows of one session after ``before``.
+
+        As in LLM-Viewer (Yuan et al., 2024), each is bound by its own computation or memory.
+        """
+        per_weight = WEIGHT_BYTES[self.quant]
+        queries = self.heads * self.head_width
+        keys = self.kv_heads * self.head_width
+        for inputs, outputs in ((self.hidden, queries + 2 * keys), (queries, self.hidden)):
+            yield self._linear(rows, inputs, outputs, per_weight)
+        attended = rows * before + rows * (rows + 1) / 2
+        cache = (before + rows) * keys * ITEM_BYTES
+        for _ in ("scores", "values"):
+            yield Operator(2 * attended * queries, cache + rows * queries * ITEM_BYTES)
+        # A router that spreads rows evenly leaves this many experts without any.
+        idle = (1 - self.active_experts / self.experts) ** rows
+        read = per_weight * self.experts * (1 - idle)
+        mlp = rows * self.active_experts
+        yield self._linear(mlp, self.hidden, 2 * self.intermediate, read)
+        yield self._linear(mlp, self.intermediate, self.hidden, read)
+        yield Operator(10 * rows * self.hidden, 8 * rows * self.hidden * ITEM_BYTES)  # two norms
+
+    def head(self, rows: int) -> Operator:
+        """Return the head as an operator."""
+        return self._linear(rows, self.hidden, self.vocabulary, float(ITEM_BYTES))
+
+    def sizes(self, context: int) -> ModelSizes:
+        """Describe the model to the planner, with sessions of up to ``context`` tokens."""
+        weights = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
+        if self.experts == 1:
+            weights -= self.hidden  # no router
+        ends = self.vocabulary * self.hidden * ITEM_BYTES
+        return ModelSizes(
+            name=self.name,
+            layer_bytes=(round(weights * WEIGHT_BYTES[self.quant]),) * self.layers,
+            kv_bytes_per_token=(self.kv_bytes_per_token,) * self.layers,
+            embed_bytes=ends,
+            head_bytes=0 if self.is_tied else ends,
+            tied=self.is_tied,
+            hidden_size=self.hidden,
+            itemsize=ITEM_BYTES,
+            context=context,
+        )
+
+    def _linear(self, rows: int, inputs: int, outputs: int, weight_bytes: float) -> Operator:
+        moved = inputs * outputs * weight_bytes + rows * (inputs + outputs) * ITEM_BYTES
+        return Operator(2.0 * rows * inputs * outputs, moved)
+
+
+def _first(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    return _dimension(name, next((config[key] for key in keys if key in config), None), keys[0])
+
+
+def _dimension(name: str, value: Any, key: str = "a dimension") -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_DIMENSION:
+        return value
+    raise UserError(f"The config of `{name}` has no valid `{key}`: `{str(value)[:64]}`")

@@ -1,0 +1,58 @@
+"""Machines by their memory and peak speeds, and the cost table that their roofline gives.
+
+A machine with several devices computes each layer on all of them (tensor parallelism): it is as
+fast as all together, apart from two all-reduces per layer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from meshllm.names import NodeId
+from meshllm.protocol.planning.plan import Offer
+from meshllm.scheduler.architecture import ITEM_BYTES, Architecture, Operator
+
+ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""Rows of the table: dense where a device goes from memory-bound to compute-bound."""
+
+ALL_REDUCE_S = 10e-6
+"""Seconds that a small all-reduce takes between the devices of one machine (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKind:
+    """One kind of machine."""
+
+    name: str
+    memory_bytes: int
+    """For weights and caches, of all devices together."""
+    flops: float
+    """Peak operations per second in bfloat16, of one device."""
+    bandwidth: float
+    """Peak bytes per second between memory and one device."""
+    count: int = 1
+    devices: int = 1
+    device_link: float = inf
+    """Bytes per second of the link between two devices."""
+    is_provider: bool = False
+    """It runs an engine of its own, which serves whole models and merges prefill with decode."""
+
+    def offer(self, node: NodeId, model: Architecture) -> Offer:
+        """Predict what it would measure for a model, by the roofline of each operator."""
+        return Offer(
+            node=node,
+            memory_bytes=self.memory_bytes,
+            layer_s=tuple((rows, self._layer_s(model, rows)) for rows in ROWS),
+            head_s=self._seconds([model.head(1)]),
+        )
+
+    def _layer_s(self, model: Architecture, rows: int) -> float:
+        seconds = self._seconds(model.operators(rows))
+        if self.devices == 1:
+            return seconds
+        sent = 2 * (self.devices - 1) / self.devices * rows * model.hidden * ITEM_BYTES
+        return seconds + 2 * (ALL_REDUCE_S + sent / self.device_link)
+
+    def _seconds(self, operators: Iterable[Operator]) -> float:
+        flops, bandwidth = self.flops * self.devices, self.bandwidth * self.devices
+        return sum(max(each.flops / flops, each.moved_bytes / bandwidth) for each in operators)
