@@ -1,0 +1,86 @@
+import pytest
+
+from meshllm.protocol.planning.plan import LinkSpeed
+from meshllm.scheduler.simulator import Arrival, SimulatedReplica, simulate
+from tests.builders.replicas import STEP_S, arrivals, engine
+
+CHUNK_S = STEP_S * (1 + 63 / 100)
+
+
+def test_one_request_takes_its_prefill_and_its_steps() -> None:
+    found = simulate([SimulatedReplica(0, engine())], arrivals([(5.0, 128, 11)]))
+
+    assert found.first_s == pytest.approx([5 + 2 * CHUNK_S])
+    assert found.done_s == pytest.approx([5 + 2 * CHUNK_S + 10 * STEP_S])
+
+
+def test_an_answer_of_one_token_is_done_with_its_first() -> None:
+    found = simulate([SimulatedReplica(0, engine())], arrivals([(0.0, 64, 1)]))
+
+    assert found.first_s == found.done_s == pytest.approx([CHUNK_S])
+    assert found.latencies(0).token_s == (0.0, 0.0, 0.0)
+
+
+def test_the_first_token_of_a_ring_comes_after_the_whole_trip() -> None:
+    ring = engine(4, LinkSpeed(0.020))
+
+    found = simulate([SimulatedReplica(0, ring)], arrivals([(0.0, 256, 1)]))
+
+    assert found.first_s == pytest.approx([4 * CHUNK_S / 4 + CHUNK_S * 3 / 4 + 4 * 0.020])
+
+
+def test_a_second_request_slows_the_first_while_it_is_prefilled() -> None:
+    found = simulate([SimulatedReplica(0, engine())], arrivals([(0.0, 64, 101), (0.1, 64, 101)]))
+
+    alone_s = CHUNK_S + 100 * STEP_S
+    assert found.done_s[0] == pytest.approx(alone_s + CHUNK_S + 0.01 * 0.9, rel=0.01)
+
+
+def test_prompts_are_prefilled_in_order() -> None:
+    found = simulate([SimulatedReplica(0, engine())], arrivals([(0.0, 640, 2), (0.0, 64, 2)]))
+
+    assert found.first_s[0] < found.first_s[1]
+
+
+def test_requests_wait_for_room_in_the_caches() -> None:
+    roomy = simulate([SimulatedReplica(0, engine())], arrivals([(0.0, 64, 36)] * 2))
+    tight = simulate([SimulatedReplica(0, engine(room=150))], arrivals([(0.0, 64, 36)] * 2))
+
+    assert tight.first_s[1] > tight.done_s[0] > roomy.first_s[1]
+
+
+def test_requests_wait_for_a_place_among_the_sessions() -> None:
+    found = simulate([SimulatedReplica(0, engine(most=2))], arrivals([(0.0, 64, 50)] * 3))
+
+    assert found.first_s[2] > min(found.done_s)
+
+
+def test_a_request_that_fits_nowhere_is_refused_and_stops_no_other() -> None:
+    asked = [Arrival(0.0, 0, 500, 501), Arrival(0.0, 7, 5, 5), Arrival(0.0, 0, 64, 2)]
+
+    found = simulate([SimulatedReplica(0, engine(room=1000))], asked)
+
+    assert found.replicas == [None, None, 0]
+    assert found.latencies(0).refused == 1
+    assert found.latencies(7).served == 0
+    assert found.mean_s == float("inf")
+
+
+def test_requests_go_to_the_replica_with_the_fewest_for_its_speed() -> None:
+    pair = [SimulatedReplica(0, engine(), weight=2.0), SimulatedReplica(0, engine(), weight=1.0)]
+
+    found = simulate(pair, arrivals([(0.0, 64, 100)] * 6))
+
+    assert found.replicas == [0, 0, 1, 0, 0, 1]
+
+
+def test_percentiles_are_those_of_requests() -> None:
+    found = simulate(
+        [SimulatedReplica(0, engine())], arrivals([(100.0, 64, 11)] * 99 + [(100.0, 640, 11)])
+    )
+
+    mean, median, late = found.latencies(0).ttft_s
+    assert (median, late) == pytest.approx((CHUNK_S, CHUNK_S))
+    assert mean == pytest.approx(CHUNK_S * 1.09)
+    assert found.latencies(0).tokens == 1100
+    assert found.tokens_per_s == pytest.approx(1100 / found.end_s)
