@@ -13,8 +13,9 @@ all ranks and wires; a rank is busy with all G of them, so that a token of every
 of which the Gs that halve the rows again and again are tried. Both terms grow linearly with the
 cached tokens, hence a `Period` is a pair of coefficients, and the time of many steps has a closed
 form. While a prompt is prefilled in chunks, ranks alternate between chunks and steps: a step waits
-for one chunk on every rank, and a chunk gets the time that steps leave. An engine that merges them
-computes the rows of both together.
+for one chunk on every rank, sessions that wait for the same chunk become one micro-batch, so that
+there are no more of these than ranks, and a chunk gets the time that steps leave. An engine that
+merges them computes the rows of both together.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ class Prefill:
 class _Batch:
     """Coefficients of the sessions travelling as a number of micro-batches."""
 
+    count: int
     trip: Period
     ranks: tuple[Period, ...]
     """How long each rank is busy with a step of all sessions."""
@@ -118,6 +120,7 @@ class ReplicaEngine:
         found = [
             (*_slowest(each, cached, waits, wire_s), at)
             for at, each in enumerate(self._batches(sessions))
+            if each.count <= len(waits)
         ]
         seconds, period, at = min(found)
         batch = self._batches(sessions)[at]
@@ -146,6 +149,7 @@ class ReplicaEngine:
         pairs = list(zip(steps, self._cached_s, strict=True))
         wires = [self._times.wire_s(rank, rows) for rank in range(len(steps))]
         return _Batch(
+            count=count,
             trip=Period(sum(steps) + sum(wires), sum(self._cached_s) / count),
             ranks=tuple(Period(count * step, cached) for step, cached in pairs),
             wire_s=count * self._wire_s(rows),

@@ -37,6 +37,11 @@ class MachineKind:
     is_provider: bool = False
     """It runs an engine of its own, which serves whole models and merges prefill with decode."""
 
+    @property
+    def whole_bandwidth(self) -> float:
+        """Peak bytes per second of all devices together."""
+        return self.bandwidth * self.devices
+
     def offer(self, node: NodeId, model: Architecture) -> Offer:
         """Predict what it would measure for a model, by the roofline of each operator."""
         return Offer(
@@ -54,5 +59,5 @@ class MachineKind:
         return seconds + 2 * (ALL_REDUCE_S + sent / self.device_link)
 
     def _seconds(self, operators: Iterable[Operator]) -> float:
-        flops, bandwidth = self.flops * self.devices, self.bandwidth * self.devices
+        flops, bandwidth = self.flops * self.devices, self.whole_bandwidth
         return sum(max(each.flops / flops, each.moved_bytes / bandwidth) for each in operators)

@@ -1,0 +1,109 @@
+"""All replicas worth considering: rings of few machines, of every mix of kinds."""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from itertools import combinations_with_replacement
+from typing import Self
+
+from meshllm.scheduler.estimate import Estimate, mean_time
+from meshllm.scheduler.placement import Option, Spread, Workload, make_option
+
+MAX_RING = 8
+"""Machines of one replica; more only add wires, as a replica needs no more than fit the model."""
+MAX_MIXES = 2000
+"""Mixes of kinds that are tried for a model, smallest first."""
+
+_SPARE = 2  # machines beyond the fewest that hold a model
+
+
+class Options:
+    """The replicas that a placement may consist of, and what sets of them are worth."""
+
+    def __init__(self, mesh: Workload) -> None:
+        self.mesh = mesh
+        self._banned: frozenset[int] = frozenset()
+        self._times: dict[tuple[int, tuple[int, ...]], float] = {}
+
+    @cached_property
+    def all(self) -> tuple[Option, ...]:
+        """List all options; a search names them by their place."""
+        models = range(len(self.mesh.models))
+        return tuple(option for model in models for option in self._of(model))
+
+    @cached_property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """The speeds of each option."""
+        loads = [served.load for served in self.mesh.models]
+        return tuple(Estimate(each.engine, loads[each.model]) for each in self.all)
+
+    def of(self, model: int) -> list[int]:
+        """Return the options of a model."""
+        return [at for at in self._by_model[model] if at not in self._banned]
+
+    def without(self, at: int) -> Self:
+        """Return the same options, by the same numbers, of which one may not be chosen."""
+        others = copy(self)
+        others._banned |= {at}
+        return others
+
+    def cost(self, model: int, chosen: Sequence[int]) -> float:
+        """Return the mean number of requests for a model on these of its replicas.
+
+        By Little's law that is its rate times their mean time; smaller is better.
+        """
+        key = model, tuple(sorted(chosen))
+        if key not in self._times:
+            rate = self.mesh.models[model].load.rate
+            self._times[key] = rate * mean_time([self.estimates[at] for at in key[1]], rate)
+        return self._times[key]
+
+    def mean_s(self, chosen: Sequence[int]) -> float:
+        """Return the mean time of all requests on these replicas."""
+        models = range(len(self.mesh.models))
+        requests = sum(
+            self.cost(model, [at for at in chosen if self.all[at].model == model])
+            for model in models
+        )
+        return requests / sum(served.load.rate for served in self.mesh.models)
+
+    @cached_property
+    def _by_model(self) -> list[list[int]]:
+        models = range(len(self.mesh.models))
+        return [[at for at, each in enumerate(self.all) if each.model == one] for one in models]
+
+    def _of(self, model: int) -> Iterator[Option]:
+        """Yield the options of a model: for each mix, those that no other of it dominates."""
+        fewest = MAX_RING
+        for at, mix in enumerate(self._mixes()):
+            if at >= MAX_MIXES or len(mix) > min(MAX_RING, fewest + _SPARE):
+                return
+            best = list(self._best(model, mix))
+            if best:
+                fewest = min(fewest, len(mix))
+            yield from best
+
+    def _mixes(self) -> Iterator[tuple[int, ...]]:
+        kinds = range(len(self.mesh.kinds))
+        for size in range(1, MAX_RING + 1):
+            for mix in combinations_with_replacement(kinds, size):
+                if all(mix.count(kind) <= self.mesh.kinds[kind].count for kind in set(mix)):
+                    yield mix
+
+    def _best(self, model: int, mix: tuple[int, ...]) -> Iterator[Option]:
+        """Yield the option with the most capacity, and the one with the least time if idle."""
+        spreads = (Spread.BALANCED, Spread.FASTEST) if len(set(mix)) > 1 else (Spread.BALANCED,)
+        load = self.mesh.models[model].load
+        found: list[tuple[float, float, Option]] = []
+        for entry in sorted(set(mix)):
+            others = list(mix)
+            others.remove(entry)
+            for spread in spreads:
+                option = make_option(self.mesh, model, (entry, *others), spread)
+                if option is not None:
+                    estimate = Estimate(option.engine, load)
+                    found.append((-estimate.capacity, estimate.stay_s(0.0), option))
+        if found:
+            widest = min(range(len(found)), key=lambda at: found[at][:2])
+            quickest = min(range(len(found)), key=lambda at: (found[at][1], found[at][0]))
+            yield from (found[at][2] for at in dict.fromkeys((widest, quickest)))

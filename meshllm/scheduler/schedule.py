@@ -1,0 +1,138 @@
+"""Schedules a mesh: searches placements, simulates the best ones, and says why others lost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from meshllm.errors import ModelError
+from meshllm.scheduler.estimate import Estimate
+from meshllm.scheduler.load import sample
+from meshllm.scheduler.options import Options
+from meshllm.scheduler.placement import Option, Workload
+from meshllm.scheduler.proportional import memory_proportional
+from meshllm.scheduler.search import Found, search
+from meshllm.scheduler.simulator import Arrival, Latencies, SimulatedReplica, simulate
+
+REQUESTS = 4000
+"""Simulated for each finalist: a fraction of a second."""
+
+_FINALISTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """A placement and what the simulator predicts for it."""
+
+    replicas: tuple[Option, ...]
+    capacities: tuple[float, ...]
+    """Requests per second that each replica can serve."""
+    mean_s: float
+    """Mean time of a request of any model; infinite if one has no replica."""
+    tokens_per_s: float
+    models: tuple[Latencies, ...]
+    """By model."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneMore:
+    """The effect of one more machine of a kind."""
+
+    kind: str
+    mean_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The chosen placement, and those that it was compared with."""
+
+    best: Assessment
+    runner_up: Assessment | None
+    """The best one that lacks a replica of the chosen one; None if there is no other."""
+    proportional: Assessment
+    """The placement by memory alone."""
+
+
+def schedule(mesh: Workload, requests: Sequence[Arrival] | None = None) -> Schedule:
+    """Choose a placement; the same on every machine.
+
+    Requests, in order of time, are drawn from the loads of the models if none are given.
+
+    Raises:
+        ModelError: there is no placement with all models.
+    """
+    asked = _requests(mesh, requests)
+    options = Options(mesh)
+    found = finalists(options)
+    by_memory = assess(mesh, memory_proportional(mesh), asked)
+    assessed = [assess(mesh, [options.all[at] for at in each.chosen], asked) for each in found]
+    ranking = sorted([*assessed, by_memory], key=lambda each: each.mean_s)
+    if ranking[0].mean_s == inf:
+        raise _refusal(mesh, options)
+    best = ranking[0]
+    others = [each for each in ranking if _spans(each) != _spans(best)]
+    return Schedule(best, others[0] if others else None, by_memory)
+
+
+def one_more(
+    mesh: Workload, best: Assessment, requests: Sequence[Arrival] | None = None
+) -> list[OneMore]:
+    """Schedule with one more machine of each kind, which may stay unused."""
+    asked = _requests(mesh, requests)
+    found = []
+    for at, kind in enumerate(mesh.kinds):
+        kinds = list(mesh.kinds)
+        kinds[at] = replace(kind, count=kind.count + 1)
+        options = Options(replace(mesh, kinds=tuple(kinds)))
+        assessed = [
+            assess(options.mesh, [options.all[at] for at in each.chosen], asked)
+            for each in finalists(options)
+        ]
+        better = min([best, *assessed], key=lambda each: each.mean_s)
+        found.append(OneMore(kind.name, better.mean_s, better.tokens_per_s))
+    return found
+
+
+def finalists(options: Options) -> list[Found]:
+    """Search for good placements: the best one, and the best ones without one of its replicas."""
+    best, *others = search(options)
+    for at in sorted(set(best.chosen)):
+        others += search(options.without(at))[:1]
+    ranking = sorted({each.chosen: each for each in others}.values(), key=lambda each: each.mean_s)
+    return [best, *(each for each in ranking if each.chosen != best.chosen)][:_FINALISTS]
+
+
+def assess(mesh: Workload, replicas: Sequence[Option], requests: Sequence[Arrival]) -> Assessment:
+    """Simulate a placement."""
+    capacities = [Estimate(each.engine, mesh.models[each.model].load).capacity for each in replicas]
+    pairs = zip(replicas, capacities, strict=True)
+    simulated = [SimulatedReplica(each.model, each.engine, speed) for each, speed in pairs]
+    run = simulate(simulated, requests)
+    return Assessment(
+        replicas=tuple(replicas),
+        capacities=tuple(capacities),
+        mean_s=run.mean_s,
+        tokens_per_s=run.tokens_per_s,
+        models=tuple(run.latencies(model) for model in range(len(mesh.models))),
+    )
+
+
+def _requests(mesh: Workload, given: Sequence[Arrival] | None) -> Sequence[Arrival]:
+    return sample([each.load for each in mesh.models], REQUESTS) if given is None else given
+
+
+def _spans(assessed: Assessment) -> list[tuple[object, ...]]:
+    return sorted((each.model, each.kinds, each.spans) for each in assessed.replicas)
+
+
+def _refusal(mesh: Workload, options: Options) -> ModelError:
+    names = [served.architecture.name for served in mesh.models]
+    homeless = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
+    if homeless:
+        return ModelError(
+            f"No set of machines holds {', '.join(homeless)} with its longest session"
+        )
+    return ModelError(
+        f"The machines do not hold all {len(names)} models at once",
+        hint="add machines, or leave out a model",
+    )

@@ -1,0 +1,99 @@
+from dataclasses import replace
+
+import pytest
+
+from meshllm.protocol.planning.plan import LinkSpeed
+from meshllm.scheduler.placement import Option, Spread, Workload, make_option
+from meshllm.scheduler.proportional import memory_proportional
+from tests.builders.meshes import A100, GH200, GIB, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
+
+DESKTOP = KINDS[4]
+PAIR = mesh(served(LLAMA_70B), kinds=(A100, GH200))
+
+
+def layers(option: Option | None) -> list[int]:
+    """Return the layers of each machine, those of the first kind first."""
+    assert option is not None
+    pairs = sorted(zip(option.kinds, option.spans, strict=True), key=lambda pair: pair[0])
+    return [len(span) for _, span in pairs]
+
+
+def test_equal_machines_get_equal_spans_and_the_entry_less_for_its_head() -> None:
+    option = make_option(PAIR, 0, (0, 0, 0, 0), Spread.BALANCED)
+
+    assert layers(option) == [19, 21, 20, 20]
+
+
+def test_a_faster_machine_gets_more_layers_when_balanced_and_all_that_fit_when_fastest() -> None:
+    balanced = make_option(PAIR, 0, (0, 0, 1), Spread.BALANCED)
+    fastest = make_option(PAIR, 0, (0, 0, 1), Spread.FASTEST)
+
+    assert layers(balanced)[2] > layers(balanced)[1]
+    assert layers(fastest)[2] > layers(balanced)[2]
+    assert sum(layers(fastest)) == 80
+
+
+def test_memory_decides_when_it_is_the_only_measure() -> None:
+    small = replace(GH200, memory_bytes=48 * GIB)
+    odd = mesh(served(LLAMA_8B), kinds=(A100, small))
+
+    first, second = layers(make_option(odd, 0, (0, 1), Spread.PROPORTIONAL))
+
+    assert first / second == pytest.approx(80 / 48, rel=0.1)
+
+
+def test_a_model_that_does_not_fit_has_no_option() -> None:
+    assert make_option(PAIR, 0, (0,), Spread.BALANCED) is None
+    assert make_option(PAIR, 0, (0, 0, 0), Spread.BALANCED) is not None
+
+
+def test_a_provider_serves_whole_models_only() -> None:
+    node = replace(A100, devices=4, memory_bytes=320 * GIB, is_provider=True, device_link=300e9)
+    cluster = mesh(served(LLAMA_70B), kinds=(node,))
+
+    alone = make_option(cluster, 0, (0,), Spread.BALANCED)
+
+    assert alone is not None
+    assert alone.engine.most_sessions > 8
+    assert make_option(cluster, 0, (0, 0), Spread.BALANCED) is None
+
+
+def test_sessions_get_the_memory_that_weights_leave() -> None:
+    option = make_option(mesh(served(LLAMA_8B)), 0, (0,), Spread.BALANCED)
+
+    assert option is not None
+    spare = 80 * GIB * 0.8 - 2 * 8.03e9
+    assert option.engine.room_tokens == pytest.approx(spare / (128 << 10), rel=0.01)
+
+
+def test_a_ring_visits_near_machines_one_after_another() -> None:
+    far = Workload(
+        (served(LLAMA_70B),),
+        (A100, GH200),
+        {("a100", "gh200"): LinkSpeed(0.1)},
+        LinkSpeed(0.001),
+    )
+
+    option = make_option(far, 0, (0, 1, 0, 1), Spread.BALANCED)
+
+    assert option is not None
+    assert option.kinds in {(0, 0, 1, 1), (0, 1, 1, 0)}
+    assert option.engine.decode(1, 0).base > 0.2
+
+
+def test_memory_alone_gives_models_machines_by_their_weights() -> None:
+    both = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=8),))
+
+    found = memory_proportional(both)
+
+    machines = [sum(each.machines for each in found if each.model == model) for model in (0, 1)]
+    assert machines == [1, 7]
+    assert [each.machines for each in found if each.model == 1] == [3, 4]
+
+
+def test_memory_alone_still_serves_all_models_that_fit() -> None:
+    tight = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=4),))
+
+    assert {each.model for each in memory_proportional(tight)} == {0, 1}
+    lone = mesh(served(LLAMA_8B), served(LLAMA_70B), kinds=(replace(A100, count=1),))
+    assert {each.model for each in memory_proportional(lone)} == {0}

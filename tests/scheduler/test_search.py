@@ -1,0 +1,98 @@
+"""The search against brute force: every way to group machines, labelled with every model."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from meshllm.scheduler.options import Options
+from meshllm.scheduler.placement import Workload
+from meshllm.scheduler.search import search, search_exactly, search_locally
+from tests.builders.meshes import random_mesh
+
+SMALL = range(12)
+
+
+def small(seed: int) -> Workload:
+    return random_mesh(seed, kinds=2, count=2, models=2)
+
+
+def partitions(machines: list[int]) -> Iterator[list[list[int]]]:
+    """Yield every way to group machines; one of the groups may stay unused."""
+    if not machines:
+        yield []
+        return
+    first, *others = machines
+    for groups in partitions(others):
+        yield [[first], *groups]
+        for at, group in enumerate(groups):
+            yield [*groups[:at], [first, *group], *groups[at + 1 :]]
+
+
+def brute_force(options: Options) -> float:
+    """Return the least mean time of any placement."""
+    machines = [kind for kind, count in enumerate(options.mesh.counts) for _ in range(count)]
+    by_machines: dict[tuple[int, ...], list[int]] = {}
+    for at, option in enumerate(options.all):
+        by_machines.setdefault(tuple(sorted(option.kinds)), []).append(at)
+
+    def choices(groups: list[list[int]]) -> Iterator[tuple[int, ...]]:
+        if not groups:
+            yield ()
+            return
+        for rest in choices(groups[1:]):
+            yield rest
+            for at in by_machines.get(tuple(sorted(groups[0])), ()):
+                yield (at, *rest)
+
+    return min(
+        options.mean_s(chosen) for groups in partitions(machines) for chosen in choices(groups)
+    )
+
+
+@pytest.mark.parametrize("seed", SMALL)
+def test_the_exact_search_finds_what_brute_force_finds(seed: int) -> None:
+    options = Options(small(seed))
+
+    (found,) = search_exactly(options)
+
+    assert found.mean_s == pytest.approx(brute_force(options), rel=1e-9)
+    assert search(options) == [found]
+
+
+@pytest.mark.parametrize("seed", SMALL)
+def test_the_local_search_comes_close(seed: int) -> None:
+    options = Options(small(seed))
+
+    found = search_locally(options)
+
+    (best,) = search_exactly(options)
+    assert best.mean_s <= found[0].mean_s <= 1.05 * best.mean_s
+
+
+@pytest.mark.parametrize("seed", [5, 11])
+def test_a_large_mesh_is_searched_within_its_machines(seed: int) -> None:
+    options = Options(random_mesh(seed))
+    assert search_exactly(options) == []  # too many sets
+
+    best = search(options)[0]
+
+    uses = zip(*(options.all[at].uses for at in best.chosen), strict=True)
+    assert all(sum(used) <= have for used, have in zip(uses, options.mesh.counts, strict=True))
+    assert {options.all[at].model for at in best.chosen} == set(range(len(options.mesh.models)))
+
+
+def test_the_answer_does_not_depend_on_the_run() -> None:
+    first, second = (search(Options(random_mesh(5))) for _ in range(2))
+
+    assert first == second
+
+
+def test_an_option_can_be_left_out() -> None:
+    options = Options(small(1))
+    best = search(options)[0]
+
+    other = search(options.without(best.chosen[0]))[0]
+
+    assert best.chosen[0] not in other.chosen
+    assert other.mean_s >= best.mean_s
+    assert search(options)[0] == best
