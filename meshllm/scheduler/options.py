@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement
 from typing import Self
 
 from meshllm.scheduler.estimate import Estimate, mean_time
-from meshllm.scheduler.placement import Option, Spread, Workload, make_option
+from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
 
 MAX_RING = 8
 """Machines of one replica; more only add wires, as a replica needs no more than fit the model."""
@@ -26,7 +26,7 @@ class Options:
         self._times: dict[tuple[int, tuple[int, ...]], float] = {}
 
     @cached_property
-    def all(self) -> tuple[Option, ...]:
+    def all(self) -> tuple[ReplicaOption, ...]:
         """List all options; a search names them by their place."""
         models = range(len(self.mesh.models))
         return tuple(option for model in models for option in self._of(model))
@@ -72,7 +72,7 @@ class Options:
         models = range(len(self.mesh.models))
         return [[at for at, each in enumerate(self.all) if each.model == one] for one in models]
 
-    def _of(self, model: int) -> Iterator[Option]:
+    def _of(self, model: int) -> Iterator[ReplicaOption]:
         """Yield the options of a model: for each mix, those that no other of it dominates."""
         fewest = MAX_RING
         for at, mix in enumerate(self._mixes()):
@@ -90,11 +90,11 @@ class Options:
                 if all(mix.count(kind) <= self.mesh.kinds[kind].count for kind in set(mix)):
                     yield mix
 
-    def _best(self, model: int, mix: tuple[int, ...]) -> Iterator[Option]:
+    def _best(self, model: int, mix: tuple[int, ...]) -> Iterator[ReplicaOption]:
         """Yield the option with the most capacity, and the one with the least time if idle."""
         spreads = (Spread.BALANCED, Spread.FASTEST) if len(set(mix)) > 1 else (Spread.BALANCED,)
         load = self.mesh.models[model].load
-        found: list[tuple[float, float, Option]] = []
+        found: list[tuple[float, float, ReplicaOption]] = []
         for entry in sorted(set(mix)):
             others = list(mix)
             others.remove(entry)

@@ -81,7 +81,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ReplicaOption:
     """One replica of a model: a ring of machines of some kinds, and its speeds."""
 
     model: int
@@ -100,7 +100,7 @@ class Option:
 
 def make_option(
     mesh: Workload, model: int, machines: Sequence[int], spread: Spread
-) -> Option | None:
+) -> ReplicaOption | None:
     """Make a replica of the machines of these kinds, the entry first; None if it does not fit."""
     order = _tour(mesh, machines)
     kinds = [mesh.kinds[kind] for kind in order]
@@ -127,7 +127,7 @@ def make_option(
     )
     engine = _engine(served, kinds, plan, offers, links)
     uses = tuple(order.count(kind) for kind in range(len(mesh.kinds)))
-    return Option(model, tuple(order), spans, uses, engine)
+    return ReplicaOption(model, tuple(order), spans, uses, engine)
 
 
 def _engine(

@@ -6,10 +6,10 @@ proportion to memory. It is given the best chance: models that barely fit are pl
 
 from collections.abc import Sequence
 
-from meshllm.scheduler.placement import Option, Spread, Workload, make_option
+from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
 
 
-def memory_proportional(mesh: Workload) -> list[Option]:
+def memory_proportional(mesh: Workload) -> list[ReplicaOption]:
     """Place all models by memory; a model that fits nowhere has no replica."""
     by_memory = sorted(range(len(mesh.kinds)), key=lambda kind: -mesh.kinds[kind].memory_bytes)
     free = [kind for kind in by_memory for _ in range(mesh.kinds[kind].count)]
@@ -35,7 +35,7 @@ def _fewest(mesh: Workload, model: int, free: Sequence[int]) -> list[int] | None
     return None
 
 
-def _rings(mesh: Workload, model: int, machines: Sequence[int]) -> list[Option]:
+def _rings(mesh: Workload, model: int, machines: Sequence[int]) -> list[ReplicaOption]:
     """Split machines into as many rings as hold the model; the rest joins the last one."""
     first = _fewest(mesh, model, machines)
     if first is None:

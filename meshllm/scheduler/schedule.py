@@ -8,7 +8,7 @@ from meshllm.errors import ModelError
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import sample
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.placement import Option, Workload
+from meshllm.scheduler.placement import ReplicaOption, Workload
 from meshllm.scheduler.proportional import memory_proportional
 from meshllm.scheduler.search import Found, search
 from meshllm.scheduler.simulator import Arrival, Latencies, SimulatedReplica, simulate
@@ -23,7 +23,7 @@ _FINALISTS = 6
 class Assessment:
     """A placement and what the simulator predicts for it."""
 
-    replicas: tuple[Option, ...]
+    replicas: tuple[ReplicaOption, ...]
     capacities: tuple[float, ...]
     """Requests per second that each replica can serve."""
     mean_s: float
@@ -31,6 +31,11 @@ class Assessment:
     tokens_per_s: float
     models: tuple[Latencies, ...]
     """By model."""
+
+    @property
+    def machines(self) -> int:
+        """Count the machines that it takes."""
+        return sum(each.machines for each in self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,9 @@ def finalists(options: Options) -> list[Found]:
     return [best, *(each for each in ranking if each.chosen != best.chosen)][:_FINALISTS]
 
 
-def assess(mesh: Workload, replicas: Sequence[Option], requests: Sequence[Arrival]) -> Assessment:
+def assess(
+    mesh: Workload, replicas: Sequence[ReplicaOption], requests: Sequence[Arrival]
+) -> Assessment:
     """Simulate a placement."""
     capacities = [Estimate(each.engine, mesh.models[each.model].load).capacity for each in replicas]
     pairs = zip(replicas, capacities, strict=True)

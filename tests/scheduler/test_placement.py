@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.protocol.planning.plan import LinkSpeed
-from meshllm.scheduler.placement import Option, Spread, Workload, make_option
+from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_option
 from meshllm.scheduler.proportional import memory_proportional
 from tests.builders.meshes import A100, GH200, GIB, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
 
@@ -11,7 +11,7 @@ DESKTOP = KINDS[4]
 PAIR = mesh(served(LLAMA_70B), kinds=(A100, GH200))
 
 
-def layers(option: Option | None) -> list[int]:
+def layers(option: ReplicaOption | None) -> list[int]:
     """Return the layers of each machine, those of the first kind first."""
     assert option is not None
     pairs = sorted(zip(option.kinds, option.spans, strict=True), key=lambda pair: pair[0])

@@ -6,6 +6,7 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.schedule import assess, one_more, schedule
+from tests.bench.placements import compare
 from tests.builders.meshes import (
     A100,
     CHAT,
@@ -14,7 +15,6 @@ from tests.builders.meshes import (
     LLAMA_70B,
     QWEN_32B,
     mesh,
-    random_mesh,
     served,
 )
 
@@ -61,14 +61,7 @@ def test_one_more_machine_of_a_kind_never_hurts() -> None:
 @pytest.mark.parametrize("seed", [1, 2, 4, 8, 21])
 def test_random_meshes_beat_the_placement_by_memory(seed: int) -> None:
     """A sample of what `python -m tests.bench.placements` prints."""
-    where = random_mesh(seed)
-    found = schedule(where)
-
-    again = sample([each.load for each in where.models], 2000, seed=77)
-    ours, by_memory = (
-        assess(where, each.replicas, again) for each in (found.best, found.proportional)
-    )
-    assert ours.mean_s < by_memory.mean_s
+    assert compare(seed).ratio < 1
 
 
 def test_requests_may_be_given() -> None:

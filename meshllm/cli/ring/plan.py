@@ -31,6 +31,7 @@ Examples:
   meshllm ring plan --model builtin --spec "8GiB,4GiB@20ms"
   meshllm ring plan --spec "3x8GiB:2.5ms@5ms" --policy throughput --json
   meshllm ring plan --nodes home.toml
+  meshllm ring plan --workload office.toml --json
 """
 
 
@@ -42,6 +43,12 @@ def plan(
     spec: Annotated[
         str | None,
         typer.Option(metavar="NODES", help="Plan for these nodes, as `8GiB:2.5ms@20ms,4GiB`."),
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Place the models of a TOML file on its machines, for its load."
+        ),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Reserve KV cache for one session of N tokens.")
@@ -58,9 +65,18 @@ def plan(
     It shows the layers of each node, the predicted times, and why a node would be on standby. It
     contacts no machine: all figures follow from the described nodes, by default this machine alone.
     A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
+
+    `--workload` places several models as replicas. It searches placements, simulates thousands of
+    requests on the best ones, and shows why others lose; see `meshllm help scheduling`.
     """
-    if nodes is not None and spec is not None:
-        raise UserError("`--nodes` cannot be combined with `--spec`", hint="omit one of them")
+    given_by = {"--nodes": nodes, "--spec": spec, "--workload": workload}
+    sources = [name for name, value in given_by.items() if value is not None]
+    if len(sources) > 1:
+        first, second = sources[:2]
+        raise UserError(f"`{first}` cannot be combined with `{second}`", hint="omit one of them")
+    if workload is not None:
+        _place(workload, as_json=as_json)
+        return
     with render.Status(sys.stderr) as status:
         status.show("reading the model")
         from meshllm.protocol.planning.policies import make_plan
@@ -78,6 +94,20 @@ def plan(
             shape=shape,
             acceptance=acceptance,
         )
+    if as_json:
+        render.dump(report.fields())
+    else:
+        render.out(report.text())
+
+
+def _place(path: Path, *, as_json: bool) -> None:
+    """Place the models of a file."""
+    with render.Status(sys.stderr) as status:
+        status.show("simulating placements")
+        from meshllm.cli.ring.workload import WorkloadReport
+        from meshllm.cli.ring.workload_spec import read_workload
+
+        report = WorkloadReport.make(read_workload(path))
     if as_json:
         render.dump(report.fields())
     else:

@@ -19,22 +19,20 @@ A file of ``--nodes`` has the same fields, and can describe single links::
 """
 
 import re
-import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from meshllm.cli.ring.toml_fields import check_keys, number, read_toml, tables, text
 from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
 
 MAX_NODES = 64
-MAX_BYTES = 1 << 20  # of a file
-MAX_NAME = 64  # characters of a name
 MAX_MBIT_S = 1e6
 MEMORY_BYTES_PER_S = 20e9  # two channels of DDR4; decode reads each weight once per token
 LAN_S = 0.0005  # one way, wired, at home
@@ -79,23 +77,14 @@ def parse_spec(text: str, shape: ModelSizes) -> Spec:
 
 def read_spec(path: Path, shape: ModelSizes) -> Spec:
     """Read the file of ``--nodes``; raise `UserError` if it is invalid."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        tables = tomllib.loads(text.decode())
-    except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=_FILE_HINT) from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
-        raise UserError(f"Invalid TOML in `{path}`: {error}", hint=_FILE_HINT) from None
-    if len(text) > MAX_BYTES:
-        raise UserError(f"`{path}` is longer than {MAX_BYTES} bytes", hint=_FILE_HINT)
-    _check_keys(tables, "file", ("node", "link"))
-    nodes = [_node(table) for table in _tables(tables, "node")]
+    found = read_toml(path, _FILE_HINT)
+    check_keys(found, "file", ("node", "link"))
+    nodes = [_node(table) for table in tables(found, "node")]
     _check_count(len(nodes))
     names = [node.name for node in nodes]
     if len(set(names)) < len(names):
         raise UserError(f"Two nodes of `{path}` have the same name", hint="rename one of them")
-    return _spec(nodes, _links(_tables(tables, "link"), names), shape)
+    return _spec(nodes, _links(tables(found, "link"), names), shape)
 
 
 def _spec(
@@ -149,70 +138,33 @@ def _check_count(nodes: int) -> None:
         raise UserError(f"{nodes} nodes described", hint=f"describe 1 to {MAX_NODES} nodes")
 
 
-def _tables(tables: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = tables.get(key, [])
-    if not isinstance(found, list) or not all(isinstance(table, dict) for table in found):
-        raise UserError(f"`{key}` must be an array of tables", hint=f"write `[[{key}]]` above each")
-    return found
-
-
 def _node(table: Mapping[str, Any]) -> _Node:
-    _check_keys(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
+    check_keys(table, "node", ("name", "memory", "ms_per_layer", "head_ms"))
     return _Node(
-        name=_text(table, "name"),
-        memory=parse_memory(_text(table, "memory")),
+        name=text(table, "name"),
+        memory=parse_memory(text(table, "memory")),
         layer_s=_seconds(table, "ms_per_layer", zero=False),
         head_s=_seconds(table, "head_ms"),
     )
 
 
 def _links(
-    tables: Sequence[Mapping[str, Any]], names: Sequence[str]
+    given: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[tuple[str, str], LinkSpeed]:
     wires: dict[tuple[str, str], LinkSpeed] = {}
-    for table in tables:
-        _check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
-        a, b = _text(table, "a"), _text(table, "b")
+    for table in given:
+        check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
+        a, b = text(table, "a"), text(table, "b")
         if a == b or a not in names or b not in names or (a, b) in wires:
             raise UserError(f"Invalid link `{a}` to `{b}`", hint="link two nodes, each pair once")
         latency_s = _seconds(table, "latency_ms")
-        mbit_s = _number(table, "mbit_s", MAX_MBIT_S, zero=False)
+        mbit_s = number(table, "mbit_s", MAX_MBIT_S, zero=False)
         if latency_s is None:
             raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
         wires[a, b] = LinkSpeed(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
     return wires
 
 
-def _check_keys(table: Mapping[str, Any], kind: str, known: Collection[str]) -> None:
-    if unknown := sorted(set(table).difference(known)):
-        raise UserError(
-            f"Unknown key `{unknown[0][:64]}` in a {kind}",
-            hint=f"one of {', '.join(f'`{key}`' for key in sorted(known))}",
-        )
-
-
-def _text(table: Mapping[str, Any], key: str) -> str:
-    text = table.get(key)
-    if isinstance(text, str) and text.isprintable() and 0 < len(text) <= MAX_NAME:
-        return text
-    raise UserError(
-        f"`{key}` must be text of 1 to {MAX_NAME} characters", hint=f'write `{key} = "..."`'
-    )
-
-
 def _seconds(table: Mapping[str, Any], key: str, *, zero: bool = True) -> float | None:
-    milliseconds = _number(table, key, MAX_MS, zero=zero)
+    milliseconds = number(table, key, MAX_MS, zero=zero)
     return None if milliseconds is None else milliseconds / 1e3
-
-
-def _number(table: Mapping[str, Any], key: str, most: float, *, zero: bool) -> float | None:
-    number = table.get(key)
-    if number is None:
-        return None
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if is_number and 0 <= number <= most and (number or zero):
-        return float(number)
-    raise UserError(
-        f"`{key}` must be a number {'from' if zero else 'above'} 0 up to {most:.0f}",
-        hint=f"write `{key} = 2.5`",
-    )

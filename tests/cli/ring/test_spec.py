@@ -4,12 +4,12 @@ import pytest
 
 from meshllm.cli.ring.spec import (
     LAN_S,
-    MAX_BYTES,
     MAX_NODES,
     MEMORY_BYTES_PER_S,
     parse_spec,
     read_spec,
 )
+from meshllm.cli.ring.toml_fields import MAX_BYTES
 from meshllm.errors import UserError
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import make_plan

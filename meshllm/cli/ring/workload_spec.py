@@ -1,0 +1,199 @@
+"""Parses the file of ``--workload``: models with their load, kinds of machines, and links.
+
+::
+
+    [[model]]
+    name = "builtin"           # or a folder, or org/name in the Hub's cache
+    config = "big/config.json" # optional: dimensions of a model that is not on this machine
+    quant = "int8"             # optional: none, int8 or int4
+    rate = 2.0                 # requests per second
+    prompt = 512               # tokens: one length, shortest and longest, or quantiles at equal
+    answer = {median = 200, p90 = 500}  # distances; or a log-normal distribution
+
+    [[machine]]
+    name = "a100"
+    count = 8                  # optional
+    memory = "80GB"            # of all its devices together
+    tflops = 312               # peak in bfloat16, of one device
+    gb_s = 2039                # peak memory bandwidth, of one device
+    devices = 4                # optional: they share each layer
+    device_gb_s = 300          # optional: link between them
+    provider = true            # optional: an engine of its own, such as vLLM, for whole models
+
+    [[link]]                   # optional
+    a = "a100"
+    b = "a100"                 # a kind of machine, or the same
+    latency_ms = 0.1
+    mbit_s = 100000            # optional
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from meshllm.cli.ring.spec import LAN_S, MAX_MBIT_S
+from meshllm.cli.ring.toml_fields import check_keys, needed, number, read_toml, tables, text
+from meshllm.cli.shared.units import MAX_MS, parse_memory
+from meshllm.errors import UserError
+from meshllm.local_files import read_regular
+from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_folder
+from meshllm.names import Quant
+from meshllm.protocol.planning.plan import LinkSpeed
+from meshllm.scheduler.architecture import Architecture
+from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
+from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.placement import ServedModel, Workload
+
+MAX_MODELS = 16
+MAX_KINDS = 8
+MAX_MACHINES = 64
+MAX_RATE = 1e5  # requests per second
+MAX_TFLOPS = 1e6
+MAX_GB_S = 1e6
+MAX_PATH = 1024  # characters
+MAX_QUANTILES = 1024
+
+_HINT = "write tables `[[model]]` and `[[machine]]`; see `meshllm help scheduling`"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """A workload, and what was assumed for what its file omits."""
+
+    workload: Workload
+    assumed: tuple[str, ...]
+
+
+def read_workload(path: Path) -> WorkloadSpec:
+    """Read the file of ``--workload``.
+
+    Raises:
+        UserError: it is invalid.
+        ModelError: a model is not on this machine.
+    """
+    found = read_toml(path, _HINT)
+    check_keys(found, "file", ("model", "machine", "link"))
+    models = tuple(_model(table, path.parent) for table in tables(found, "model"))
+    kinds = tuple(_machine(table) for table in tables(found, "machine"))
+    _check_counts(models, kinds)
+    wires = _wires(tables(found, "link"), [kind.name for kind in kinds])
+    assumed = ["machines reach their peak speeds"]
+    if len(wires) < len(kinds) * (len(kinds) + 1) // 2:
+        assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
+    return WorkloadSpec(Workload(models, kinds, wires, LinkSpeed(LAN_S)), tuple(assumed))
+
+
+def _check_counts(models: Sequence[ServedModel], kinds: Sequence[MachineKind]) -> None:
+    machines = sum(kind.count for kind in kinds)
+    for count, most, what in (
+        (len(models), MAX_MODELS, "models"),
+        (len(kinds), MAX_KINDS, "kinds of machines"),
+        (machines, MAX_MACHINES, "machines"),
+    ):
+        if not 1 <= count <= most:
+            raise UserError(f"{count} {what} described", hint=f"describe 1 to {most} {what}")
+
+
+def _model(table: Mapping[str, Any], folder: Path) -> ServedModel:
+    check_keys(table, "model", ("name", "config", "quant", "rate", "prompt", "answer"))
+    name = text(table, "name", MAX_PATH)
+    config = (
+        folder / text(table, "config", MAX_PATH)
+        if "config" in table
+        else find_folder(name) / CONFIG
+    )
+    rate = needed(table, "rate", MAX_RATE, "model")
+    load = ModelLoad(rate, _lengths(table, "prompt"), _lengths(table, "answer"))
+    return ServedModel(Architecture.from_config(name, _config(config), _quant(table)), load)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(read_regular(path, MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"Invalid JSON in `{path}`: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"`{path}` is not the config of a model")
+    return found
+
+
+def _quant(table: Mapping[str, Any]) -> Quant:
+    name = table.get("quant", Quant.NONE)
+    if name not in set(Quant):
+        known = ", ".join(f"`{each}`" for each in Quant)
+        raise UserError(f"Unknown quantisation `{str(name)[:64]}`", hint=f"one of {known}")
+    return Quant(name)
+
+
+def _lengths(table: Mapping[str, Any], key: str) -> Lengths:
+    match table.get(key):
+        case bool():
+            pass
+        case int(length):
+            return Lengths((length,))
+        case [*values] if values and len(values) <= MAX_QUANTILES and all(map(_is_count, values)):
+            return Lengths(tuple(values))
+        case {"median": _, "p90": _, **others} if not others:
+            median, p90 = (
+                needed(table[key], name, MAX_TOKENS, f"`{key}`") for name in ("median", "p90")
+            )
+            return Lengths.lognormal(median, p90)
+    raise UserError(
+        f"A model needs a valid `{key}`, in tokens",
+        hint=f"write `{key} = 200`, `[20, 400]` or `{{median = 200, p90 = 500}}`",
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _machine(table: Mapping[str, Any]) -> MachineKind:
+    keys = ("name", "count", "memory", "tflops", "gb_s", "devices", "device_gb_s", "provider")
+    check_keys(table, "machine", keys)
+    between = number(table, "device_gb_s", MAX_GB_S, zero=False)
+    provider = table.get("provider", False)
+    if not isinstance(provider, bool):
+        raise UserError("`provider` must be `true` or `false`")
+    return MachineKind(
+        name=text(table, "name"),
+        memory_bytes=parse_memory(text(table, "memory")),
+        flops=needed(table, "tflops", MAX_TFLOPS, "machine") * 1e12,
+        bandwidth=needed(table, "gb_s", MAX_GB_S, "machine") * 1e9,
+        count=_count(table, "count"),
+        devices=_count(table, "devices"),
+        device_link=inf if between is None else between * 1e9,
+        is_provider=provider,
+    )
+
+
+def _count(table: Mapping[str, Any], key: str) -> int:
+    value = table.get(key, 1)
+    if _is_count(value) and 1 <= value <= MAX_MACHINES:
+        return int(value)
+    raise UserError(f"`{key}` must be a whole number from 1 to {MAX_MACHINES}")
+
+
+def _wires(
+    given: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[tuple[str, str], LinkSpeed]:
+    wires: dict[tuple[str, str], LinkSpeed] = {}
+    for table in given:
+        check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
+        a, b = text(table, "a"), text(table, "b")
+        if a not in names or b not in names or (a, b) in wires or (b, a) in wires:
+            raise UserError(
+                f"Invalid link `{a}` to `{b}`", hint="name two kinds of machines, each pair once"
+            )
+        latency = number(table, "latency_ms", MAX_MS, zero=True)
+        if latency is None:
+            raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
+        mbit_s = number(table, "mbit_s", MAX_MBIT_S, zero=False)
+        speed = inf if mbit_s is None else mbit_s * 1e6 / 8
+        wires[a, b] = LinkSpeed(latency / 1e3, speed)
+    return wires

@@ -1,0 +1,143 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Invoke
+from tests.scheduler.test_roofline import LLAMA_8B
+
+PAIR = """
+[[model]]
+name = "builtin"
+rate = 50.0
+prompt = [10, 100]
+answer = 60
+[[model]]
+name = "big"
+config = "big.json"
+quant = "int8"
+rate = 0.2
+prompt = {median = 200, p90 = 600}
+answer = 100
+[[machine]]
+name = "desktop"
+count = 3
+memory = "16GB"
+tflops = 2
+gb_s = 60
+[[machine]]
+name = "laptop"
+memory = "8GB"
+tflops = 1
+gb_s = 40
+[[link]]
+a = "desktop"
+b = "laptop"
+latency_ms = 2
+mbit_s = 100
+"""
+
+
+@pytest.fixture
+def pair(home: Path) -> Path:
+    (home / "big.json").write_text(json.dumps(LLAMA_8B))
+    path = home / "pair.toml"
+    path.write_text(PAIR)
+    return path
+
+
+def test_a_workload_is_placed_and_explained(meshllm: Invoke, pair: Path) -> None:
+    text = meshllm("ring", "plan", "--workload", str(pair)).stdout
+
+    assert text.startswith("model    replicas  machines")
+    assert "\nbig " in text
+    assert "\nbuiltin " in text
+    assert " s per request, " in text
+    assert "\nrunner-up, " in text
+    assert "\nby memory alone, " in text
+    assert "\none more desktop: " in text
+    assert "\none more laptop: " in text
+    assert text.endswith("assumed: links without a latency have 0.5 ms\n")
+
+
+def test_json_has_the_placement_the_predictions_and_the_alternatives(
+    meshllm: Invoke, pair: Path
+) -> None:
+    plan = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
+
+    best = plan["placement"]
+    big = [each for each in best["replicas"] if each["model"] == "big"]
+    assert big
+    for each in big:
+        assert each["layers"][0].startswith("0:")
+        assert each["layers"][-1].endswith(":32")
+        assert len(each["layers"]) == len(each["machines"])
+    assert {each["model"] for each in best["models"]} == {"builtin", "big"}
+    for each in best["models"]:
+        assert each["refused"] == 0
+        assert each["ttft_ms"]["median"] <= each["ttft_ms"]["p95"]
+    for other in (plan["runner_up"], plan["by_memory"]):
+        assert other["request_s"] >= best["request_s"]
+        assert other["reason"]
+    assert [each["machine"] for each in plan["one_more"]] == ["desktop", "laptop"]
+    assert all(each["request_s"] <= best["request_s"] for each in plan["one_more"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("rate = 0.2", "", "A model has no `rate`"),
+        ("rate = 0.2", "rate = -1", "`rate` must be a number above 0"),
+        ("rate = 0.2", "speed = 1", "Unknown key `speed` in a model"),
+        ("answer = 60", "answer = 0", "A length is outside of 1 to"),
+        ("answer = 60", "answer = true", "A model needs a valid `answer`"),
+        ("answer = 60", "answer = [9, 3]", "in ascending order"),
+        ("p90 = 600", "p90 = 6", "Invalid lengths: median 200"),
+        ("p90 = 600", "p99 = 600", "A model needs a valid `prompt`"),
+        ('"int8"', '"int3"', "Unknown quantisation `int3`"),
+        ('"big.json"', '"other.json"', "cannot be read"),
+        ('"big.json"', '"pair.toml"', "Invalid JSON"),
+        ("count = 3", "count = 0", "`count` must be a whole number"),
+        ("count = 3", "count = 65", "`count` must be a whole number"),
+        ("count = 3", "provider = 1", "`provider` must be `true` or `false`"),
+        ("count = 3", "count = 64", "65 machines described"),
+        ("tflops = 1", "", "A machine has no `tflops`"),
+        ('b = "laptop"', 'b = "server"', "Invalid link `desktop` to `server`"),
+        ("latency_ms = 2", "", "has no `latency_ms`"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(
+    meshllm: Invoke, pair: Path, old: str, new: str, words: str
+) -> None:
+    assert PAIR.count(old) == 1
+    pair.write_text(PAIR.replace(old, new))
+
+    result = meshllm("ring", "plan", "--workload", str(pair))
+
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_two_kinds_of_machines_have_two_names(meshllm: Invoke, pair: Path) -> None:
+    pair.write_text(PAIR.replace("laptop", "desktop"))
+
+    result = meshllm("ring", "plan", "--workload", str(pair))
+
+    assert result.exit_code == 2
+    assert "the same name" in result.stderr
+
+
+def test_models_that_do_not_fit_exit_4(meshllm: Invoke, pair: Path) -> None:
+    pair.write_text(PAIR.replace("16GB", "2GB").replace("8GB", "1GB"))
+
+    result = meshllm("ring", "plan", "--workload", str(pair))
+
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "error: No set of machines holds `big`" in result.stderr
+
+
+def test_a_workload_excludes_other_descriptions(meshllm: Invoke, pair: Path) -> None:
+    result = meshllm("ring", "plan", "--workload", str(pair), "--spec", "8GiB")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `--spec` cannot be combined with `--workload`\n")
