@@ -7,6 +7,7 @@ fast as all together, apart from two all-reduces per layer.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
 from meshllm.names import NodeId
 from meshllm.protocol.planning.plan import Offer
@@ -14,6 +15,11 @@ from meshllm.scheduler.architecture import ITEM_BYTES, Architecture, Operator
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Rows of the table: dense where a device goes from memory-bound to compute-bound."""
+
+MEASURED_ROWS = 256
+MEASURED_TIMES = 4.24
+"""So much longer than one row take so many, where only one row was measured: Qwen3-0.6B in bf16 on
+one CPU core."""
 
 ALL_REDUCE_S = 10e-6
 """Seconds that a small all-reduce takes between the devices of one machine (assumed)."""
@@ -36,6 +42,16 @@ class MachineKind:
     """Bytes per second of the link between two devices."""
     is_provider: bool = False
     """It runs an engine of its own, which serves whole models and merges prefill with decode."""
+
+    @classmethod
+    def measured(
+        cls, name: str, memory_bytes: int, layer_s: float, model: Architecture, count: int = 1
+    ) -> Self:
+        """Derive the speeds of a machine from the seconds of one layer of a model for one row."""
+        moved = sum(each.moved_bytes for each in model.operators(1))
+        flops = sum(each.flops for each in model.operators(MEASURED_ROWS))
+        many_s = layer_s * MEASURED_TIMES
+        return cls(name, memory_bytes, flops / many_s, moved / layer_s, count)
 
     @property
     def whole_bandwidth(self) -> float:

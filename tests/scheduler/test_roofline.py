@@ -72,6 +72,18 @@ def test_quantised_weights_are_read_faster_and_take_less_memory() -> None:
     assert ratio == pytest.approx(2, rel=0.01)
 
 
+def test_a_measured_machine_takes_what_was_measured_and_scales_to_other_models() -> None:
+    model = Architecture.from_config("model", LLAMA_8B)
+    half = replace(model, quant=Quant.INT8)
+    machine = MachineKind.measured("attic", 8 << 30, 0.010, model)
+
+    offer = machine.offer(NODE, model)
+
+    assert offer.layer_seconds(1) == pytest.approx(0.010)
+    assert offer.layer_seconds(256) == pytest.approx(0.0424, rel=0.01)
+    assert machine.offer(NODE, half).layer_seconds(1) == pytest.approx(0.005, rel=0.01)
+
+
 def test_devices_share_the_work_and_pay_for_all_reduces() -> None:
     model = Architecture.from_config("model", LLAMA_8B)
     four = replace(A100, devices=4, device_link=300e9)

@@ -35,7 +35,7 @@ Examples:
 """
 
 
-@takes("model", "policy")
+@takes("model", "policy", "state")
 def plan(
     nodes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for the nodes of a TOML file.")
@@ -67,7 +67,8 @@ def plan(
     A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
 
     `--workload` places several models as replicas. It searches placements, simulates thousands of
-    requests on the best ones, and shows why others lose; see `meshllm help scheduling`.
+    requests on the best ones, and shows why others lose; see `meshllm help scheduling`. A file with
+    `measured = true` adds the nodes of the running mesh, which the node of this machine knows.
     """
     given_by = {"--nodes": nodes, "--spec": spec, "--workload": workload}
     sources = [name for name, value in given_by.items() if value is not None]
@@ -75,7 +76,7 @@ def plan(
         first, second = sources[:2]
         raise UserError(f"`{first}` cannot be combined with `{second}`", hint="omit one of them")
     if workload is not None:
-        _place(workload, as_json=as_json)
+        _place(workload, settings(flags), as_json=as_json)
         return
     with render.Status(sys.stderr) as status:
         status.show("reading the model")
@@ -100,14 +101,18 @@ def plan(
         render.out(report.text())
 
 
-def _place(path: Path, *, as_json: bool) -> None:
+def _place(path: Path, chosen: Settings, *, as_json: bool) -> None:
     """Place the models of a file."""
+    import asyncio
+
+    from meshllm.cli.ring.workload import WorkloadReport
+    from meshllm.cli.ring.workload_spec import read_workload
+    from meshllm.cli.shared.client import NodeClient, socket_path
+
+    spec = read_workload(path, lambda: asyncio.run(NodeClient(socket_path(chosen)).status()))
     with render.Status(sys.stderr) as status:
         status.show("simulating placements")
-        from meshllm.cli.ring.workload import WorkloadReport
-        from meshllm.cli.ring.workload_spec import read_workload
-
-        report = WorkloadReport.make(read_workload(path))
+        report = WorkloadReport.make(spec)
     if as_json:
         render.dump(report.fields())
     else:

@@ -20,6 +20,14 @@
     device_gb_s = 300          # optional: link between them
     provider = true            # optional: an engine of its own, such as vLLM, for whole models
 
+    [[machine]]
+    name = "attic"
+    memory = "8GB"
+    ms_per_layer = 2.5         # measured, for one row, instead of the peak speeds
+    of = "builtin"             # a layer of this model; the first one if not given
+
+    measured = true            # at the top: also the nodes of the running mesh
+
     [[link]]                   # optional
     a = "a100"
     b = "a100"                 # a kind of machine, or the same
@@ -28,7 +36,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -44,8 +52,9 @@ from meshllm.names import Quant
 from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
-from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, MachineKind
 from meshllm.scheduler.placement import ServedModel, Workload
+from meshllm.status import MeshStatus
 
 MAX_MODELS = 16
 MAX_KINDS = 8
@@ -67,23 +76,57 @@ class WorkloadSpec:
     assumed: tuple[str, ...]
 
 
-def read_workload(path: Path) -> WorkloadSpec:
-    """Read the file of ``--workload``.
+def read_workload(path: Path, running: Callable[[], MeshStatus]) -> WorkloadSpec:
+    """Read the file of ``--workload``; ``running`` asks the node of this machine for its mesh.
 
     Raises:
         UserError: it is invalid.
         ModelError: a model is not on this machine.
+        LinkLost: it asks for the running mesh, and no node runs here.
     """
     found = read_toml(path, _HINT)
-    check_keys(found, "file", ("model", "machine", "link"))
+    check_keys(found, "file", ("model", "machine", "link", "measured"))
     models = tuple(_model(table, path.parent) for table in tables(found, "model"))
-    kinds = tuple(_machine(table) for table in tables(found, "machine"))
-    _check_counts(models, kinds)
+    machines = tables(found, "machine")
+    kinds = tuple(_machine(table, models) for table in machines)
     wires = _wires(tables(found, "link"), [kind.name for kind in kinds])
-    assumed = ["machines reach their peak speeds"]
+    if _flag(found, "measured"):
+        nodes, links = running_nodes(running())
+        kinds, wires = (*kinds, *nodes), links | wires
+    _check_counts(models, kinds)
+    assumed = []
+    if any("tflops" in table for table in machines):
+        assumed.append("machines with peak speeds reach them")
+    if len(kinds) > sum("tflops" in table for table in machines):
+        assumed.append(f"{MEASURED_ROWS} rows take {MEASURED_TIMES:g} times as long as one row")
     if len(wires) < len(kinds) * (len(kinds) + 1) // 2:
         assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
     return WorkloadSpec(Workload(models, kinds, wires, LinkSpeed(LAN_S)), tuple(assumed))
+
+
+def running_nodes(
+    status: MeshStatus,
+) -> tuple[tuple[MachineKind, ...], dict[tuple[str, str], LinkSpeed]]:
+    """Describe the nodes of a ring, and the links between its neighbours, by their predicted times.
+
+    Raises:
+        UserError: there is no ring whose times are known.
+    """
+    ring, model = status.ring, status.model
+    if model is None or ring.predicted is None or not ring.stages:
+        raise UserError("The times of the running mesh are not known yet", hint="wait for its ring")
+    config = _config(find_folder(model.name) / CONFIG)
+    architecture = Architecture.from_config(model.name, config, Quant(model.quant))
+    memory = {node.node: node.memory_bytes for node in status.nodes}
+    names = [f"{stage.rank}-{stage.name}" for stage in ring.stages]
+    kinds, wires = [], {}
+    for at, (stage, hop) in enumerate(zip(ring.stages, ring.predicted.hops, strict=True)):
+        if stage.layers and stage.node in memory:
+            layer_s = hop.compute_ms / 1e3 / len(stage.layers)
+            kinds.append(MachineKind.measured(names[at], memory[stage.node], layer_s, architecture))
+        wires[names[at], names[(at + 1) % len(names)]] = LinkSpeed(hop.wire_ms / 1e3)
+    known = {kind.name for kind in kinds}
+    return tuple(kinds), {pair: wire for pair, wire in wires.items() if known.issuperset(pair)}
 
 
 def _check_counts(models: Sequence[ServedModel], kinds: Sequence[MachineKind]) -> None:
@@ -153,13 +196,20 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _machine(table: Mapping[str, Any]) -> MachineKind:
-    keys = ("name", "count", "memory", "tflops", "gb_s", "devices", "device_gb_s", "provider")
-    check_keys(table, "machine", keys)
+def _machine(table: Mapping[str, Any], models: Sequence[ServedModel]) -> MachineKind:
+    common = ("name", "count", "memory")
+    if "ms_per_layer" in table:
+        check_keys(table, "measured machine", (*common, "ms_per_layer", "of"))
+        return MachineKind.measured(
+            text(table, "name"),
+            parse_memory(text(table, "memory")),
+            needed(table, "ms_per_layer", MAX_MS, "machine") / 1e3,
+            _timed(table, models),
+            _count(table, "count"),
+        )
+    peaks = ("tflops", "gb_s", "devices", "device_gb_s", "provider")
+    check_keys(table, "machine", (*common, *peaks, "ms_per_layer"))
     between = number(table, "device_gb_s", MAX_GB_S, zero=False)
-    provider = table.get("provider", False)
-    if not isinstance(provider, bool):
-        raise UserError("`provider` must be `true` or `false`")
     return MachineKind(
         name=text(table, "name"),
         memory_bytes=parse_memory(text(table, "memory")),
@@ -168,8 +218,25 @@ def _machine(table: Mapping[str, Any]) -> MachineKind:
         count=_count(table, "count"),
         devices=_count(table, "devices"),
         device_link=inf if between is None else between * 1e9,
-        is_provider=provider,
+        is_provider=_flag(table, "provider"),
     )
+
+
+def _timed(table: Mapping[str, Any], models: Sequence[ServedModel]) -> Architecture:
+    """Return the model of whose layer the time was measured."""
+    known = [served.architecture for served in models]
+    name = text(table, "of", MAX_PATH) if "of" in table else None
+    named = [each for each in known if name in {None, each.name}]
+    if not named:
+        raise UserError(f"`of` names no model of the file: `{name}`")
+    return named[0]
+
+
+def _flag(table: Mapping[str, Any], key: str) -> bool:
+    value = table.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"`{key}` must be `true` or `false`")
+    return value
 
 
 def _count(table: Mapping[str, Any], key: str) -> int:

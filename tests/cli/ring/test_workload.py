@@ -1,8 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.builders.fake_client import FakeClient
+from tests.builders.status import status_of, waiting
 from tests.cli.conftest import Invoke
 from tests.scheduler.test_roofline import LLAMA_8B
 
@@ -101,7 +104,9 @@ def test_json_has_the_placement_the_predictions_and_the_alternatives(
         ("count = 3", "count = 65", "`count` must be a whole number"),
         ("count = 3", "provider = 1", "`provider` must be `true` or `false`"),
         ("count = 3", "count = 64", "65 machines described"),
-        ("tflops = 1", "", "A machine has no `tflops`"),
+        ("tflops = 1\n", "", "A machine has no `tflops`"),
+        ("tflops = 1\n", "ms_per_layer = 9\n", "Unknown key `gb_s` in a measured machine"),
+        ("tflops = 1\ngb_s = 40", 'ms_per_layer = 9\nof = "x"', "`of` names no model"),
         ('b = "laptop"', 'b = "server"', "Invalid link `desktop` to `server`"),
         ("latency_ms = 2", "", "has no `latency_ms`"),
     ],
@@ -134,6 +139,50 @@ def test_models_that_do_not_fit_exit_4(meshllm: Invoke, pair: Path) -> None:
 
     assert (result.exit_code, result.stdout) == (4, "")
     assert "error: No set of machines holds `big`" in result.stderr
+
+
+def test_a_measured_machine_is_as_fast_as_its_layers(meshllm: Invoke, pair: Path) -> None:
+    slow = PAIR.replace("tflops = 2\ngb_s = 60", 'ms_per_layer = 9000\nof = "big"')
+    fast = slow.replace("9000", "2")
+
+    times = []
+    for text in (slow, fast):
+        pair.write_text(text)
+        plan = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
+        times.append(plan["placement"]["request_s"])
+
+    assert times[0] > 20 * times[1]
+    assert "256 rows take 4.24 times as long as one row" in plan["assumed"]
+
+
+def test_the_nodes_of_the_running_mesh_can_be_used(
+    meshllm: Invoke, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = status_of(2)
+    assert status.model is not None
+    node = FakeClient(monkeypatch)
+    node.statuses = [replace(status, model=replace(status.model, name="builtin"))]
+    models = PAIR.partition('[[model]]\nname = "big"')[0]
+    pair.write_text(f"measured = true\n{models}")
+
+    plan = json.loads(meshllm("ring", "plan", "--workload", str(pair), "--json").stdout)
+
+    assert [each["machine"] for each in plan["one_more"]] == ["0-attic", "1-desk"]
+    used = {name for each in plan["placement"]["replicas"] for name in each["machines"]}
+    assert used <= {"0-attic", "1-desk"}
+
+
+def test_a_mesh_without_a_ring_has_no_times(
+    meshllm: Invoke, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = FakeClient(monkeypatch)
+    node.statuses = [waiting("1 of 2 nodes")]
+    pair.write_text(f"measured = true\n{PAIR}")
+
+    result = meshllm("ring", "plan", "--workload", str(pair))
+
+    assert result.exit_code == 2
+    assert "The times of the running mesh are not known yet" in result.stderr
 
 
 def test_a_workload_excludes_other_descriptions(meshllm: Invoke, pair: Path) -> None:
