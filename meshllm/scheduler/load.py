@@ -1,7 +1,7 @@
 """The load of a model: how often requests arrive, and how long prompts and answers are."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import takewhile
 from math import exp, log
@@ -24,12 +24,15 @@ class Lengths:
 
     values: tuple[int, ...]
     """All equally likely, in ascending order; two or more are interpolated."""
+    mean: float = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.values or list(self.values) != sorted(self.values):
             raise UserError("Lengths must be one or more numbers in ascending order")
         if not 1 <= self.values[0] <= self.values[-1] <= MAX_TOKENS:
             raise UserError(f"A length is outside of 1 to {MAX_TOKENS} tokens")
+        points = (self.quantile((at + 0.5) / _POINTS) for at in range(_POINTS))
+        object.__setattr__(self, "mean", sum(points) / _POINTS)
 
     @classmethod
     def lognormal(cls, median: float, p90: float) -> "Lengths":
@@ -40,11 +43,6 @@ class Lengths:
         shares = [(at + 0.5) / _POINTS for at in range(_POINTS)] + [_LAST]
         lengths = (median * exp(width * _NORMAL.inv_cdf(share)) for share in shares)
         return cls(tuple(min(MAX_TOKENS, max(1, round(length))) for length in lengths))
-
-    @property
-    def mean(self) -> float:
-        """Mean length."""
-        return sum(self.quantile((at + 0.5) / _POINTS) for at in range(_POINTS)) / _POINTS
 
     @property
     def longest(self) -> int:

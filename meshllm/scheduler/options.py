@@ -11,8 +11,8 @@ from meshllm.scheduler.placement import ReplicaOption, Spread, Workload, make_op
 
 MAX_RING = 8
 """Machines of one replica; more only add wires, as a replica needs no more than fit the model."""
-MAX_MIXES = 2000
-"""Mixes of kinds that are tried for a model, smallest first."""
+MAX_MIXES = 1600
+"""Mixes of kinds that are tried for all models together, smallest first: up to a minute."""
 
 _SPARE = 2  # machines beyond the fewest that hold a model
 
@@ -20,21 +20,21 @@ _SPARE = 2  # machines beyond the fewest that hold a model
 class Options:
     """The replicas that a placement may consist of, and what sets of them are worth."""
 
-    def __init__(self, mesh: Workload) -> None:
-        self.mesh = mesh
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
         self._banned: frozenset[int] = frozenset()
         self._times: dict[tuple[int, tuple[int, ...]], float] = {}
 
     @cached_property
     def all(self) -> tuple[ReplicaOption, ...]:
         """List all options; a search names them by their place."""
-        models = range(len(self.mesh.models))
+        models = range(len(self.workload.models))
         return tuple(option for model in models for option in self._of(model))
 
     @cached_property
     def estimates(self) -> tuple[Estimate, ...]:
         """The speeds of each option."""
-        loads = [served.load for served in self.mesh.models]
+        loads = [served.load for served in self.workload.models]
         return tuple(Estimate(each.engine, loads[each.model]) for each in self.all)
 
     def of(self, model: int) -> list[int]:
@@ -54,29 +54,29 @@ class Options:
         """
         key = model, tuple(sorted(chosen))
         if key not in self._times:
-            rate = self.mesh.models[model].load.rate
+            rate = self.workload.models[model].load.rate
             self._times[key] = rate * mean_time([self.estimates[at] for at in key[1]], rate)
         return self._times[key]
 
     def mean_s(self, chosen: Sequence[int]) -> float:
         """Return the mean time of all requests on these replicas."""
-        models = range(len(self.mesh.models))
+        models = range(len(self.workload.models))
         requests = sum(
             self.cost(model, [at for at in chosen if self.all[at].model == model])
             for model in models
         )
-        return requests / sum(served.load.rate for served in self.mesh.models)
+        return requests / sum(served.load.rate for served in self.workload.models)
 
     @cached_property
     def _by_model(self) -> list[list[int]]:
-        models = range(len(self.mesh.models))
+        models = range(len(self.workload.models))
         return [[at for at, each in enumerate(self.all) if each.model == one] for one in models]
 
     def _of(self, model: int) -> Iterator[ReplicaOption]:
         """Yield the options of a model: for each mix, those that no other of it dominates."""
-        fewest = MAX_RING
+        fewest, most = MAX_RING, MAX_MIXES // len(self.workload.models)
         for at, mix in enumerate(self._mixes()):
-            if at >= MAX_MIXES or len(mix) > min(MAX_RING, fewest + _SPARE):
+            if at >= most or len(mix) > min(MAX_RING, fewest + _SPARE):
                 return
             best = list(self._best(model, mix))
             if best:
@@ -84,22 +84,22 @@ class Options:
             yield from best
 
     def _mixes(self) -> Iterator[tuple[int, ...]]:
-        kinds = range(len(self.mesh.kinds))
+        kinds = range(len(self.workload.kinds))
         for size in range(1, MAX_RING + 1):
             for mix in combinations_with_replacement(kinds, size):
-                if all(mix.count(kind) <= self.mesh.kinds[kind].count for kind in set(mix)):
+                if all(mix.count(kind) <= self.workload.kinds[kind].count for kind in set(mix)):
                     yield mix
 
     def _best(self, model: int, mix: tuple[int, ...]) -> Iterator[ReplicaOption]:
         """Yield the option with the most capacity, and the one with the least time if idle."""
         spreads = (Spread.BALANCED, Spread.FASTEST) if len(set(mix)) > 1 else (Spread.BALANCED,)
-        load = self.mesh.models[model].load
+        load = self.workload.models[model].load
         found: list[tuple[float, float, ReplicaOption]] = []
         for entry in sorted(set(mix)):
             others = list(mix)
             others.remove(entry)
             for spread in spreads:
-                option = make_option(self.mesh, model, (entry, *others), spread)
+                option = make_option(self.workload, model, (entry, *others), spread)
                 if option is not None:
                     estimate = Estimate(option.engine, load)
                     found.append((-estimate.capacity, estimate.stay_s(0.0), option))

@@ -99,14 +99,14 @@ class ReplicaOption:
 
 
 def make_option(
-    mesh: Workload, model: int, machines: Sequence[int], spread: Spread
+    workload: Workload, model: int, machines: Sequence[int], spread: Spread
 ) -> ReplicaOption | None:
     """Make a replica of the machines of these kinds, the entry first; None if it does not fit."""
-    order = _tour(mesh, machines)
-    kinds = [mesh.kinds[kind] for kind in order]
+    order = _tour(workload, machines)
+    kinds = [workload.kinds[kind] for kind in order]
     if len(order) > 1 and any(kind.is_provider for kind in kinds):
         return None
-    served = mesh.models[model]
+    served = workload.models[model]
     nodes = [NodeId(number.to_bytes(NODE_ID_BYTES)) for number in range(len(order))]
     offers = [
         kind.offer(node, served.architecture) for kind, node in zip(kinds, nodes, strict=True)
@@ -119,14 +119,14 @@ def make_option(
     plan = Plan(1, served.architecture.name, Ends.ENTRY, stages)
     links = Links(
         {
-            (here, there): mesh.wire(order[at], order[to])
+            (here, there): workload.wire(order[at], order[to])
             for at, here in enumerate(nodes)
             for to, there in enumerate(nodes)
             if at != to
         }
     )
     engine = _engine(served, kinds, plan, offers, links)
-    uses = tuple(order.count(kind) for kind in range(len(mesh.kinds)))
+    uses = tuple(order.count(kind) for kind in range(len(workload.kinds)))
     return ReplicaOption(model, tuple(order), spans, uses, engine)
 
 
@@ -154,9 +154,9 @@ def _engine(
     )
 
 
-def _tour(mesh: Workload, machines: Sequence[int]) -> tuple[int, ...]:
+def _tour(workload: Workload, machines: Sequence[int]) -> tuple[int, ...]:
     """Order machines, the first of which stays the first, by a short tour."""
-    costs = [[round(mesh.wire(a, b).latency_s * 1e9) for b in machines] for a in machines]
+    costs = [[round(workload.wire(a, b).latency_s * 1e9) for b in machines] for a in machines]
     return tuple(machines[at] for at in short_tour(costs, 0, range(1, len(machines))))
 
 

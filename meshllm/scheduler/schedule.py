@@ -1,16 +1,17 @@
-"""Schedules a mesh: searches placements, simulates the best ones, and says why others lost."""
+"""Schedules a workload: searches placements, simulates the best ones, and keeps the fastest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from meshllm.errors import ModelError
+from meshllm.scheduler.cp_sat import is_installed, search_by_solver
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import sample
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, Workload
 from meshllm.scheduler.proportional import memory_proportional
-from meshllm.scheduler.search import Found, search
+from meshllm.scheduler.search import Found, fill, improve, order, search
 from meshllm.scheduler.simulator import Arrival, Latencies, SimulatedReplica, simulate
 
 REQUESTS = 4000
@@ -58,7 +59,7 @@ class Schedule:
     """The placement by memory alone."""
 
 
-def schedule(mesh: Workload, requests: Sequence[Arrival] | None = None) -> Schedule:
+def schedule(workload: Workload, requests: Sequence[Arrival] | None = None) -> Schedule:
     """Choose a placement; the same on every machine.
 
     Requests, in order of time, are drawn from the loads of the models if none are given.
@@ -66,31 +67,31 @@ def schedule(mesh: Workload, requests: Sequence[Arrival] | None = None) -> Sched
     Raises:
         ModelError: there is no placement with all models.
     """
-    asked = _requests(mesh, requests)
-    options = Options(mesh)
+    asked = _requests(workload, requests)
+    options = Options(workload)
     found = finalists(options)
-    by_memory = assess(mesh, memory_proportional(mesh), asked)
-    assessed = [assess(mesh, [options.all[at] for at in each.chosen], asked) for each in found]
+    by_memory = assess(workload, memory_proportional(workload), asked)
+    assessed = [assess(workload, [options.all[at] for at in each.chosen], asked) for each in found]
     ranking = sorted([*assessed, by_memory], key=lambda each: each.mean_s)
     if ranking[0].mean_s == inf:
-        raise _refusal(mesh, options)
+        raise _refusal(workload, options)
     best = ranking[0]
     others = [each for each in ranking if _spans(each) != _spans(best)]
     return Schedule(best, others[0] if others else None, by_memory)
 
 
 def one_more(
-    mesh: Workload, best: Assessment, requests: Sequence[Arrival] | None = None
+    workload: Workload, best: Assessment, requests: Sequence[Arrival] | None = None
 ) -> list[OneMore]:
     """Schedule with one more machine of each kind, which may stay unused."""
-    asked = _requests(mesh, requests)
+    asked = _requests(workload, requests)
     found = []
-    for at, kind in enumerate(mesh.kinds):
-        kinds = list(mesh.kinds)
+    for at, kind in enumerate(workload.kinds):
+        kinds = list(workload.kinds)
         kinds[at] = replace(kind, count=kind.count + 1)
-        options = Options(replace(mesh, kinds=tuple(kinds)))
+        options = Options(replace(workload, kinds=tuple(kinds)))
         assessed = [
-            assess(options.mesh, [options.all[at] for at in each.chosen], asked)
+            assess(options.workload, [options.all[at] for at in each.chosen], asked)
             for each in finalists(options)
         ]
         better = min([best, *assessed], key=lambda each: each.mean_s)
@@ -100,18 +101,24 @@ def one_more(
 
 def finalists(options: Options) -> list[Found]:
     """Search for good placements: the best one, and the best ones without one of its replicas."""
-    best, *others = search(options)
+    found = search(options)
+    if len(found) > 1 and is_installed():
+        found = sorted([*found, *search_by_solver(options)], key=order)
+    best, *others = found
     for at in sorted(set(best.chosen)):
-        others += search(options.without(at))[:1]
-    ranking = sorted({each.chosen: each for each in others}.values(), key=lambda each: each.mean_s)
+        rest, kept = options.without(at), tuple(each for each in best.chosen if each != at)
+        others.append(improve(rest, fill(rest, kept))[-1])
+    ranking = sorted({each.chosen: each for each in others}.values(), key=order)
     return [best, *(each for each in ranking if each.chosen != best.chosen)][:_FINALISTS]
 
 
 def assess(
-    mesh: Workload, replicas: Sequence[ReplicaOption], requests: Sequence[Arrival]
+    workload: Workload, replicas: Sequence[ReplicaOption], requests: Sequence[Arrival]
 ) -> Assessment:
     """Simulate a placement."""
-    capacities = [Estimate(each.engine, mesh.models[each.model].load).capacity for each in replicas]
+    capacities = [
+        Estimate(each.engine, workload.models[each.model].load).capacity for each in replicas
+    ]
     pairs = zip(replicas, capacities, strict=True)
     simulated = [SimulatedReplica(each.model, each.engine, speed) for each, speed in pairs]
     run = simulate(simulated, requests)
@@ -120,20 +127,20 @@ def assess(
         capacities=tuple(capacities),
         mean_s=run.mean_s,
         tokens_per_s=run.tokens_per_s,
-        models=tuple(run.latencies(model) for model in range(len(mesh.models))),
+        models=tuple(run.latencies(model) for model in range(len(workload.models))),
     )
 
 
-def _requests(mesh: Workload, given: Sequence[Arrival] | None) -> Sequence[Arrival]:
-    return sample([each.load for each in mesh.models], REQUESTS) if given is None else given
+def _requests(workload: Workload, given: Sequence[Arrival] | None) -> Sequence[Arrival]:
+    return sample([each.load for each in workload.models], REQUESTS) if given is None else given
 
 
 def _spans(assessed: Assessment) -> list[tuple[object, ...]]:
     return sorted((each.model, each.kinds, each.spans) for each in assessed.replicas)
 
 
-def _refusal(mesh: Workload, options: Options) -> ModelError:
-    names = [served.architecture.name for served in mesh.models]
+def _refusal(workload: Workload, options: Options) -> ModelError:
+    names = [served.architecture.name for served in workload.models]
     homeless = [f"`{name}`" for model, name in enumerate(names) if not options.of(model)]
     if homeless:
         return ModelError(

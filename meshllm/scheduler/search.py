@@ -20,12 +20,12 @@ from itertools import combinations
 from meshllm.scheduler.options import Options
 
 MOST_SETS = 3000
-MOST_TRIES = 1000
+MOST_TRIES = 300
 
 _IMPROVED = 3  # of the greedy results
 
 _WORTH = 1e-9  # of a cost: less is rounding
-_Uses = tuple[int, ...]
+Uses = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +45,28 @@ def search(options: Options) -> list[Found]:
 
 def search_exactly(options: Options) -> list[Found]:
     """Return the best set of replicas as the only one; empty if there are too many to try."""
-    counts = options.mesh.counts
-    shared: dict[_Uses, tuple[float, tuple[int, ...]]] = {(0,) * len(counts): (0.0, ())}
-    for model in range(len(options.mesh.models)):
-        best: dict[_Uses, tuple[float, tuple[int, ...]]] = {}
+    counts = options.workload.counts
+    shared: dict[Uses, tuple[float, tuple[int, ...]]] = {(0,) * len(counts): (0.0, ())}
+    for model in range(len(options.workload.models)):
+        best: dict[Uses, tuple[float, tuple[int, ...]]] = {}
         for number, (uses, chosen) in enumerate(_sets(options, options.of(model), counts)):
             if number >= MOST_SETS:
                 return []
             cost = options.cost(model, chosen)
             best[uses] = min(best.get(uses, (cost, chosen)), (cost, chosen))
-        shared = _share(shared, _improving(best), counts)
+        shared = _share(shared, improving(best), counts)
     _, chosen = min(shared.values())
-    return [_found(options, chosen)]
+    return [found_of(options, chosen)]
 
 
 def search_locally(options: Options) -> list[Found]:
     """Return sets of replicas that no small change improves, and those on the way to them."""
-    models = range(len(options.mesh.models))
+    models = range(len(options.workload.models))
     starts = [(), *((at,) for model in models for at in options.of(model))]
     greedy = {fill(options, start) for start in starts}
-    likeliest = sorted((_found(options, chosen) for chosen in greedy), key=_order)[:_IMPROVED]
+    likeliest = sorted((found_of(options, chosen) for chosen in greedy), key=order)[:_IMPROVED]
     found = {each for start in likeliest for each in improve(options, start.chosen)}
-    return sorted(found, key=_order)
+    return sorted(found, key=order)
 
 
 def fill(options: Options, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,11 +74,11 @@ def fill(options: Options, chosen: tuple[int, ...]) -> tuple[int, ...]:
     while True:
         free = _free(options, chosen)
         gains: list[tuple[float, int]] = []
-        for model in range(len(options.mesh.models)):
+        for model in range(len(options.workload.models)):
             own = [at for at in chosen if options.all[at].model == model]
             before = options.cost(model, own)
             for at in options.of(model):
-                if _fits(options.all[at].uses, free):
+                if fits(options.all[at].uses, free):
                     saved = before - options.cost(model, [*own, at])
                     gains.append((saved / _weight(options, at), -at))
         gain, at = max(gains, default=(0.0, 0))
@@ -88,12 +88,12 @@ def fill(options: Options, chosen: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def improve(options: Options, chosen: tuple[int, ...]) -> list[Found]:
-    """Replace replicas while that helps; return all sets on the way, the last one being best."""
-    way = [_found(options, chosen)]
+    """Replace replicas while that helps; return all sets on the way, of which the last is best."""
+    way = [found_of(options, chosen)]
     tries, starts = 0, _starts(options, chosen)
     while tries < MOST_TRIES and (start := next(starts, None)) is not None:
         tries += 1
-        found = _found(options, fill(options, start))
+        found = found_of(options, fill(options, start))
         if found.mean_s < way[-1].mean_s * (1 - _WORTH):
             way.append(found)
             starts = _starts(options, found.chosen)
@@ -116,73 +116,76 @@ def _starts(options: Options, chosen: tuple[int, ...]) -> Iterator[tuple[int, ..
     for kept in _without(chosen):
         yield kept
         free = _free(options, kept)
-        for model in range(len(options.mesh.models)):
+        for model in range(len(options.workload.models)):
             for at in options.of(model):
-                if _fits(options.all[at].uses, free):
+                if fits(options.all[at].uses, free):
                     yield tuple(sorted((*kept, at)))
 
 
 def _sets(
-    options: Options, allowed: Sequence[int], free: _Uses
-) -> Iterator[tuple[_Uses, tuple[int, ...]]]:
+    options: Options, allowed: Sequence[int], free: Uses
+) -> Iterator[tuple[Uses, tuple[int, ...]]]:
     """Yield every set of replicas of a model that fits, with the machines that it uses."""
     yield (0,) * len(free), ()
     for place, at in enumerate(allowed):
         uses = options.all[at].uses
-        if _fits(uses, free):
+        if fits(uses, free):
             rest = tuple(have - use for have, use in zip(free, uses, strict=True))
             for more, chosen in _sets(options, allowed[place:], rest):
                 yield tuple(map(sum, zip(uses, more, strict=True))), (at, *chosen)
 
 
-def _improving(
-    best: dict[_Uses, tuple[float, tuple[int, ...]]],
-) -> dict[_Uses, tuple[float, tuple[int, ...]]]:
+def improving(
+    best: dict[Uses, tuple[float, tuple[int, ...]]],
+) -> dict[Uses, tuple[float, tuple[int, ...]]]:
     """Drop sets for which fewer machines give as much."""
-    kept: dict[_Uses, tuple[float, tuple[int, ...]]] = {}
+    kept: dict[Uses, tuple[float, tuple[int, ...]]] = {}
     for uses, found in sorted(best.items(), key=lambda item: (item[1][0], sum(item[0]))):
-        if not any(_fits(fewer, uses) for fewer in kept):
+        if not any(fits(fewer, uses) for fewer in kept):
             kept[uses] = found
     return kept
 
 
 def _share(
-    shared: dict[_Uses, tuple[float, tuple[int, ...]]],
-    best: dict[_Uses, tuple[float, tuple[int, ...]]],
-    counts: _Uses,
-) -> dict[_Uses, tuple[float, tuple[int, ...]]]:
+    shared: dict[Uses, tuple[float, tuple[int, ...]]],
+    best: dict[Uses, tuple[float, tuple[int, ...]]],
+    counts: Uses,
+) -> dict[Uses, tuple[float, tuple[int, ...]]]:
     """Add one more model to the best sets by machines used."""
-    grown: dict[_Uses, tuple[float, tuple[int, ...]]] = {}
+    grown: dict[Uses, tuple[float, tuple[int, ...]]] = {}
     for used, (cost, chosen) in shared.items():
         for uses, (more, added) in best.items():
             both = tuple(map(sum, zip(used, uses, strict=True)))
-            if _fits(both, counts):
+            if fits(both, counts):
                 total = cost + more, (*chosen, *added)
                 grown[both] = min(grown.get(both, total), total)
-    return _improving(grown)
+    return improving(grown)
 
 
-def _order(found: Found) -> tuple[float, tuple[int, ...]]:
+def order(found: Found) -> tuple[float, tuple[int, ...]]:
+    """Return what to sort by: the fastest first, ties by number."""
     return found.mean_s, found.chosen
 
 
-def _found(options: Options, chosen: tuple[int, ...]) -> Found:
+def found_of(options: Options, chosen: tuple[int, ...]) -> Found:
+    """Describe a set of replicas."""
     chosen = tuple(sorted(chosen))
     return Found(options.mean_s(chosen), chosen)
 
 
-def _free(options: Options, chosen: Sequence[int]) -> _Uses:
+def _free(options: Options, chosen: Sequence[int]) -> Uses:
     return tuple(
         count - sum(options.all[at].uses[kind] for at in chosen)
-        for kind, count in enumerate(options.mesh.counts)
+        for kind, count in enumerate(options.workload.counts)
     )
 
 
-def _fits(uses: _Uses, free: _Uses) -> bool:
+def fits(uses: Uses, free: Uses) -> bool:
+    """Return whether so many machines of each kind are free."""
     return all(use <= have for use, have in zip(uses, free, strict=True))
 
 
 def _weight(options: Options, at: int) -> float:
-    """Return the share of the mesh that a replica takes, in machines of its kinds."""
-    pairs = zip(options.all[at].uses, options.mesh.counts, strict=True)
+    """Return the share of all machines that a replica takes, in machines of its kinds."""
+    pairs = zip(options.all[at].uses, options.workload.counts, strict=True)
     return sum(use / count for use, count in pairs if use)

@@ -30,7 +30,7 @@ def partitions(machines: list[int]) -> Iterator[list[list[int]]]:
 
 def brute_force(options: Options) -> float:
     """Return the least mean time of any placement."""
-    machines = [kind for kind, count in enumerate(options.mesh.counts) for _ in range(count)]
+    machines = [kind for kind, count in enumerate(options.workload.counts) for _ in range(count)]
     by_machines: dict[tuple[int, ...], list[int]] = {}
     for at, option in enumerate(options.all):
         by_machines.setdefault(tuple(sorted(option.kinds)), []).append(at)
@@ -77,8 +77,8 @@ def test_a_large_mesh_is_searched_within_its_machines(seed: int) -> None:
     best = search(options)[0]
 
     uses = zip(*(options.all[at].uses for at in best.chosen), strict=True)
-    assert all(sum(used) <= have for used, have in zip(uses, options.mesh.counts, strict=True))
-    assert {options.all[at].model for at in best.chosen} == set(range(len(options.mesh.models)))
+    assert all(sum(used) <= have for used, have in zip(uses, options.workload.counts, strict=True))
+    assert {options.all[at].model for at in best.chosen} == set(range(len(options.workload.models)))
 
 
 def test_the_answer_does_not_depend_on_the_run() -> None:

@@ -1,0 +1,64 @@
+import pytest
+
+from meshllm.scheduler import cp_sat, schedule
+from meshllm.scheduler.cp_sat import is_installed, pool_of, search_by_solver
+from meshllm.scheduler.options import Options
+from meshllm.scheduler.schedule import finalists
+from meshllm.scheduler.search import Found, search, search_exactly, search_locally
+from tests.builders.meshes import random_mesh
+
+needs_solver = pytest.mark.skipif(not is_installed(), reason="needs `meshllm[plan]`")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pools_hold_the_best_set_of_each_model(seed: int) -> None:
+    options = Options(random_mesh(seed, kinds=2, count=2, models=2))
+
+    (best,) = search_exactly(options)
+
+    for model in (0, 1):
+        own = tuple(at for at in best.chosen if options.all[at].model == model)
+        costs = [cost for cost, _ in pool_of(options, model).values()]
+        assert min(costs) <= options.cost(model, own) <= max(costs)
+        assert own in [chosen for _, chosen in pool_of(options, model).values()]
+
+
+def test_a_pool_begins_with_no_replica_and_never_gets_worse_with_machines() -> None:
+    options = Options(random_mesh(5))
+
+    pool = pool_of(options, 0)
+
+    assert pool[(0,) * len(options.workload.counts)][1] == ()
+    for uses, (cost, _) in pool.items():
+        for fewer, (other, _) in pool.items():
+            if fewer != uses and all(map(int.__le__, fewer, uses)):
+                assert cost < other
+
+
+def test_what_the_solver_finds_is_among_the_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(random_mesh(5))
+    assert search_exactly(options) == []
+    known = search(options)[0]
+    better = Found(known.mean_s / 2, known.chosen[:-1])
+    monkeypatch.setattr(schedule, "is_installed", lambda: True)
+    monkeypatch.setattr(schedule, "search_by_solver", lambda _: [better])
+
+    assert finalists(options)[0] == better
+
+
+@needs_solver
+@pytest.mark.parametrize("seed", [0, 5, 11])
+def test_the_solver_is_as_good_as_the_local_search(seed: int) -> None:
+    options = Options(random_mesh(seed))
+
+    (found,) = search_by_solver(options)
+
+    assert found.mean_s <= 1.01 * search_locally(options)[0].mean_s
+    assert search_by_solver(options) == [found]
+
+
+@needs_solver
+def test_a_solver_without_time_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_sat, "MAX_WORK_S", 0.0)
+
+    assert search_by_solver(Options(random_mesh(0))) == []
