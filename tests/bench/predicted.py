@@ -1,0 +1,208 @@
+"""The simulator of workloads against real rings: ``python -m tests.bench.predicted``.
+
+Every placement is a ring of processes on this machine, one thread each, of a model with random
+weights. Requests arrive at random at each share of the capacity that is predicted; the simulator
+gets the same requests, the cost table of this machine, and the spans and links of the ring. The
+last line has the median error of the mean times, and how many pairs of placements the simulator
+puts into the order that was measured. It needs a core for each process, and a quiet machine.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+
+import torch
+
+from meshllm.bench.fleet import Fleet, open_fleet
+from meshllm.bench.ring_table import NUMBER_TOKENS, WORD, random_model
+from meshllm.model.capacity import shape_of
+from meshllm.model.files.source import Source, resolve
+from meshllm.model.timing import Speed, measure_speed
+from meshllm.names import NODE_ID_BYTES, NodeId, Quant
+from meshllm.node.ring.shape import plan_shape
+from meshllm.protocol.planning.chunking import ring_times
+from meshllm.protocol.planning.plan import (
+    Ends,
+    Links,
+    LinkSpeed,
+    ModelSizes,
+    Offer,
+    Plan,
+    PlanStage,
+)
+from meshllm.request import Request
+from meshllm.scheduler.engine import ReplicaEngine
+from meshllm.scheduler.estimate import Estimate
+from meshllm.scheduler.load import Lengths, ModelLoad, sample
+from meshllm.scheduler.simulator import Arrival, SimulatedReplica, simulate
+from meshllm.status import MeshStatus, from_json
+from tests.bench.report import Report, counts, parser_of
+
+DTYPE = torch.bfloat16
+SAME = 0.05  # of a time: pairs of placements that are closer have no order
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """One placement under one load; mean times in milliseconds."""
+
+    nodes: int
+    quant: Quant
+    share: float
+    """Of the predicted capacity."""
+    ttft_ms: float
+    simulated_ttft_ms: float
+    token_ms: float
+    simulated_token_ms: float
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        return (
+            abs(self.simulated_ttft_ms / self.ttft_ms - 1),
+            abs(self.simulated_token_ms / self.token_ms - 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What all placements have in common."""
+
+    source: Source
+    prompt: int
+    tokens: int
+    requests: int
+    shares: tuple[float, ...]
+
+    @property
+    def load(self) -> ModelLoad:
+        answers = Lengths((max(2, self.tokens // 2), self.tokens + self.tokens // 2))
+        return ModelLoad(1.0, Lengths((self.prompt,)), answers)
+
+
+async def measure(case: Case, nodes: int, quant: Quant, speed: Speed) -> list[Predicted]:
+    """Run all loads on one ring."""
+    rows = []
+    async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
+        found = (await fleet.entry.get("/mesh/status")).json()
+        engine = engine_of(from_json(MeshStatus, found), case, quant, speed)
+        await fleet.answer(Request(raw=raw(0, case.prompt), max_tokens=case.tokens))
+        for number, share in enumerate(case.shares, start=1):
+            rate = share * Estimate(engine, case.load).capacity
+            load = ModelLoad(rate, case.load.prompt, case.load.answer)
+            asked = sample([load], case.requests, seed=number)
+            times = await replay(fleet, asked, number * 1000)
+            run = simulate([SimulatedReplica(0, engine)], asked).latencies(0)
+            ttft_ms, token_ms = (fmean(column) for column in zip(*times, strict=True))
+            simulated = run.ttft_s[0] * 1e3, run.token_s[0] * 1e3
+            rows.append(
+                Predicted(nodes, quant, share, ttft_ms, simulated[0], token_ms, simulated[1])
+            )
+    return rows
+
+
+def engine_of(status: MeshStatus, case: Case, quant: Quant, speed: Speed) -> ReplicaEngine:
+    """Describe a running ring by its spans and links, and the speed of this machine."""
+    sizes = plan_shape(shape_of(case.source, DTYPE, quant))
+    stages, predicted = status.ring.stages, status.ring.predicted
+    assert predicted is not None
+    nodes = [NodeId(at.to_bytes(NODE_ID_BYTES)) for at in range(len(stages))]
+    offers = [Offer(node, 1 << 40, speed.layer_s, speed.head_s) for node in nodes]
+    links = Links(
+        {
+            (node, nodes[(at + 1) % len(nodes)]): LinkSpeed(hop.wire_ms / 1e3)
+            for at, (node, hop) in enumerate(zip(nodes, predicted.hops, strict=True))
+        }
+    )
+    spans = tuple(PlanStage(node, stage.layers) for node, stage in zip(nodes, stages, strict=True))
+    times = ring_times(Plan(1, sizes.name, Ends.ENTRY, spans), offers, links, sizes)
+    rooms = [stage.room_tokens for stage in stages if stage.room_tokens is not None]
+    return ReplicaEngine(
+        times,
+        [len(stage.layers) * cached_s(sizes, speed) for stage in stages],
+        room_tokens=min(rooms),
+        chunk=times.best_pace(case.prompt, others=1).chunk,
+    )
+
+
+def cached_s(sizes: ModelSizes, speed: Speed) -> float:
+    """Return the seconds of one cached token in one layer, read as fast as weights."""
+    return speed.layer_s[0][1] * sum(sizes.kv_bytes_per_token) / sum(sizes.layer_bytes)
+
+
+async def replay(fleet: Fleet, asked: Sequence[Arrival], first: int) -> list[tuple[float, float]]:
+    """Send requests when they arrive; return the time to first token and per token of each."""
+    began = time.perf_counter()
+
+    async def one(number: int, each: Arrival) -> tuple[float, float]:
+        await asyncio.sleep(max(0.0, began + each.at_s - time.perf_counter()))
+        asked = Request(raw=raw(first + number, each.prompt), max_tokens=each.answer)
+        answer = await fleet.answer(asked)
+        return answer.ttft_ms, answer.ms_per_token
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(*each)) for each in enumerate(asked)]
+    return [task.result() for task in tasks]
+
+
+def raw(number: int, tokens: int) -> str:
+    """Return a prompt that begins like no other, so that no prefix is cached."""
+    return f"{number % 100:02} {WORD * (tokens - NUMBER_TOKENS)}"
+
+
+def order(rows: Sequence[Predicted]) -> tuple[int, int]:
+    """Return how many pairs of placements under the same load are in the right order, of all."""
+    right = total = 0
+    for one, other in combinations(rows, 2):
+        measured = one.token_ms / other.token_ms
+        if one.share == other.share and abs(measured - 1) > SAME:
+            total += 1
+            right += (one.simulated_token_ms < other.simulated_token_ms) == (measured < 1)
+    return right, total
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    parser = parser_of("predicted", __doc__)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--nodes", type=counts, default=(1, 2, 3))
+    parser.add_argument("--quant", default="none,int8")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer, in the mean")
+    parser.add_argument("--requests", type=int, default=20, help="of each load")
+    parser.add_argument("--shares", default="0.2,0.5,0.8", help="of the predicted capacity")
+    options = parser.parse_args(arguments)
+    report, rows = Report(options, threads=1), list[Predicted]()
+    report.say("nodes  quant  share  first token ms  simulated  ms per token  simulated")
+    torch.set_num_threads(1)
+    with random_model(options.model, DTYPE) as folder, TemporaryDirectory() as cache:
+        shares = tuple(float(share) for share in options.shares.split(","))
+        source = resolve(str(folder))
+        case = Case(source, options.prompt, options.tokens, options.requests, shares)
+        for quant in map(Quant, options.quant.split(",")):
+            speed = measure_speed(source, DTYPE, Path(cache), quant)
+            for nodes in options.nodes:
+                for row in asyncio.run(measure(case, nodes, quant, speed)):
+                    rows.append(row)
+                    report.say(
+                        f"{row.nodes:>5}  {row.quant:>5}  {row.share:>5}  {row.ttft_ms:>14.1f}"
+                        f"  {row.simulated_ttft_ms:>9.1f}  {row.token_ms:>12.2f}"
+                        f"  {row.simulated_token_ms:>9.2f}"
+                    )
+    first, token = (median(column) for column in zip(*(row.errors for row in rows), strict=True))
+    right, total = order(rows)
+    report.say(
+        f"median error {first:.0%} of the first token, {token:.0%} of a token;"
+        f" {right} of {total} pairs in the measured order"
+    )
+    report.write(rows, ttft_error=first, token_error=token, right=right, pairs=total)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
