@@ -13,6 +13,7 @@ from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import Generating, read_fields, variants
+from meshllm.api.v1.prompts import read_prompts, with_prompt
 from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
 from meshllm.request import Answer, Piece, TokenLogprobs
@@ -47,12 +48,7 @@ class Completion(Generating):
         return [
             each
             for prompt in prompts
-            for each in variants(
-                replace(common, raw=prompt)
-                if isinstance(prompt, str)
-                else replace(common, ids=prompt),
-                self.choices,
-            )
+            for each in variants(with_prompt(common, prompt), self.choices)
         ]
 
 
@@ -127,7 +123,8 @@ def routes(service: Service) -> list[Route]:
 
     async def complete(request: Request) -> Response:
         body, apart = await read_fields(request, Completion, ("prompt",))
-        asked, key = body.requests(read_prompts(apart.get("prompt"))), key_of(request)
+        prompts = read_prompts(apart.get("prompt"), "prompt", MAX_PROMPTS)
+        asked, key = body.requests(prompts), key_of(request)
         model = await service.model(key, body.model)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply, events = _TextReply("cmpl", *head), service.answer(key, model, asked)
@@ -137,35 +134,6 @@ def routes(service: Service) -> list[Route]:
         return Stream(events, JSON, reply.completion, error_object)
 
     return [Route("/v1/completions", complete, methods=["POST"])]
-
-
-def read_prompts(value: object) -> list[str | tuple[int, ...]]:
-    """Read a text, a list of texts, a list of token ids, or a list of such lists.
-
-    Raises:
-        WrongField: it is anything else, or a prompt is empty.
-    """
-    if value is None:
-        raise WrongField("prompt", "`prompt` is missing", code="missing_required_parameter")
-    several = value if isinstance(value, list) and not _are_ids(value) else [value]
-    prompts = [_read_prompt(each) for each in several]
-    if not all(prompts) or not 0 < len(prompts) <= MAX_PROMPTS:
-        text = f"`prompt` must be 1 to {MAX_PROMPTS} prompts, none of them empty"
-        raise WrongField("prompt", text)
-    return prompts
-
-
-def _read_prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and (_are_ids(value) or not value):
-        return tuple(value)
-    text = "`prompt` must be text, token ids, or a list of one of them"
-    raise WrongField("prompt", text, code="invalid_type")
-
-
-def _are_ids(value: list[object]) -> bool:
-    return bool(value) and all(type(each) is int for each in value)
 
 
 def _choice(
