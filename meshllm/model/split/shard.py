@@ -13,11 +13,14 @@ A family whose layers share more than that (a second residual, the embeddings, k
 layer) gives wrong numbers here: `meshllm.model.parity.check` detects this before a user does.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshllm.errors import ModelError
 from meshllm.model.device import CPU
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
@@ -102,6 +105,26 @@ class Shard:
             cache.length += x.shape[1]
         return hidden if rows is None or not self.head else hidden[:, -rows:]
 
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Make `forward` return the last hidden state ``[B, T, D]`` instead of logits.
+
+        It is the output of the base model. Where the stock forward does not call that (Llama 4,
+        OPT), it is the input of the matrix that makes the logits.
+
+        Raises:
+            ModelError: the stock model does not say which matrix that is.
+        """
+        model = self.model
+        base, matrix = model.base_model, model.get_output_embeddings()
+        if matrix is None:
+            raise ModelError(f"`{type(model).__name__}` has no hidden states apart from its logits")
+        with ExitStack() as hooks:
+            hooks.callback(matrix.register_forward_pre_hook(_stop_at_matrix).remove)
+            if base is not model:
+                hooks.callback(base.register_forward_hook(_stop_after_base).remove)
+            yield
+
     def _options(
         self,
         x: Tensor,
@@ -165,6 +188,14 @@ def _install_hooks(shard: Shard, layers: nn.ModuleList) -> LayerStub | None:
 
 def _stop_after(_layer: nn.Module, _args: Any, output: Any) -> None:
     raise EndOfSpan(output[0] if isinstance(output, tuple) else output)
+
+
+def _stop_after_base(_base: nn.Module, _args: Any, output: Any) -> None:
+    raise EndOfSpan(output[0])
+
+
+def _stop_at_matrix(_matrix: nn.Module, args: tuple[Any, ...]) -> None:
+    raise EndOfSpan(args[0])
 
 
 def _stop_before(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,6 +41,11 @@ class Runner:
         """Run a chunk of a prompt, see `Shard.forward`."""
         return self.steps.prefill(x, cache, rows)
 
+    def final_rows(self, x: Tensor, cache: SpanCache | None) -> Tensor:
+        """Run a chunk as `prefill` does, but to the final norm: return rows [1, T, D]."""
+        with self.shard.without_head():
+            return self.steps.prefill(x, cache)
+
     @property
     def span(self) -> Span:
         """The layers of its shard."""
@@ -116,6 +121,14 @@ class SpanRunner:
             x = piece.prefill(x, part, rows)
         self._record(cache, start, x)
         return x
+
+    def final_rows(self, x: Tensor, cache: SessionCache) -> Tensor:
+        """Run a chunk to the final norm, if the last piece has it: return rows [1, T, D]."""
+        *before, last = zip(self.pieces, cache.parts, strict=True)
+        for piece, part in before:
+            x = piece.prefill(x, part)
+        piece, part = last
+        return piece.final_rows(x, part)
 
     def step(self, x: Tensor, cache: SessionCache) -> Tensor:
         """Run rows [1, T or T, D] of a session, each as if computed alone."""

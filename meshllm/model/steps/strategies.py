@@ -67,7 +67,7 @@ Run = Callable[[Tensor, Sequence[SpanCache], Sequence[int]], Tensor]
 class Steps(Protocol):
     """Runs a shard for sessions. Inputs and outputs are on the CPU."""
 
-    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+    def prefill(self, x: Tensor, cache: SpanCache | None, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, see `Shard.forward`."""
         ...
 
@@ -95,7 +95,7 @@ class StockSteps:
         self._shard = shard
         self._head_modules = find_head_modules(shard)
 
-    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+    def prefill(self, x: Tensor, cache: SpanCache | None, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, with the bits of the stock model."""
         return to_host(self._shard.forward(to_device(x, self._shard.device), cache, rows=rows))
 
@@ -137,7 +137,7 @@ class InvariantSteps:
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
 
-    def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+    def prefill(self, x: Tensor, cache: SpanCache | None, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt."""
         with self.attention.using(prefill_attention):
             return self.shard.forward(x, cache, rows=rows)

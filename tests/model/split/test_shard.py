@@ -281,3 +281,36 @@ def test_a_model_that_is_not_a_causal_lm_is_refused(tied: Model, tmp_path: Path)
             head=False,
             dtype=torch.float32,
         )
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama4_text", "minicpm3"])
+@pytest.mark.parametrize("start", [0, LAYERS])
+def test_without_a_head_the_last_hidden_state_comes_out(
+    tmp_path: Path, family: str, start: int
+) -> None:
+    source = tiny_model(tmp_path, family)
+    stock, tokens = stock_model(source), torch.tensor([[5, 9, 3, 17]])
+    front = load_shard(source, Span(0, LAYERS), embed=True, head=False)
+    part = load_shard(source, Span(start, LAYERS), embed=not start, head=True)
+    x = front.forward(tokens, front.new_cache()) if start else tokens
+    logits = part.forward(x, part.new_cache())
+
+    with part.without_head():
+        rows = part.forward(x, part.new_cache())
+
+    base: Any = {"llama4_text": "model", "opt": "model.decoder"}.get(
+        family, stock.base_model_prefix
+    )
+    with torch.no_grad():
+        assert torch.equal(rows, stock.get_submodule(base)(tokens).last_hidden_state)
+    assert torch.equal(part.forward(x, part.new_cache()), logits)
+
+
+def test_a_model_that_hides_its_head_has_no_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = load_shard(tiny_model(tmp_path), Span(0, LAYERS), embed=True, head=True)
+    monkeypatch.setattr(shard.model, "get_output_embeddings", lambda: None)
+
+    with pytest.raises(ModelError, match="no hidden states"), shard.without_head():
+        pass
