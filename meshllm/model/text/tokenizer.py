@@ -21,6 +21,7 @@ from meshllm.model.text.deadline import DeadlineExceeded, run_within
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.generation_config import read_config, recommended
 from meshllm.model.text.grammar import Vocabulary
+from meshllm.model.text.pooling import LAST_ROW, Pooling, read_pooling
 from meshllm.model.text.reasoning import PAIRS
 from meshllm.model.text.tool_format import MARKERS, Function
 from meshllm.request import Turn
@@ -68,12 +69,15 @@ class Text:
         tokenizer: Any,
         end_tokens: frozenset[int],
         defaults: Mapping[str, float] = MappingProxyType({}),
+        pooling: Pooling = LAST_ROW,
     ) -> None:
         """Wrap a tokenizer of transformers; `load` is the usual way."""
         self.style = ChatStyle.of("".join(_templates(tokenizer)))
         self.end_tokens = end_tokens
         self.defaults = defaults
         """The sampling parameters that the model recommends, by name."""
+        self.pooling = pooling
+        """How the model embeds a text."""
         self.vocabulary: Vocabulary | None = None
         """Prepared for grammars by the first request that needs one."""
         added = tokenizer.added_tokens_decoder.items()
@@ -103,7 +107,7 @@ class Text:
                 f"more than {MAX_TEMPLATE_CHARS}"
             )
         defaults = recommended(read_config(folder / "generation_config.json"))
-        return cls(tokenizer, _end_tokens(folder, tokenizer), defaults)
+        return cls(tokenizer, _end_tokens(folder, tokenizer), defaults, read_pooling(folder))
 
     @property
     def words(self) -> dict[int, str]:
