@@ -144,6 +144,10 @@ class Request:
     """Ids of the nodes that may see the prompt or hidden states; None trusts all members."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
+    embeds: bool = False
+    """Compute the embedding of the prompt, which is `raw` or `ids`, instead of an answer."""
+    dimensions: int | None = None
+    """The first so many values of the embedding; None is all of them."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
 
@@ -207,6 +211,8 @@ class Answer:
     def completion_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.tokens) if self.counted is None else self.counted
+    embedding: str = ""
+    """Base64 of its values as little-endian float32; empty unless the request embeds."""
 
 
 @dataclass(frozen=True, slots=True)

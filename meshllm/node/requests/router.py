@@ -131,7 +131,7 @@ class Counts:
     losses: Mapping[LossCause, tuple[int, float]] = field(default_factory=dict)
     """Losses of a ring that an answer survived, and the seconds from them to the next text."""
     last: Answer | None = None
-    """The latest answer, for its times; without its text and tokens."""
+    """The latest answer, for its times; without its text, tokens and embedding."""
     last_tokens: int = 0
 
 
@@ -475,7 +475,9 @@ class RequestRouter:
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1
         self.counts.tokens += answer.completion_tokens
-        self.counts.last = replace(answer, text="", tokens=())
+        self.counts.last = replace(
+            answer, text="", reasoning="", calls=(), tokens=(), embedding=""
+        )
         self.counts.last_tokens = answer.completion_tokens
 
 

@@ -304,7 +304,7 @@ class EntryNode:
         message = action.message
         if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.REFILL):
             generation.gauge.left(self._now(), message.pos + message.rows, size(message))
-            is_lone = message.rows == 1 and self.sessions == 1
+            is_lone = message.rows == 1 and self.sessions == 1 and not generation.embeds
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
                 generation.logits_request = LogitsRequest(message.gen, message.pos)
                 action = Forward(replace(message, flags=message.flags | Flags.HELP))
@@ -353,6 +353,10 @@ class EntryNode:
         generation.depth = self._speculation.depth if self._speculation and is_lone else 1
         generation.take_ahead(None)
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
+        if generation.embeds:
+            deliver = partial(generation.deliver, job, sample.watch)
+            self._samples.submit_alone(deliver, partial(self._picked, session, generation, sample))
+            return
         ahead = generation.ahead = PrefetchedStep(sample.watch_ahead)
         picked = partial(self._picked, session, generation, sample)
         submit = partial(self._samples.submit, sample, picked, ahead.hear)

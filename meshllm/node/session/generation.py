@@ -76,6 +76,9 @@ class GenerationRequest:
     """What the answer may continue with after the given tokens."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
     """Called before ``is_last``, with the logits [V] from which the token was sampled."""
+    on_rows: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
+    """Takes the rows [T, D] after the final norm, in order and once each, from that of the last
+    token of the prompt on; nothing is sampled then."""
     asker: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request, for its turn in the queue; None is the owner of this one."""
 
@@ -117,6 +120,10 @@ class EntryRunners:
             return logits
         before = self.helped.step_many(rows, nothing)
         return [torch.cat(parts, -1) for parts in zip(before, logits, strict=True)]
+
+    def final_rows(self, rows: Tensor) -> Tensor:
+        """Apply the final norm to rows [1, T, D], unless ``front`` has done it."""
+        return rows if self.head is None else self.head.final_rows(rows, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +209,11 @@ class Generation:
         return len(self._order.prompt)
 
     @property
+    def embeds(self) -> bool:
+        """Whether the rows after the final norm are wanted, not tokens."""
+        return self._order.on_rows is not None
+
+    @property
     def known_tokens(self) -> int:
         """Tokens of the prompt, and of the answer that were given."""
         return len(self._order.known)
@@ -243,7 +255,9 @@ class Generation:
         if job.refills:
             return self._refill(job, tokens, watch)
         cache = self._cropped(job.pos)
-        if job.is_step:
+        if self.embeds and self._ends.head is None:
+            output = self._ends.front.final_rows(tokens, cache)
+        elif job.is_step:
             output = self._ends.front.step(tokens, cache)  # [1, T, D or V]
         else:
             rows = 1 if self._is_alone else None  # of logits
@@ -289,6 +303,19 @@ class Generation:
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
         """Sample from ``logits`` [1, 1 + G, V] up to the first rejected draft token."""
         tokens, is_last = self._sample(logits[0], job)
+        steps = self._look_ahead(tokens, job, is_last=is_last)
+        watch.computed()
+        return Picked(tokens, is_last, steps)
+
+    def deliver(self, job: Pick, watch: Stopwatch) -> Picked:
+        """Deliver the rows of a Pick after the final norm; pick the tokens that are forced."""
+        rows = self._ends.final_rows(self.open(job, watch))[0]
+        assert self._order.on_rows
+        self._order.on_rows(rows)
+        forced = [self._forced_at(job.pos + place) for place in range(len(rows))]
+        tokens = tuple(token or 0 for token in forced)  # none is forced behind the last row
+        self._history += tokens
+        is_last = None in forced
         steps = self._look_ahead(tokens, job, is_last=is_last)
         watch.computed()
         return Picked(tokens, is_last, steps)
@@ -364,7 +391,7 @@ class Generation:
             steps = self._speculator.after(
                 tokens, job, ends=ends, depth=self.depth, sessions=self.sessions
             )
-        if ends and self._speculator:
+        if ends and self._speculator and not self.embeds:
             self._speculator.keep(self._history)
         guesses = steps[0] if steps else ()
         if flying is None and not ends:

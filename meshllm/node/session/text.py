@@ -21,6 +21,7 @@ from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
+from meshllm.node.session.embedding import embed
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
@@ -57,8 +58,12 @@ class RingBackend:
     asker: NodeId | None = None
     """The node that sends the requests; None is the owner of this one."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Answer a request, see `Backend`: with what follows the tokens that were given."""
+    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, or embed its prompt, see `Backend`."""
+        return self._embed(request) if request.embeds else self._answer(request)
+
+    async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request with what follows the tokens that were given."""
         text = self.text
         _check_trusted(request, self.plan)
         request = _with_defaults(request, text)
@@ -118,6 +123,20 @@ class RingBackend:
             reasoning_tokens=parser.reasoning_tokens,
         )
         yield written.complete(answer)
+
+    async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Embed the prompt of a request."""
+        if request.turns:
+            raise WrongField("turns", "A chat has no embedding", hint="embed a text")
+        _check_length(request, self.entry.context)
+        _check_tokens(request, self.entry.vocabulary)
+        prompt = await self.worker.run(_encode, self.text, request, ())
+        embedding = embed(
+            self.entry, self.text.pooling, tuple(prompt), request.dimensions, self.asker
+        )
+        async with aclosing(embedding) as events:
+            async for event in events:
+                yield event
 
     async def _constraint(self, request: Request, prompt: Sequence[int]) -> Constraint | None:
         """Return what the answer may continue with."""
@@ -272,7 +291,8 @@ def _check_tokens(request: Request, vocabulary: int) -> None:
     for name, tokens in (("given", request.given), ("ids", request.ids), ("logit_bias", biased)):
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
             text = f"Token {unknown[0]} of `{name}` is not in the vocabulary of {vocabulary}"
-            raise WrongField("prompt" if name == "ids" else name, text)
+            prompt = "input" if request.embeds else "prompt"  # in the public API
+            raise WrongField(prompt if name == "ids" else name, text)
     if any(abs(value) > MAX_BIAS for _, value in request.logit_bias):
         raise WrongField("logit_bias", f"A value of `logit_bias` is not within {MAX_BIAS}")
     if not 0 <= (request.logprobs or 0) <= MAX_LOGPROBS:

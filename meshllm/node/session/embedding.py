@@ -1,0 +1,117 @@
+"""The embedding of a prompt: its rows after the final norm, pooled on the entry.
+
+Theory of operation: the last row of a prompt comes back to the entry, as for an answer. If all rows
+are wanted, the prompt is its first token, and the others are forced behind it as drafts that are
+all right: the rows of these decode steps come back, too. So pooling needs nothing new of the other
+ranks. If the ring is lost, the ingress asks again, from the first token.
+"""
+
+import base64
+import math
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import torch
+from torch import Tensor
+
+from meshllm.errors import ModelError, UserError
+from meshllm.model.text.pooling import Pooling, PoolingMode
+from meshllm.names import NodeId
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.generation import Ended, GenerationRequest, Token
+from meshllm.request import Answer, Event, FinishReason, Prefilled, Sampling
+from meshllm.strict_json import WrongField
+
+PROGRESS_TOKENS = 64  # between two events, which keep the ingress patient
+
+
+class RowPool:
+    """Pools rows as they come, on the compute thread."""
+
+    def __init__(self, mode: PoolingMode) -> None:
+        self._mode = mode
+        self._sum: Tensor | None = None  # [D], float64
+        self._count = 0
+
+    def take(self, rows: Tensor) -> None:
+        """Take the next rows [T, D]."""
+        taken = rows[-1:] if self._mode is PoolingMode.LAST else rows
+        added = taken.double().sum(0)
+        self._sum = added if self._sum is None else self._sum + added
+        self._count += len(taken)
+
+    def vector(self, dimensions: int | None, *, normalises: bool) -> list[float]:
+        """Return the first values of the pooled row, as many as wanted, as one vector.
+
+        Raises:
+            WrongField: it has fewer values.
+            ModelError: a value is not finite.
+        """
+        assert self._sum is not None
+        pooled = self._sum / self._count
+        if dimensions is not None and not 0 < dimensions <= len(pooled):
+            text = f"`dimensions` is {dimensions}, not between 1 and {len(pooled)}"
+            raise WrongField("dimensions", text)
+        pooled = pooled[:dimensions]
+        if normalises:
+            pooled = torch.nn.functional.normalize(pooled, dim=0)
+        values: list[float] = pooled.tolist()
+        if not all(map(math.isfinite, values)):
+            raise ModelError("The embedding has a value that is not finite")
+        return values
+
+
+async def embed(
+    entry: EntryNode,
+    pooling: Pooling,
+    prompt: tuple[int, ...],
+    dimensions: int | None,
+    asker: NodeId | None,
+) -> AsyncGenerator[Event, None]:
+    """Yield the progress of an embedding, and the `Answer` that has it.
+
+    Raises:
+        UserError: the prompt exceeds the context, or the model has no such embedding.
+        MeshError: it failed; no rank holds any of its state.
+    """
+    if pooling.obstacle:
+        raise UserError(f"{pooling.obstacle}, which embeddings do not support here")
+    wanted = prompt[:1] if pooling.mode is PoolingMode.FIRST else prompt
+    known = 1 if pooling.mode is PoolingMode.MEAN else len(wanted)
+    pool = RowPool(pooling.mode)
+    order = GenerationRequest(
+        wanted[:known],
+        Sampling(),
+        max_tokens=len(wanted) - known + 1,
+        is_last=bool,
+        forced=wanted[known:],
+        on_rows=pool.take,
+        asker=asker,
+    )
+    done = 0
+    async with aclosing(entry.generate(order)) as outputs:
+        async for output in outputs:
+            match output:
+                case Prefilled() if known == len(prompt):
+                    yield output
+                case Token():
+                    done += 1
+                    if done % PROGRESS_TOKENS == 0:
+                        yield Prefilled(done, len(prompt))
+                case Ended(measured=measured):
+                    pass
+    values = pool.vector(dimensions, normalises=pooling.normalises)
+    yield Answer(
+        text="",
+        tokens=(),
+        prompt_tokens=len(prompt),
+        finish_reason=FinishReason.STOP,
+        ttft_ms=measured.ttft_s * 1e3,
+        ms_per_token=0.0,
+        tokens_per_second=0.0,
+        tokens_per_step=0.0,
+        hops=(),
+        cached_tokens=min(measured.reused, len(wanted)),
+        embedding=base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode(),
+    )
