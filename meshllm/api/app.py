@@ -9,7 +9,7 @@ from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
 from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
-from meshllm.api.v1 import chat, completions, messages, models, responses
+from meshllm.api.v1 import chat, completions, embeddings, messages, models, responses
 from meshllm.api.v1.service import Service
 from meshllm.errors import MeshError
 
@@ -43,6 +43,7 @@ def public_application(service: Service, policy: AccessPolicy | None = None) -> 
             *models.routes(service),
             *chat.routes(service),
             *completions.routes(service),
+            *embeddings.routes(service),
             *messages.routes(service),
             *responses.routes(service),
             *page.event_routes(service.node, is_public=is_public),

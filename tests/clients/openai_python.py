@@ -81,6 +81,18 @@ def scored_prompt() -> None:
     assert reply.usage.completion_tokens == 0
 
 
+def embeddings() -> None:
+    texts = [STORY, "Once upon a time there was a cow."]
+    reply = client.embeddings.create(model=MODEL, input=texts)  # the library asks for base64
+    first, second = (each.embedding for each in reply.data)
+    assert abs(sum(each * each for each in first) - 1) < 1e-5
+    assert first != second
+    asked = {"model": MODEL, "input": STORY, "encoding_format": "float"}
+    short = client.embeddings.create(**asked, dimensions=16)
+    assert len(short.data[0].embedding) == 16 < len(first)
+    assert short.usage.prompt_tokens == short.usage.total_tokens > 0
+
+
 def structured() -> None:
     legs = {"type": "integer", "minimum": 0, "maximum": 8}
     schema = {
@@ -171,7 +183,7 @@ def ask(**more: Any) -> Any:
 
 CALLS: list[Callable[[], None]] = [
     models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt,
-    structured, tools, responses, responses_tools, errors,
+    embeddings, structured, tools, responses, responses_tools, errors,
 ]  # fmt: skip
 
 if __name__ == "__main__":
