@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from meshllm.api.v1.embeddings import numbers
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
 from meshllm.model.files.source import resolve
 from meshllm.node import node as node_module
@@ -94,6 +95,13 @@ async def ask(node: Any, request: Request = QUESTION) -> str:
     return said
 
 
+async def embed(node: Any) -> list[float]:
+    async with asyncio.timeout(PATIENCE_S):
+        *_, last = [event async for event in node.generate(Request(raw="A ring", embeds=True))]
+    assert isinstance(last, Answer)
+    return numbers(last.embedding)
+
+
 async def reference() -> str:
     async with open_local_ring(
         resolve("builtin"), RingOptions(nodes=1, inference=InferenceConfig(threads=1))
@@ -108,8 +116,11 @@ async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: M
         await until(lambda node=node: len(spans(node)) == 3, node)  # type: ignore[misc]  # a closure
 
     texts = [await ask(control_of(node)) for node in (a, b, c)]
+    first, *others = [await embed(control_of(node)) for node in (a, b, c)]
 
     assert texts == [await reference()] * 3
+    assert others == [pytest.approx(first, abs=0.02)] * 2  # of bfloat16
+    assert sum(each * each for each in first) == pytest.approx(1)
     plans = [control_of(node).plan() for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshllm.api.v1.embeddings import numbers
 from meshllm.errors import LinkLost
 from meshllm.model.files.source import resolve
+from meshllm.model.text.pooling import Pooling, PoolingMode
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.session.embedding import embed
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
-from meshllm.request import Resumable, Sampling
+from meshllm.request import Answer, Resumable, Sampling
 from meshllm.testing.models import tiny_model
 from tests.builders.tampering import Tampering
 
@@ -184,3 +187,30 @@ async def test_a_request_that_waits_for_a_place_is_interrupted_too(
 
         assert len(first[0]) >= 3
         assert (first[1], second) == (None, ([], None))
+
+
+@pytest.mark.parametrize("mode", [PoolingMode.LAST, PoolingMode.MEAN])
+async def test_an_embedding_that_is_interrupted_can_be_asked_for_again(
+    folder: Path, mode: PoolingMode
+) -> None:
+    cut, config = Cut(), InferenceConfig(threads=1, dtype="float32", chunk=8)
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+        whole = await embedding(ring, mode)
+    async with open_local_ring(
+        resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
+    ) as ring:
+        cut.at = 3
+        with pytest.raises(LinkLost):
+            await embedding(ring, mode)
+        await formed_again(ring)
+
+        assert await embedding(ring, mode) == pytest.approx(whole, abs=1e-5)
+        assert ring.entry.budget.live_bytes == 0
+
+
+async def embedding(ring: LocalRing, mode: PoolingMode) -> list[float]:
+    *_, answer = [event async for event in embed(ring.entry, Pooling(mode), PROMPT, None, None)]
+    assert isinstance(answer, Answer)
+    return numbers(answer.embedding)

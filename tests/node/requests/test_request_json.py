@@ -63,6 +63,7 @@ EVENTS: list[Event] = [
     Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2),
     Piece("", reasoning="Hm", calls=(ToolCallDelta(0, "f", "{"), ToolCallDelta(0, arguments="}"))),
     replace(answer_of("a", 1), reasoning="Hm", calls=(ToolCall("f", "{}"),), reasoning_tokens=3),
+    replace(answer_of("", 0), embedding="AACAPwAAAAA="),
 ]  # fmt: skip
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
@@ -92,6 +93,12 @@ def test_a_request_with_tools_round_trips() -> None:
         {"role": "tool", "content": "done", "tool_call_id": "a"},
     )
     request = Request(turns, tools=Tools('[{"name": "f"}]', is_required=True), thinks=False)
+
+    assert request_from_json(request_to_json(request)) == request
+
+
+def test_a_request_that_embeds_round_trips() -> None:
+    request = Request(ids=(1, 2), embeds=True, dimensions=8, max_tokens=0)
 
     assert request_from_json(request_to_json(request)) == request
 
@@ -171,6 +178,15 @@ def test_an_answer_of_any_length_travels_in_bounded_lines_and_repeats_nothing(co
     assert max(map(len, lines)) <= 512 * 1024 < EVENT_BYTES
     assert len(lines) == -(-count // LINE_CHARS) + max(1, -(-count // LINE_TOKENS))
     assert sum(map(len, lines)) < 14 * count + 1000
+
+
+def test_an_embedding_is_sent_in_one_bounded_line() -> None:
+    answer = replace(answer_of("", 0), embedding="A" * (16_384 * 16 // 3))
+
+    (line,) = event_to_lines(answer)
+
+    assert AnswerReader().take(line) == answer
+    assert len(line) < 128 * 1024
 
 
 def test_long_calls_and_reasoning_travel_in_bounded_lines() -> None:

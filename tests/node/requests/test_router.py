@@ -363,6 +363,21 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("cut", range(3))
+def test_an_embedding_is_asked_for_again_when_its_ring_is_lost(world: World, cut: int) -> None:
+    found = replace(answer_of("", 0), embedding="AA==")
+    events: list[Event] = [Prefilled(64, 128), Prefilled(128, 128), found]
+    ring = FakeRing(attempts=[[*events[:cut], LinkLost("gone")], events])
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        assert (await all_of(router))[-1] == found
+
+    world.run(story)
+    assert ring.asked == [REQUEST, REQUEST]
+    assert router.counts.last == answer_of("", 0)
+
+
 def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> None:
     lost: list[Event | Exception] = [Prefilled(1, 1), LinkLost("gone")]
     first: list[Event | Exception] = [*answer()[:3], LinkLost("gone")]

@@ -1,9 +1,13 @@
 """Embeddings of a ring are those of the whole model."""
 
 import base64
+import json
 import math
+import shutil
 import struct
+from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +102,35 @@ async def test_a_long_text_reports_its_progress() -> None:
         total = answer.prompt_tokens
         assert events == [Prefilled(done, total) for done in range(64, total + 1, 64)]
         assert total > 64
+
+
+async def test_the_folder_of_a_model_says_how_it_pools(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve("builtin").folder, folder)
+    kinds = [{"type": "models.Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(kinds))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+
+    async with open_local_ring(resolve(str(folder)), options(1)) as ring:
+        vector, *_ = await embedded(ring, ASKED)
+        rows = final_rows(ring, ring.text.encode(TEXT))
+
+    torch.testing.assert_close(vector, rows.mean(0), atol=1e-4, rtol=1e-4)
+
+
+async def test_an_embedding_that_is_closed_leaves_nothing() -> None:
+    async with open_local_ring(resolve("builtin"), options(2)) as ring:
+        text = await ring.model.text()
+        text.pooling = Pooling(PoolingMode.MEAN)
+
+        async with aclosing(ring.generate(ASKED)) as events:
+            assert isinstance(await anext(events), Prefilled)
+            assert ring.entry.sessions == 1
+
+        assert ring.entry.sessions == 0
+        assert ring.entry.budget.live_bytes == 0
+        assert [stage.budget.live_bytes for stage in ring.stages] == [0]
 
 
 async def test_what_has_no_embedding_is_refused() -> None:
