@@ -211,6 +211,7 @@ class Answer:
     def completion_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.tokens) if self.counted is None else self.counted
+
     embedding: str = ""
     """Base64 of its values as little-endian float32; empty unless the request embeds."""
 

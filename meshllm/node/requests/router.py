@@ -475,9 +475,7 @@ class RequestRouter:
     def _count(self, answer: Answer) -> None:
         self.counts.served += 1
         self.counts.tokens += answer.completion_tokens
-        self.counts.last = replace(
-            answer, text="", reasoning="", calls=(), tokens=(), embedding=""
-        )
+        self.counts.last = replace(answer, text="", reasoning="", calls=(), tokens=(), embedding="")
         self.counts.last_tokens = answer.completion_tokens
 
 
