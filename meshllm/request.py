@@ -150,6 +150,8 @@ class Request:
     """The first so many values of the embedding; None is all of them."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
+    reports_prompt: bool = False
+    """Yield the token ids of the prompt before anything else."""
 
 
 class FinishReason(StrEnum):
@@ -214,6 +216,18 @@ class Answer:
 
     embedding: str = ""
     """Base64 of its values as little-endian float32; empty unless the request embeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Token ids of the prompt, if requested; a long prompt has several, in order.
+
+    After the loss of a ring they come again from the start.
+    """
+
+    start: int
+    """Position of the first one."""
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +308,8 @@ class Written:
         return replace(answer, text=text, reasoning=reasoning, calls=calls)
 
 
-Event = Prefilled | Resumable | Interruption | Piece | Answer
-"""An item of a generation: progress, how to resume, losses, pieces of text, the answer last."""
+Event = PromptTokens | Prefilled | Resumable | Interruption | Piece | Answer
+"""An item of a generation: prompt, progress, how to resume, losses, pieces, the answer last."""
 
 
 class Backend(Protocol):

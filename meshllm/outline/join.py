@@ -21,6 +21,7 @@ from meshllm.request import (
     Interruption,
     Piece,
     Prefilled,
+    PromptTokens,
     Resumable,
 )
 
@@ -124,8 +125,8 @@ class Join:
                 if text != self._interruption:  # every point has lost the same ring
                     self._interruption = text
                     yield event
-            case Resumable():
-                pass  # a point can continue from caches, the joined answer cannot
+            case Resumable() | PromptTokens():
+                pass  # of a point: the joined answer cannot continue from caches
             case _:
                 assert_never(event)
 

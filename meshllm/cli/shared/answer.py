@@ -5,7 +5,16 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from meshllm.cli.terminal import render
-from meshllm.request import Answer, Backend, Interruption, Piece, Prefilled, Request, Resumable
+from meshllm.request import (
+    Answer,
+    Backend,
+    Interruption,
+    Piece,
+    Prefilled,
+    PromptTokens,
+    Request,
+    Resumable,
+)
 
 _NOTE_CHARS = 200
 
@@ -22,7 +31,7 @@ async def stream(
                     status.show(f"prefill, {done} of {total} tokens")
                 case Piece():
                     _show(event, status, write)
-                case Resumable():
+                case PromptTokens() | Resumable():
                     pass
                 case Interruption(_, text, pause_s):
                     status.notes.append(

@@ -3,6 +3,7 @@
 ::
 
     {"prefilled": [128, 512]}                                 progress
+    {"prompt": {"start": 0, "tokens": [1, 2, ...]}}           ids of the prompt, if requested
     {"resumable": {...}}                                      how to go on if the ring is lost
     {"interruption": {...}}                                   a loss that the answer survived
     {"piece": "text", "ids": [1], "logprobs": [...]}          new text and tokens
@@ -42,6 +43,7 @@ from meshllm.request import (
     Interruption,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Resumable,
     TokenLogprobs,
@@ -92,6 +94,7 @@ class _Failure:
 class _Line:
     """A line of an answer: exactly one field is set."""
 
+    prompt: PromptTokens | None = None
     prefilled: tuple[int, ...] | None = None
     resumable: Resumable | None = None
     interruption: Interruption | None = None
@@ -135,6 +138,8 @@ def request_from_json(data: bytes) -> Request:
 def event_to_json(event: Event) -> bytes:
     """Encode an event as one line, without newline."""
     match event:
+        case PromptTokens():
+            return _write({"prompt": lay_out(event)})
         case Prefilled(done, total):
             return _write({"prefilled": [done, total]})
         case Resumable():
@@ -246,8 +251,10 @@ def _read_line(data: bytes) -> _Line:
 
 
 def _event_of(line: _Line) -> Event | None:
-    whole = line.resumable, line.interruption, line.answer
+    whole = line.prompt, line.resumable, line.interruption, line.answer
     found: list[Event] = [each for each in whole if each is not None]
+    if line.prompt and len(line.prompt.tokens) > LINE_TOKENS:
+        raise PeerFault(f"A line has {len(line.prompt.tokens)} token ids, more than {LINE_TOKENS}")
     match line.prefilled:
         case None:
             pass

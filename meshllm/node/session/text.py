@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
@@ -22,6 +22,7 @@ from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.embedding import embed
+from meshllm.node.requests.request_json import LINE_TOKENS
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan
@@ -34,6 +35,7 @@ from meshllm.request import (
     Logprob,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Resumable,
     TokenLogprobs,
@@ -74,6 +76,8 @@ class RingBackend:
         functions = _functions(request)
         prompt, stream, parser = await self.worker.run(_prepare, text, request, functions)
         _check_room(request, prompt, self.entry.context)
+        for reported in _reported(prompt) if request.reports_prompt else ():
+            yield reported
         transcript = _Transcript(text, stream, parser, request.logprobs)
         grammar = await self._constraint(request, prompt)
         order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
@@ -330,6 +334,11 @@ def _prepare(
         elif token not in text.end_tokens:
             parser.push(stream.push(token))
     return prompt, stream, parser
+
+
+def _reported(prompt: tuple[int, ...]) -> Iterator[PromptTokens]:
+    for at in range(0, len(prompt), LINE_TOKENS):
+        yield PromptTokens(at, prompt[at : at + LINE_TOKENS])
 
 
 def _finished(

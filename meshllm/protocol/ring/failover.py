@@ -27,6 +27,7 @@ from meshllm.request import (
     Interruption,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Resumable,
     Written,
@@ -87,7 +88,7 @@ class Failover:
             case Resumable():
                 self._resume = event
                 return event
-            case Interruption():
+            case PromptTokens() | Interruption():
                 return event
             case Piece():
                 return self._piece(event)

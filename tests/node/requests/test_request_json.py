@@ -44,6 +44,7 @@ from meshllm.request import (
     Logprob,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Resumable,
     Sampling,
@@ -58,7 +59,7 @@ from tests.builders.fake_ring import answer_of
 
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
 EVENTS: list[Event] = [
-    Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
+    PromptTokens(16, (1, 2)), Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
     Interruption(LossCause.NODE_LOST, "attic is gone", 0.6),
     Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2),
     Piece("", reasoning="Hm", calls=(ToolCallDelta(0, "f", "{"), ToolCallDelta(0, arguments="}"))),
@@ -136,6 +137,7 @@ def test_a_prompt_with_a_surrogate_is_refused_before_it_is_sent() -> None:
         b"",
         b'{"piece":"a","prefilled":[1,2]}',
         b'{"prefilled":[1]}',
+        b'{"prompt":{"start":0,"tokens":[%s1]}}' % (b"1," * LINE_TOKENS),
         b'{"piece":1}',
         b'{"answer":{}}',
         b'{"error":{}}',

@@ -26,6 +26,7 @@ from meshllm.request import (
     FinishReason,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Sampling,
     Tools,
@@ -96,6 +97,21 @@ async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
     assert answer.text == ring.text._tokenizer.decode(answer.tokens, skip_special_tokens=True)
     assert isinstance(events[0], Prefilled)
     assert events[0].total == answer.prompt_tokens
+
+
+async def test_the_tokens_of_the_prompt_are_reported_on_request(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.node.session.text.LINE_TOKENS", 4)
+    text = "once upon a time in a ring of nodes"
+
+    events, answer = await events_of(ring, Request(raw=text, max_tokens=2, reports_prompt=True))
+    told = [event for event in events if isinstance(event, PromptTokens)]
+
+    assert [token for each in told for token in each.tokens] == ring.text.encode(text)
+    assert [each.start for each in told] == [*range(0, answer.prompt_tokens, 4)]
+    assert events[: len(told)] == told
+    assert not any(isinstance(event, PromptTokens) for event in (await events_of(ring, ASKED))[0])
 
 
 async def test_the_model_recommends_what_the_request_does_not_set(

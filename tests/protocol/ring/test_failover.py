@@ -17,6 +17,7 @@ from meshllm.request import (
     Logprob,
     Piece,
     Prefilled,
+    PromptTokens,
     Request,
     Resumable,
     TokenLogprobs,
@@ -116,9 +117,10 @@ def test_prefill_is_reported_until_the_first_token() -> None:
     assert failover.take(Prefilled(4, 9)) is None
 
 
-def test_a_loss_that_the_ingress_survived_is_passed_on() -> None:
-    told = Interruption(LossCause.NODE_LOST, "attic is gone", 0.6)
-
+@pytest.mark.parametrize(
+    "told", [Interruption(LossCause.NODE_LOST, "attic is gone", 0.6), PromptTokens(0, (1, 2))]
+)
+def test_what_is_no_part_of_the_answer_is_passed_on(told: Event) -> None:
     assert Failover(REQUEST).take(told) == told
 
 
