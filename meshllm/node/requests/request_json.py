@@ -18,7 +18,7 @@ Unknown lines and fields, which a later version may send, are ignored; so are un
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -57,6 +57,7 @@ REQUEST_VALUES = 16_384  # a turn has four: 4096 turns
 REQUEST_NUMBER_BYTES = 1 << 20  # token ids so far: more than 100,000
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
+TOKEN_LIMIT = 1 << 32  # vocabularies have less than a million
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
 MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
 MESSAGE_CHARS = 4096
@@ -253,8 +254,8 @@ def _read_line(data: bytes) -> _Line:
 def _event_of(line: _Line) -> Event | None:
     whole = line.prompt, line.resumable, line.interruption, line.answer
     found: list[Event] = [each for each in whole if each is not None]
-    if line.prompt and len(line.prompt.tokens) > LINE_TOKENS:
-        raise PeerFault(f"A line has {len(line.prompt.tokens)} token ids, more than {LINE_TOKENS}")
+    if line.prompt:
+        _check_tokens(line.prompt.tokens)
     match line.prefilled:
         case None:
             pass
@@ -270,6 +271,14 @@ def _event_of(line: _Line) -> Event | None:
     if line.error is not None:
         raise _error_of(line.error)
     return found[0] if found else None
+
+
+def _check_tokens(tokens: Sequence[int]) -> None:
+    """Raise `PeerFault` for token ids of a prompt that no entry reports."""
+    if len(tokens) > LINE_TOKENS:
+        raise PeerFault(f"A line has {len(tokens)} token ids, more than {LINE_TOKENS}")
+    if not all(0 <= each < TOKEN_LIMIT for each in tokens):
+        raise PeerFault(f"A token id of a prompt is not between 0 and {TOKEN_LIMIT}")
 
 
 def error_to_fields(error: MeshError) -> dict[str, Any]:

@@ -138,6 +138,8 @@ def test_a_prompt_with_a_surrogate_is_refused_before_it_is_sent() -> None:
         b'{"piece":"a","prefilled":[1,2]}',
         b'{"prefilled":[1]}',
         b'{"prompt":{"start":0,"tokens":[%s1]}}' % (b"1," * LINE_TOKENS),
+        b'{"prompt":{"start":0,"tokens":[-1]}}',
+        b'{"prompt":{"start":0,"tokens":[4294967296]}}',
         b'{"piece":1}',
         b'{"answer":{}}',
         b'{"error":{}}',
