@@ -133,6 +133,8 @@ class Settings:
     """Private key of the certificate, if in another file."""
     origins: str | None = None
     """Origins of web pages that may use the API, with commas."""
+    trace: str | None = None
+    """Record requests of the API in this file, without text."""
     log_format: LogFormat = "text"
     """Format of the log on stderr."""
     history: bool = True

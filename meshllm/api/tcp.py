@@ -19,6 +19,7 @@ from meshllm.api.port import ModelPort
 from meshllm.api.serve import run_server
 from meshllm.api.v1.service import Service
 from meshllm.errors import UserError
+from meshllm.traces.recorder import Recorder
 
 MIN_KEY_CHARS = 16
 MAX_FILE_KEYS = 1024
@@ -52,6 +53,8 @@ class Door:
     accounts: Accounts
     tls: dict[str, Path | None] = field(default_factory=dict)
     """Settings of uvicorn."""
+    recorder: Recorder | None = None
+    """Of the trace of its requests, if there is one."""
 
     @property
     def url(self) -> str:
@@ -71,7 +74,7 @@ class Door:
     async def serve(self, node: ModelPort) -> None:
         """Serve until cancelled."""
         await run_server(
-            public_application(Service(node, self.accounts), self.policy),
+            public_application(Service(node, self.accounts, self.recorder), self.policy),
             self.bound,
             http=PublicProtocol,
             limit_concurrency=2 * MAX_OPEN,  # idle ones are closed before
@@ -81,7 +84,9 @@ class Door:
 
 
 @contextmanager
-def open_door(options: DoorOptions, accounts: Accounts) -> Iterator[Door]:
+def open_door(
+    options: DoorOptions, accounts: Accounts, recorder: Recorder | None = None
+) -> Iterator[Door]:
     """Bind the socket of a door; it is closed at the end.
 
     Raises:
@@ -97,7 +102,8 @@ def open_door(options: DoorOptions, accounts: Accounts) -> Iterator[Door]:
             place = "this address" if not is_local else "`--require-key`"
             raise UserError(f"The API needs a key for {place}, and there is none", hint=_CREATE)
         hosts = LOOPBACK | {options.host.lower()}
-        yield Door(bound, AccessPolicy(needs_key, hosts, options.origins, file_keys), accounts, tls)
+        policy = AccessPolicy(needs_key, hosts, options.origins, file_keys)
+        yield Door(bound, policy, accounts, tls, recorder)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus
+from meshllm.traces.recorder import Recorder
 
 DAY_S = 86_400
 MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
@@ -58,6 +59,8 @@ class Service:
     node: ModelPort
     accounts: Accounts | None = None
     """None keeps no account: the owner's own requests."""
+    recorder: Recorder | None = None
+    """Of the trace of its requests, if there is one."""
     _running: Counter[str] = field(default_factory=Counter)
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
@@ -96,7 +99,8 @@ class Service:
         try:
             await self._check_quota(key)
             with self._counted(key):
-                backend = OutlineBackend(self.node, outline) if outline else self.node
+                node = self.recorder.traced(self.node, model.name) if self.recorder else self.node
+                backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers else ""
                 streams = [backend.generate(replace(each, model=name)) for each in asked]
                 async with aclosing(merge(streams, MAX_TOGETHER)) as events:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from meshllm.config import Settings, state_path
 if TYPE_CHECKING:
     from meshllm.api.tcp import Door
 
-SETTINGS = ("key_file", "require_key", "tls_cert", "tls_key", "origins")
+SETTINGS = ("key_file", "require_key", "tls_cert", "tls_key", "origins", "trace")
 
 
 @contextmanager
@@ -24,6 +24,8 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
     """
     from meshllm.api.access.accounts import Accounts
     from meshllm.api.tcp import DoorOptions, open_door, parse_address
+    from meshllm.traces.file import TraceFile
+    from meshllm.traces.recorder import Recorder
 
     options = DoorOptions(
         *parse_address(address),
@@ -33,7 +35,11 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
         tls_key=_path(chosen.tls_key),
         origins=listed(chosen.origins) or (),
     )
-    with Accounts.open(state_path(chosen)) as accounts, open_door(options, accounts) as door:
+    with ExitStack() as stack:
+        path = _path(chosen.trace)
+        recorder = Recorder(stack.enter_context(TraceFile.open(path))) if path else None
+        accounts = stack.enter_context(Accounts.open(state_path(chosen)))
+        door = stack.enter_context(open_door(options, accounts, recorder))
         if door.is_readable:
             render.talk(
                 "warning: without `--tls-cert` others on the network can read keys and text"

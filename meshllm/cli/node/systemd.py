@@ -7,7 +7,7 @@ from pathlib import Path
 from meshllm.cli.terminal.render import plain
 from meshllm.config import DEFAULT, Config, Scalar, current, files
 
-_PATHS = {"state", "key_file", "tls_cert", "tls_key"}
+_PATHS = {"state", "key_file", "tls_cert", "tls_key", "trace"}
 STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
 
 

@@ -15,6 +15,7 @@ from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.config import Settings
+from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FakeNode
 from tests.cli.conftest import Invoke
 
@@ -69,6 +70,20 @@ async def test_the_running_node_is_served(tmp_path: Path) -> None:
     assert len(node.requests) == 1
     with Accounts.open(state) as accounts:
         assert [(name, used.requests) for name, used in accounts.usage("model")] == [("builtin", 1)]
+
+
+async def test_its_requests_are_recorded_on_request(tmp_path: Path) -> None:
+    state, trace = tmp_path / "state", tmp_path / "trace.jsonl"
+    words = ("--state", str(state), "--trace", str(trace))
+    async with running(FakeNode(), state / "door.sock"), command(*words) as (it, lines):
+        async with httpx2.AsyncClient() as client:
+            body = {"model": "builtin", "prompt": "a secret"}
+            await client.post(f"{lines[0]}/completions", json=body)
+        it.send_signal(signal.SIGINT)
+        await it.wait()
+
+    assert [(each.model, each.new_tokens) for each in read_trace(trace)] == [("builtin", 5)]
+    assert "secret" not in trace.read_text("utf-8")
 
 
 async def test_the_door_outlives_its_node(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Records the requests of a door in a trace.
+
+Theory of operation
+-------------------
+The tokens of a prompt are known to the entry, which tokenizes it. It reports them to this process,
+which sent the prompt, so the key of the bucket ids never leaves the memory of this process. A new
+key is drawn at the start and with the first request of each day (UTC), and the one before is
+forgotten: requests of two days cannot be compared, and who reads the file later cannot test a
+guess at a prompt. A request has the key of the moment that it began.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from meshllm.request import Answer, Backend, Event, Piece, Prefilled, PromptTokens, Request
+from meshllm.traces.buckets import KEY_BYTES, Buckets
+from meshllm.traces.file import TraceFile
+from meshllm.traces.trace import Finish, TraceLine, rotation, sampling_of
+
+DAY_S = 86_400
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Draws the keys of a trace, and begins its records."""
+
+    file: TraceFile
+    clock: Callable[[], float] = time.time
+    """Unix time in seconds."""
+    _day: int | None = None
+    _key: bytes = field(default=b"", repr=False)
+
+    def traced(self, backend: Backend, model: str) -> Backend:
+        """Return a backend whose requests are recorded."""
+        return _Traced(backend, model, self)
+
+    async def begin(self, model: str, request: Request) -> "_Record":
+        """Begin the record of a request."""
+        now = round(self.clock(), 3)
+        if (day := int(now // DAY_S)) != self._day:
+            self._day, self._key = day, secrets.token_bytes(KEY_BYTES)
+            await asyncio.to_thread(self.file.write, rotation(now))
+        return _Record(now, _now(), model, request, Buckets(self._key))
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of one request."""
+
+    at: float
+    begin: float
+    """On the clock of the event loop."""
+    model: str
+    request: Request
+    buckets: Buckets
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    first: float | None = None
+    finish_reason: Finish = "cancelled"
+
+    def take(self, event: Event) -> None:
+        match event:
+            case PromptTokens(start, tokens) if start == self.buckets.count:
+                self.buckets.add(tokens)
+            case Prefilled(total=total):
+                self.prompt_tokens = total
+            case Piece(tokens=tokens) if tokens:
+                self.first = self.first or _now()
+                self.new_tokens += len(tokens)
+            case Answer():
+                self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
+                self.new_tokens = len(event.tokens)
+                self.finish_reason = event.finish_reason.value
+                if self.request.scores_prompt:
+                    self.new_tokens -= self.prompt_tokens
+
+    def line(self) -> TraceLine:
+        known = self.buckets.count
+        return TraceLine(
+            at=self.at,
+            model=self.model,
+            prompt_tokens=self.prompt_tokens or known,
+            cached_tokens=self.cached_tokens,
+            new_tokens=self.new_tokens,
+            max_tokens=self.request.max_tokens,
+            ttft_ms=None if self.first is None else _ms(self.first - self.begin),
+            total_ms=_ms(_now() - self.begin),
+            finish_reason=self.finish_reason,
+            sampling=sampling_of(self.request.sampling),
+            buckets=" ".join(self.buckets.ids) if known else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A backend that records its requests."""
+
+    backend: Backend
+    model: str
+    recorder: Recorder
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer a request, see `Backend`; record it at its end, however it ends."""
+        record = await self.recorder.begin(self.model, request)
+        events = self.backend.generate(replace(request, reports_prompt=True))
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    record.take(event)
+                    if request.reports_prompt or not isinstance(event, PromptTokens):
+                        yield event
+        except Exception:
+            record.finish_reason = "error"
+            raise
+        finally:
+            await asyncio.to_thread(self.recorder.file.write, record.line().to_json())
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
