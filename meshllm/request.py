@@ -150,6 +150,8 @@ class Request:
     """The first so many values of the embedding; None is all of them."""
     unset: tuple[str, ...] = ()
     """Those of `MODEL_SAMPLING` that are not set: what the model recommends replaces them."""
+    ignores_end: bool = False
+    """Continue the answer behind end tokens, for benchmarks."""
     reports_prompt: bool = False
     """Yield the token ids of the prompt before anything else."""
 

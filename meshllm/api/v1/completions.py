@@ -32,6 +32,7 @@ class Completion(Generating):
 
     echo: bool | None = None
     logprobs: int | None = None
+    ignore_eos: bool | None = None
 
     def requests(self, prompts: Sequence[str | tuple[int, ...]]) -> list[Asked]:
         """Convert to requests of the mesh, ``n`` for each prompt; raise `WrongField` if invalid."""
@@ -44,7 +45,12 @@ class Completion(Generating):
             raise WrongField("n", f"{text} answers")
         if self.logprobs is not None and self.logprobs < 0:
             raise WrongField("logprobs", f"`logprobs` is {self.logprobs}, not at least 0")
-        common = replace(self.request(limit), logprobs=self.logprobs, scores_prompt=bool(self.echo))
+        common = replace(
+            self.request(limit),
+            logprobs=self.logprobs,
+            scores_prompt=bool(self.echo),
+            ignores_end=bool(self.ignore_eos),
+        )
         return [
             each
             for prompt in prompts

@@ -78,13 +78,15 @@ class RingBackend:
         _check_room(request, prompt, self.entry.context)
         for reported in _reported(prompt) if request.reports_prompt else ():
             yield reported
-        transcript = _Transcript(text, stream, parser, request.logprobs)
+        transcript = _Transcript(
+            text, stream, parser, request.logprobs, ignores_end=request.ignores_end
+        )
         grammar = await self._constraint(request, prompt)
         order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
         finished = (
             FinishReason.LENGTH
             if not order.max_tokens  # the prompt is only counted, or is the one token to score
-            else _finished(order, stream, text.end_tokens, self.entry.context)
+            else _finished(order, transcript, self.entry.context)
         )
         written = Written()
         tokens: list[int] = []
@@ -169,6 +171,10 @@ class RingBackend:
             return None
         if request.scores_prompt:
             raise WrongField("response_format", "An echoed prompt cannot follow a JSON schema")
+        if request.ignores_end:
+            raise WrongField(
+                "response_format", "JSON and tool calls cannot continue past their end"
+            )
         if text.vocabulary is None:
             tokens = await self.worker.run(text.serialise)
             text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
@@ -187,6 +193,7 @@ class _Transcript:
     parser: AnswerParser
     top: int | None
     """Likeliest tokens to report; None reports no log probabilities."""
+    ignores_end: bool = False
     forced: int = 0
     """Tokens of the prompt that are still to come."""
     _pieces: deque[Piece] = field(default_factory=deque)
@@ -216,9 +223,14 @@ class _Transcript:
             self.forced -= 1
             self._pieces.append(Piece(self.stream.push_prompt(token)))
             return False
-        ends = token in self.text.end_tokens
-        self._pieces.append(Piece("") if ends else self.parser.push(self.stream.push(token)))
-        return ends or self.stream.stopped
+        is_end = token in self.text.end_tokens
+        self._pieces.append(Piece("") if is_end else self.parser.push(self.stream.push(token)))
+        return self.is_stopped(token)
+
+    def is_stopped(self, token: int) -> bool:
+        """Return whether a token, which the stream has taken, ends the answer."""
+        is_end = token in self.text.end_tokens and not self.ignores_end
+        return is_end or self.stream.stopped
 
     def _told(self, token: int, logprob: float) -> Logprob:
         spelled = self.text.spell(token)
@@ -342,11 +354,13 @@ def _reported(prompt: tuple[int, ...]) -> Iterator[PromptTokens]:
 
 
 def _finished(
-    order: GenerationRequest, stream: TextStream, ends: frozenset[int], context: int
+    order: GenerationRequest, transcript: _Transcript, context: int
 ) -> FinishReason | None:
     """Return why the given tokens are the whole answer; None if they are not."""
     prompt, given = len(order.prompt), len(order.given)
-    if stream.stopped or (given > len(order.forced) and ends.intersection(order.given[-1:])):
+    if transcript.stream.stopped or (
+        given > len(order.forced) and transcript.is_stopped(order.given[-1])
+    ):
         return FinishReason.STOP
     is_full = given >= order.max_tokens or prompt + given >= context > prompt
     return FinishReason.LENGTH if given and is_full else None

@@ -49,6 +49,15 @@ async def test_a_completion(client: httpx2.AsyncClient, door: FakeNode) -> None:
     assert (asked.raw, asked.max_tokens, asked.scores_prompt) == ("hi", 16, False)
 
 
+async def test_end_tokens_are_ignored_on_request(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    for given in ({}, {"ignore_eos": True}, {"ignore_eos": False}):
+        await client.post(PATH, json=BODY | given)
+
+    assert [each.ignores_end for each in door.requests] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("prompt", "raw", "ids"),
     [

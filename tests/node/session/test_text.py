@@ -114,6 +114,22 @@ async def test_the_tokens_of_the_prompt_are_reported_on_request(
     assert not any(isinstance(event, PromptTokens) for event in (await events_of(ring, ASKED))[0])
 
 
+async def test_an_answer_continues_behind_end_tokens_on_request(ring: LocalRing) -> None:
+    endless = replace(ASKED, ignores_end=True, max_tokens=200)
+    _, short = await events_of(ring, replace(ASKED, max_tokens=200))
+    count = len(short.tokens)
+
+    _, answer = await events_of(ring, endless)
+    _, rest = await events_of(ring, replace(endless, given=answer.tokens[:count]))
+
+    assert (short.finish_reason, answer.finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
+    assert count < len(answer.tokens) == 200
+    assert answer.tokens[:count] == short.tokens
+    assert rest.tokens == answer.tokens[count:]
+    with pytest.raises(WrongField, match="cannot continue"):
+        await events_of(ring, replace(endless, schema="{}"))
+
+
 async def test_the_model_recommends_what_the_request_does_not_set(
     ring: LocalRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
