@@ -73,11 +73,14 @@ class _Record:
                 self.first = self.first or _now()
                 self.new_tokens += len(tokens)
             case Answer():
-                self.prompt_tokens, self.cached_tokens = event.prompt_tokens, event.cached_tokens
-                self.new_tokens = len(event.tokens)
-                self.finish_reason = event.finish_reason.value
-                if self.request.scores_prompt:
-                    self.new_tokens -= self.prompt_tokens
+                self._end(event)
+
+    def _end(self, answer: Answer) -> None:
+        tokens = answer.tokens[answer.prompt_tokens if self.request.scores_prompt else 0 :]
+        self.new_tokens, self.finish_reason = len(tokens), answer.finish_reason.value
+        self.prompt_tokens, self.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        if self.buckets.count == self.prompt_tokens:
+            self.buckets.add(tokens)
 
     def line(self) -> TraceLine:
         known = self.buckets.count

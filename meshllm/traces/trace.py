@@ -39,7 +39,8 @@ class TraceLine:
     sampling: dict[str, float] = field(default_factory=dict)
     """Sampling parameters that the request sets, but the seed."""
     buckets: str | None = None
-    """Ids of the whole buckets of the prompt, in order; None if its tokens are not known here."""
+    """Ids of the whole buckets of the prompt and, if it ended, of the answer behind it, in order:
+    the next prompt of a chat begins with both. None if the tokens are not known here."""
 
     @property
     def ids(self) -> Sequence[str]:
@@ -92,8 +93,8 @@ def _checked(line: TraceLine) -> TraceLine:
     for name in ("prompt_tokens", "cached_tokens", "new_tokens"):
         if not 0 <= getattr(line, name) <= MAX_LINE_TOKENS:
             raise WrongField(name, f"`{name}` is not between 0 and {MAX_LINE_TOKENS}")
-    if len(line.ids) > min(line.prompt_tokens // BUCKET, MAX_BUCKETS):
-        raise WrongField("buckets", f"`buckets` has {len(line.ids)} ids, more than the prompt")
+    if len(line.ids) > min((line.prompt_tokens + line.new_tokens) // BUCKET, MAX_BUCKETS):
+        raise WrongField("buckets", f"`buckets` has {len(line.ids)} ids, more than the tokens")
     return line
 
 

@@ -93,6 +93,19 @@ async def test_a_request_that_asks_for_its_tokens_gets_them(world: World) -> Non
     assert await world.record(Said(), replace(ASKED, reports_prompt=True)) == [*EVENTS]
 
 
+async def test_the_next_prompt_of_a_chat_shares_the_ids_of_the_answer(world: World) -> None:
+    answer = tuple(range(100, 130))
+    await world.record(Said((*TOLD, replace(ANSWER, tokens=answer))))
+    longer = PromptTokens(0, (*PROMPT, *answer, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16))
+    await world.record(Said((longer, replace(ANSWER, tokens=(), prompt_tokens=80))))
+
+    _, first, second = world.lines()
+
+    assert len(first["buckets"].split()) == 4
+    assert second["buckets"].split()[:4] == first["buckets"].split()
+    assert len(second["buckets"].split()) == 5
+
+
 async def test_nothing_of_a_prompt_is_in_the_file(world: World) -> None:
     turns = (Turn(role="user", content=SECRET),)
     await world.record(Said(), replace(ASKED, stop=("dawn",), turns=turns, raw=None))

@@ -45,7 +45,7 @@ def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
         (b"{", "Invalid JSON"),
         (b"[]", "not an object"),
         (b'{"at": 1}', "missing"),
-        (replace(LINE, prompt_tokens=31).to_json(), "2 ids, more than the prompt"),
+        (replace(LINE, prompt_tokens=28).to_json(), "2 ids, more than the tokens"),
         (replace(LINE, new_tokens=-1).to_json(), "`new_tokens` is not between"),
         (replace(LINE, prompt_tokens=1 << 40).to_json(), "`prompt_tokens` is not between"),
     ],
