@@ -1,3 +1,3 @@
 """What `meshllm bench` measures: engines beside transformers, and rings of nodes."""
 
-__all__ = ["engine_table", "machine", "ring_table"]
+__all__ = ["engine_table", "machine", "replay", "ring_table", "targets"]

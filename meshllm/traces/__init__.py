@@ -1,3 +1,3 @@
 """Traces of requests: lengths, times and shared prefixes, without text or user."""
 
-__all__ = ["file", "recorder"]
+__all__ = ["file", "prompts", "recorder", "trace"]

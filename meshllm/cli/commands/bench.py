@@ -1,4 +1,4 @@
-"""`meshllm bench`: benchmarks of rings and of one engine."""
+"""`meshllm bench`: benchmarks of rings and of one engine, and replays of traces."""
 
 import sys
 from collections.abc import Sequence
@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshllm.cli.commands.replay import ReplayOptions
+from meshllm.cli.commands.replay import measure as measure_replay
+from meshllm.cli.commands.replay import table as replay_table
 from meshllm.cli.shared.options import settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar
+from meshllm.config import Scalar, Settings
 from meshllm.errors import MeshError, UserError
 from meshllm.names import Quant
 
@@ -23,12 +26,16 @@ Examples:
   meshllm bench --model qwen3-0.6b --nodes 1,2,3
   meshllm bench --processes --nodes 2 --threads 1 --quant none,int8
   meshllm bench --engine --model llama-3.2-1b --json engine.json
+  meshllm bench --replay trace.jsonl --speed 2
+  meshllm bench --replay trace.jsonl --url http://127.0.0.1:7780/v1
 """
 
 _RING_OPTIONS = ("nodes", "prompt_tokens", "new_tokens", "processes")
+_REPLAY_OPTIONS = ("speed", "url", "key_file")
+_NOT_OF_REPLAY = ("engine", "prompt_tokens", "new_tokens", "processes", "quant", "rounds")
 
 
-@takes("threads", "device")
+@takes("threads", "device", "state")
 def bench(
     invocation: typer.Context,
     model: Annotated[
@@ -63,13 +70,28 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Run N rounds and show medians.")
     ] = 3,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Replay the trace of `meshllm serve --trace FILE`."),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(min=0.001, metavar="X", help="Replay a trace X times as fast.")
+    ] = 1.0,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Replay a trace on the API at this base URL."),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read the key of that API from FILE."),
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option("--json", metavar="FILE", help="Also write JSON to FILE; `-` is stdout only."),
     ] = None,
     **flags: Scalar,
 ) -> None:
-    """Benchmark rings, or one engine, against transformers.
+    """Benchmark rings or one engine against transformers, or replay a trace.
 
     Models are `qwen3-0.6b`, `llama-3.2-1b` and `qwen3-8b-4-layers`, with random weights. Each round
     measures every contestant once, and ratios are taken within a round, so that load on the machine
@@ -78,13 +100,32 @@ def bench(
     `--engine` compares all quantisations by default on a CPU, and measures short steps up to four
     times as often. The limit is the time to read the weights at the memory bandwidth, measured in
     these rounds. The command fails if logits that must equal those of transformers differ.
+
+    `--replay` sends the requests of a trace at its times, with made-up prompts of the same lengths
+    and shared prefixes, and compares latencies, throughput and the hit rate of the prefix cache
+    with those in the trace. The running node answers, or `--url`, or with `--nodes N` a ring in
+    this process of `--model`, which may also be a folder or a Hugging Face name.
     """
     chosen = settings(flags)
+    if replay is not None:
+        _refuse(invocation, _NOT_OF_REPLAY, "replay")
+        _replay(
+            ReplayOptions(
+                replay, speed, model if _is_given(invocation, "model") else None,
+                url, key_file, _one(nodes) if _is_given(invocation, "nodes") else None,
+            ),
+            chosen,
+            json,
+        )  # fmt: skip
+        return
+    for name in _REPLAY_OPTIONS:
+        if _is_given(invocation, name):
+            raise UserError(f"`--{name.replace('_', '-')}` needs `--replay`")
     threads = chosen.threads
     quants = _quants(quant or Quant.NONE)
     about: dict[str, Any] = {"model": model, "rounds": rounds}
     if engine:
-        _refuse(invocation, _RING_OPTIONS)
+        _refuse(invocation, _RING_OPTIONS, "engine")
         with render.Status(sys.stderr) as status:
             status.show("loading torch")
             from meshllm.bench import engine_table
@@ -122,13 +163,36 @@ def _device(wanted: str, quants: Sequence[Quant]) -> str:
     return str(CPU if CPU in found else found[0])
 
 
-def _refuse(invocation: typer.Context, names: Sequence[str]) -> None:
-    """Raise `UserError` for options that have no effect with `--engine`."""
+def _replay(options: ReplayOptions, chosen: Settings, json: Path | None) -> None:
+    """Replay a trace, and show its figures; requests without an answer are told on stderr."""
+    if options.url is not None and options.nodes is not None:
+        raise UserError("`--nodes` cannot be combined with `--url`")
+    if options.key_file is not None and options.url is None:
+        raise UserError("`--key-file` needs `--url`")
+    with render.Status(sys.stderr) as status:
+        found = measure_replay(options, chosen, status.show)
+    for reason, count in found.errors.items():
+        render.talk(f"not answered, {count} of {found.requests}: {render.safe(reason)}")
+    _show({"speed": options.speed, **asdict(found)}, replay_table(found), json)
+
+
+def _refuse(invocation: typer.Context, names: Sequence[str], other: str) -> None:
+    """Raise `UserError` for options that have no effect with another one."""
     for name in names:
-        source = invocation.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _is_given(invocation, name):
             option = name.replace("_", "-")
-            raise UserError(f"`--{option}` cannot be combined with `--engine`")
+            raise UserError(f"`--{option}` cannot be combined with `--{other}`")
+
+
+def _is_given(invocation: typer.Context, name: str) -> bool:
+    source = invocation.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _one(nodes: str) -> int:
+    if not (nodes.isdecimal() and int(nodes)):
+        raise UserError(f"Invalid ring size `{nodes}`", hint="a replay uses one, such as `2`")
+    return int(nodes)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

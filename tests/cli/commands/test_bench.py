@@ -9,6 +9,7 @@ import torch
 
 from meshllm.bench import engine_table, ring_table
 from meshllm.names import Quant
+from meshllm.traces.trace import TraceLine
 from tests.cli.conftest import Invoke
 
 RINGS = [
@@ -212,3 +213,55 @@ def test_a_missing_gpu_is_refused(
 
     assert (result.exit_code, cases) == (2, [])
     assert "There is no device `cuda`" in result.stderr
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Two requests that share two buckets, and one whose prompt was not read."""
+    line = TraceLine(0.0, "m", 40, 0, 3, 8, 10.0, 20.0, "length", {"temperature": 0.5}, "aa bb")
+    later = replace(line, at=0.001, cached_tokens=32, buckets="aa bb")
+    empty = replace(line, prompt_tokens=0, new_tokens=0, ttft_ms=None, buckets=None)
+    refused = replace(empty, finish_reason="error")
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(each.to_json() for each in (line, later, refused)))
+    return path
+
+
+def test_a_trace_is_replayed_on_a_ring_of_this_process(meshllm: Invoke, trace: Path) -> None:
+    words = f"--replay {trace} --speed 1000 --nodes 2 --model tiny --threads 1 --json figures.json"
+
+    result = meshllm("bench", *words.split())
+
+    rows = {line.rsplit(maxsplit=2)[0]: line.split()[-2:] for line in result.stdout.splitlines()}
+    assert result.exit_code == 0
+    assert (rows["requests"], rows["prompt tokens"]) == (["2", "2"], ["80", "80"])
+    assert (rows["new tokens"], rows["first token ms p90"][0]) == (["6", "6"], "10.00")
+    assert rows["ms per token p50"][0] == "5.00"
+    assert rows["prefix hits %"][0] == "40.00"
+    told = json.loads(Path("figures.json").read_text("utf-8"))
+    assert (told["speed"], told["requests"], told["compared"], told["errors"]) == (1000, 2, 2, {})
+    assert told["replay"]["ttft_ms"]["p99"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--speed 2", "`--speed` needs `--replay`"),
+        ("--replay TRACE --rounds 2", "`--rounds` cannot be combined with `--replay`"),
+        ("--replay TRACE --url http://127.0.0.1:9 --nodes 1", "cannot be combined with `--url`"),
+        ("--replay TRACE --key-file k", "`--key-file` needs `--url`"),
+        ("--replay TRACE --nodes 1,2", "Invalid ring size `1,2`"),
+        ("--replay TRACE", "There is no running node"),
+        ("--replay missing", "Cannot read the trace"),
+        ("--replay TRACE --url http://127.0.0.1:9/v1", "Nothing answers at"),
+        ("--replay TRACE --url ftp://a/v1", "Nothing answers at"),
+        ("--replay TRACE --url http://127.0.0.1:x", "Invalid URL"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused(
+    meshllm: Invoke, trace: Path, words: str, told: str
+) -> None:
+    result = meshllm("bench", *words.replace("TRACE", str(trace)).split())
+
+    assert result.exit_code != 0
+    assert told in result.stderr

@@ -1,0 +1,175 @@
+"""What a replay sends its requests to: a backend, or an OpenAI-compatible API."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import httpx2
+
+from meshllm.errors import LinkLost, ModelError, PeerFault, UserError
+from meshllm.node.requests.request_json import error_from_fields
+from meshllm.request import Answer, Backend, Piece, Request, Sampling
+from meshllm.strict_json import build, parse
+
+_EVENT = "data: "
+_DONE = "[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """What a target says of an answer."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    tokens: tuple[int, ...] = ()
+    """Their ids, if the target tells them."""
+
+
+class Target(Protocol):
+    """Answers the requests of a replay."""
+
+    async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
+        """Answer a request; call ``begun`` for the first token, and any number of times later.
+
+        Raises:
+            MeshError: it is not answered.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTarget:
+    """A node or a ring as a target."""
+
+    backend: Backend
+
+    async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
+        """Answer a request, see `Target`."""
+        async with aclosing(self.backend.generate(request)) as events:
+            async for event in events:
+                match event:
+                    case Piece(tokens=tokens) if tokens:
+                        begun()
+                    case Answer(tokens=tokens):
+                        counts = (event.prompt_tokens, event.cached_tokens, len(tokens))
+                        return TargetAnswer(*counts, tokens)
+        raise LinkLost("The answer has no end")
+
+
+@dataclass(frozen=True, slots=True)
+class DoorTarget:
+    """An OpenAI-compatible API as a target: its `/v1/completions` takes token ids."""
+
+    client: httpx2.AsyncClient
+    """Of its base URL, without a timeout or a limit of connections."""
+    model: str
+
+    async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
+        """Answer a request, see `Target`; the first text counts as the first token."""
+        usage: _Usage | None = None
+        async for found in self._events(self._body(request)):
+            if found.get("choices"):
+                begun()
+            if reported := found.get("usage"):
+                usage = build(_Usage, reported, "usage", strict=False)
+        if usage is None:
+            raise PeerFault("The server reported no usage")
+        details = usage.prompt_tokens_details
+        cached = details.cached_tokens if details else 0
+        return TargetAnswer(usage.prompt_tokens, cached or 0, usage.completion_tokens)
+
+    def _body(self, request: Request) -> dict[str, object]:
+        sampling = {
+            each.name: value
+            for each in fields(Sampling)
+            if (value := getattr(request.sampling, each.name)) != each.default
+        }
+        return {
+            "model": self.model,
+            "prompt": request.ids,
+            "max_tokens": request.max_tokens,
+            "ignore_eos": request.ignores_end,
+            "temperature": request.sampling.temperature,
+            **sampling,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def _events(self, body: dict[str, object]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the objects of a stream; raise `MeshError` for an error in or before it."""
+        try:
+            async with self.client.stream("POST", "completions", json=body) as response:
+                if response.is_error:
+                    _object((await response.aread()).decode(errors="replace"))
+                    raise PeerFault(f"The server responded with HTTP status {response.status_code}")
+                async for line in response.aiter_lines():
+                    if line.startswith(_EVENT) and line != _EVENT + _DONE:
+                        yield _object(line.removeprefix(_EVENT))
+        except httpx2.TransportError as error:
+            raise LinkLost(f"The connection was lost: {error or type(error).__name__}") from None
+
+
+@asynccontextmanager
+async def open_door_target(
+    url: str, key: str | None, model: str | None
+) -> AsyncIterator[DoorTarget]:
+    """Yield the API at a base URL, as `http://127.0.0.1:7780/v1`.
+
+    Without a ``model`` it is the first that is served.
+
+    Raises:
+        MeshError: nothing answers there, or it serves no model.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    unlimited = httpx2.Limits(max_connections=None)
+    try:
+        async with httpx2.AsyncClient(
+            base_url=url, headers=headers, timeout=None, limits=unlimited
+        ) as client:
+            yield DoorTarget(client, model or await _first_model(client))
+    except httpx2.InvalidURL as error:
+        raise UserError(f"Invalid URL `{url}`: {error}") from None
+
+
+async def _first_model(client: httpx2.AsyncClient) -> str:
+    try:
+        response = await client.get("models")
+    except httpx2.TransportError as error:
+        raise LinkLost(f"Nothing answers at `{client.base_url}`: {error}") from None
+    found = build(_Models, _object(response.text), strict=False).data
+    if not found:
+        raise ModelError(f"No model is served at `{client.base_url}`")
+    return found[0].id
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    data: tuple[_Model, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Parse an object; raise the error that it reports."""
+    found = parse(text.encode())
+    if not isinstance(found, dict):
+        raise PeerFault("The server sent no JSON object")
+    if "error" in found:
+        raise error_from_fields(found["error"])
+    return found

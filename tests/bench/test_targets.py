@@ -1,0 +1,100 @@
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.api.app import owner_application
+from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer
+from meshllm.errors import LinkLost, MeshError
+from meshllm.request import Event, Piece, Prefilled, Request, Sampling
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+
+ASKED = Request(ids=(1, 2), max_tokens=5, sampling=Sampling(top_k=3, seed=7), ignores_end=True)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(owner_application(FakeNode()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
+        yield client
+
+
+def answering(status: int, text: str) -> DoorTarget:
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(status, text=text))
+    return DoorTarget(httpx2.AsyncClient(transport=transport, base_url="http://door/v1"), "m")
+
+
+async def test_a_door_answers_with_its_usage() -> None:
+    node, begun = FakeNode(), list[None]()
+    transport = httpx2.ASGITransport(owner_application(node))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
+        answer = await DoorTarget(client, "builtin").ask(ASKED, lambda: begun.append(None))
+
+    assert answer == TargetAnswer(2, 0, 5)
+    assert len(begun) == 3
+    assert node.requests == [ASKED]
+
+
+async def test_the_error_of_a_door_is_raised(client: httpx2.AsyncClient) -> None:
+    with pytest.raises(MeshError, match="`other` is not served here"):
+        await DoorTarget(client, "other").ask(ASKED, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "told"),
+    [
+        (502, "{}", "HTTP status 502"),
+        (200, "data: [1]\n\n", "no JSON object"),
+        (200, 'data: {"error": {"message": "It broke", "code": "x"}}\n\n', "It broke"),
+        (200, ": patience\n\ndata: [DONE]\n\n", "reported no usage"),
+        (200, 'data: {"usage": {"prompt_tokens": "two"}}\n\n', "completion_tokens"),
+    ],
+)
+async def test_what_a_server_must_not_send_is_an_error(status: int, text: str, told: str) -> None:
+    with pytest.raises(MeshError, match=told):
+        await answering(status, text).ask(ASKED, lambda: None)
+
+
+async def test_a_server_need_not_tell_its_hits() -> None:
+    usage: dict[str, Any] = {"prompt_tokens": 2, "completion_tokens": 5}
+    details: list[dict[str, Any]] = [
+        {},
+        {"prompt_tokens_details": None},
+        {"prompt_tokens_details": {}},
+    ]
+    for more in details:
+        text = f"data: {json.dumps({'choices': [], 'usage': usage | more})}\n\n"
+
+        assert await answering(200, text).ask(ASKED, lambda: None) == TargetAnswer(2, 0, 5)
+
+
+async def test_a_lost_connection_is_named() -> None:
+    def lost(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ReadError("reset", request=request)
+
+    transport = httpx2.MockTransport(lost)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
+        with pytest.raises(LinkLost, match="The connection was lost: reset"):
+            await DoorTarget(client, "m").ask(ASKED, lambda: None)
+
+
+async def test_a_backend_answers_with_its_tokens() -> None:
+    begun: list[None] = []
+    node = FakeNode(said=(Piece("", (1,)), Piece("held"), answer_of("held", 5)))
+
+    answer = await BackendTarget(node).ask(ASKED, lambda: begun.append(None))
+
+    assert (answer.prompt_tokens, answer.new_tokens, len(answer.tokens)) == (2, 5, 5)
+    assert len(begun) == 1
+
+
+async def test_an_answer_without_an_end_is_lost() -> None:
+    class Endless:
+        async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+            yield Prefilled(1, 1)
+
+    with pytest.raises(LinkLost, match="no end"):
+        await BackendTarget(Endless()).ask(ASKED, lambda: None)
