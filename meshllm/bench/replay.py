@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from secrets import token_bytes
 from typing import Any
 
 from meshllm.bench.targets import Target
@@ -16,6 +17,7 @@ from meshllm.request import Request, Sampling
 from meshllm.traces.prompts import MadeUpPrompts
 from meshllm.traces.trace import TraceLine
 
+SALT_BYTES = 16
 _DEFAULTS = {each.name: each.default for each in fields(Sampling)}
 
 
@@ -107,7 +109,8 @@ class TraceReplay:
     target: Target
     speed: float = 1.0
     report: Callable[[str], None] = lambda _: None
-    _prompts: MadeUpPrompts = field(default_factory=MadeUpPrompts)
+    prompts: MadeUpPrompts = field(default_factory=lambda: MadeUpPrompts(token_bytes(SALT_BYTES)))
+    """Those of each replay differ, so that none finds the prompts of an earlier one in a cache."""
     _samples: dict[int, Sample] = field(default_factory=dict)
     """By the place of the line."""
     _errors: Counter[str] = field(default_factory=Counter)
@@ -136,7 +139,7 @@ class TraceReplay:
         )
 
     async def _ask(self, number: int, line: TraceLine) -> None:
-        prompt = self._prompts.prompt(line, number)
+        prompt = self.prompts.prompt(line, number)
         stamps: list[float] = []
         begin = _now()
         try:
@@ -148,7 +151,7 @@ class TraceReplay:
         else:
             end = _now()
             first = stamps[0] if stamps else end
-            self._prompts.answered(line, prompt, reply.tokens)
+            self.prompts.answered(line, prompt, reply.tokens)
             self._samples[number] = Sample(
                 begin, (end - begin) * 1e3, (first - begin) * 1e3,
                 reply.prompt_tokens, reply.cached_tokens, reply.new_tokens,

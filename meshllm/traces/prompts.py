@@ -22,7 +22,9 @@ FIRST: Final = 100  # special tokens have lower or the highest ids; 256 ids are 
 class MadeUpPrompts:
     """The tokens of all buckets so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, salt: bytes = b"") -> None:
+        """Begin; prompts of another ``salt`` share nothing with these."""
+        self._salt = salt
         self._buckets: dict[str, tuple[int, ...]] = {}
         self._next: dict[str, tuple[int, ...]] = {}  # by the id before: a continuation
 
@@ -56,7 +58,7 @@ class MadeUpPrompts:
         """Make ``count`` tokens behind a bucket; those ``shared`` are of another continuation."""
         other = self._next.get(last, ())
         kept = other[: max(0, min(shared, BUCKET - 1, count))]
-        made = shake_128(seed.encode()).digest(count)[len(kept) :]
+        made = shake_128(self._salt + seed.encode()).digest(count)[len(kept) :]
         tokens = (*kept, *(FIRST + byte for byte in made))
         self._note(last, tokens[:BUCKET])
         return tokens

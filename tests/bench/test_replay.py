@@ -61,6 +61,14 @@ def test_a_request_has_length_and_sampling_of_its_line() -> None:
     assert second.sampling.seed == 1
 
 
+def test_two_replays_share_no_prompt() -> None:
+    one, other = Slow(), Slow()
+    for target in (one, other):
+        run_virtual(TraceReplay(at(0.0), target).run())
+
+    assert one.requests[0].ids[:16] != other.requests[0].ids[:16]
+
+
 def test_the_figures_are_beside_those_of_the_trace() -> None:
     seen: list[str] = []
 

@@ -81,6 +81,13 @@ def test_the_next_prompt_of_a_chat_has_the_tokens_of_the_answer() -> None:
     assert len(made) == 75
 
 
+def test_prompts_of_two_salts_share_nothing() -> None:
+    made = [MadeUpPrompts(salt).prompt(line(range(40)), 0) for salt in (b"a", b"b", b"a")]
+
+    assert made[0] == made[2]
+    assert common(made[0], made[1]) == 0
+
+
 def test_an_answer_that_comes_too_late_changes_no_prompt() -> None:
     asked, answered = list(range(20)), list(range(50, 75))
     first, prompts = line(asked, answered), MadeUpPrompts()
