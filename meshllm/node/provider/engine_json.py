@@ -31,6 +31,8 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
     """Return the path and the body that ask an engine; raise `WrongField` for what none can do."""
     if request.scores_prompt:
         raise WrongField("echo", "A provider cannot score a prompt")
+    if request.embeds:
+        raise WrongField("model", "A provider computes no embeddings for the mesh")
     if request.max_reasoning is not None:
         raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
     body: dict[str, Any] = {
@@ -44,6 +46,8 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
         body["stop"] = list(request.stop)
     if request.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in request.logit_bias}
+    if request.ignores_end:
+        body["ignore_eos"] = True
     if not request.turns:
         if request.logprobs is not None:
             raise WrongField("logprobs", "A provider tells log probabilities of chats only")

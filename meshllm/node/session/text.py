@@ -21,8 +21,8 @@ from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker
-from meshllm.node.session.embedding import embed
 from meshllm.node.requests.request_json import LINE_TOKENS
+from meshllm.node.session.embedding import embed
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.protocol.planning.plan import Plan

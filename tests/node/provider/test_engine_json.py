@@ -42,6 +42,7 @@ def test_all_that_a_chat_may_ask_for() -> None:
         sampling=Sampling(0.5, 9, 0.9, 0.1, 1.1, 0.2, 0.3, seed=SEEDS + 7),
         stop=("END",), logit_bias=((5, 1.0),), logprobs=3, schema='{"type":"null"}',
         tools=Tools('[{"name":"f"}]', is_required=True, parallel=False), thinks=False, effort="low",
+        ignores_end=True,
     )  # fmt: skip
 
     _, body = call_of(asked)
@@ -56,6 +57,7 @@ def test_all_that_a_chat_may_ask_for() -> None:
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "required", "parallel_tool_calls": False,
         "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low",
+        "ignore_eos": True,
         "messages": [
             {
                 "role": "assistant", "content": "",
@@ -81,7 +83,12 @@ def test_a_raw_prompt_is_a_completion(prompt: dict[str, Any], sent: object) -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"scores_prompt": True}, {"max_reasoning": 9}, {"turns": (), "raw": "a", "logprobs": 1}],
+    [
+        {"scores_prompt": True},
+        {"max_reasoning": 9},
+        {"turns": (), "raw": "a", "embeds": True},
+        {"turns": (), "raw": "a", "logprobs": 1},
+    ],
 )
 def test_what_no_engine_does_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(WrongField):
