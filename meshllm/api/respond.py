@@ -1,7 +1,7 @@
 """Request bodies, error responses and streamed responses."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
@@ -63,8 +63,9 @@ class Stream(Response, Generic[T]):
         media_type: str,
         write: Callable[[T], bytes],
         fail: Callable[[MeshError], bytes],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(media_type=media_type)
+        super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self.items, self.write, self.fail = items, write, fail
 
@@ -129,6 +130,24 @@ async def with_keep_alive(
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
         await items.aclose()
+
+
+async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerator[T, None]:
+    """Yield the items; close them at the end.
+
+    Raises:
+        TimedOut: they are not complete within ``limit_s``.
+    """
+    clock = asyncio.get_running_loop().time
+    end = clock() + limit_s
+    async with aclosing(items):
+        try:
+            while True:
+                yield await asyncio.wait_for(anext(items), end - clock())
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise TimedOut(f"The answer was not complete within {limit_s:g} s") from None
 
 
 async def read_body(request: Request) -> bytes:

@@ -23,10 +23,12 @@ from meshllm.protocol.membership.gossip import Item, Kind, Slot, SummaryEntry
 from meshllm.protocol.membership.records import (
     MAX_ADDRESSES,
     MAX_BYTES,
+    MAX_CONTEXT,
     MAX_LAYERS,
     MAX_MEMBERS,
     MAX_ROUND_TRIP_US,
     Lifecycle,
+    ModelOffer,
     Profile,
     StateRecord,
 )
@@ -71,6 +73,9 @@ states = st.builds(
     st.booleans(),
     labels,
     few_nodes,
+    st.lists(st.builds(ModelOffer, labels, labels, st.integers(0, MAX_CONTEXT)), max_size=3).map(
+        tuple
+    ),
 )
 
 

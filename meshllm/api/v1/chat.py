@@ -10,10 +10,11 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.respond import Stream, with_keep_alive, within
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import Extension
 from meshllm.api.v1.generating import Generating, read_fields, variants
+from meshllm.api.v1.precision import precision_of
 from meshllm.api.v1.reply import PATIENCE, STREAM, Choice, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.structured import schema_of
@@ -236,22 +237,25 @@ def routes(service: Service) -> list[Route]:
 
     async def chat(request: Request) -> Response:
         body, apart = await read_fields(request, Chat, ("response_format", *FIELDS))
-        schema, tools, key = (
-            schema_of(apart.get("response_format")),
-            tools_of(apart),
-            key_of(request),
-        )
-        asked = [replace(each, schema=schema, tools=tools) for each in body.requests()]
+        schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
+        needs, key = body.meshllm or Extension(), key_of(request)
+        asked = [
+            replace(each, schema=schema, tools=tools, trusted=needs.trust)
+            for each in body.requests()
+        ]
         model = await service.model(key, body.model)
+        needs.check(model)
         reply = _ChatReply(
             "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
         )
-        outline = (body.meshllm or Extension()).outline_mode(body.choices)
-        events = service.answer(key, model, asked, outline)
+        events = service.answer(key, model, asked, needs.outline_mode(body.choices))
+        if needs.deadline_ms:
+            events = within(events, needs.deadline_ms / 1000)
+        headers = {"x-request-id": reply.id, "x-meshllm-precision": precision_of(model)}
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.chunks, failure)
-        return Stream(events, JSON, reply.completion, error_object)
+            return Stream(slow, STREAM, reply.chunks, failure, headers)
+        return Stream(events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from meshllm.api.v1.precision import bits_of, precision_of
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.status import ModelStatus
 from meshllm.strict_json import WrongField
 
 _MODES = {None: None, False: None, True: OutlineMode.ON, "auto": OutlineMode.AUTO}
@@ -13,6 +15,31 @@ class Extension:
     """The object; null is the same as absent."""
 
     outline: bool | str | None = None
+    min_precision: str | None = None
+    """Refuse models whose weights have fewer bits: `int4`, `int8`, `bf16`, `fp16`, `fp32`."""
+    min_context: int | None = None
+    """Refuse models that take fewer tokens."""
+    deadline_ms: int | None = None
+    """End the answer with an error if it is not complete by then."""
+    trust: tuple[str, ...] | None = None
+    """Names or ids of the nodes that may see the request."""
+
+    def check(self, model: ModelStatus) -> None:
+        """Raise `WrongField` if a model does not have what the request needs."""
+        bits, known = bits_of(self.min_precision or ""), bits_of(precision_of(model))
+        if self.min_precision is not None and not bits:
+            text = f"Invalid value `{self.min_precision[:40]}` for `meshllm.min_precision`"
+            raise WrongField("meshllm.min_precision", text, hint="int4, int8, bf16, fp16 or fp32")
+        if bits > known:
+            has = precision_of(model) or "of unknown precision"
+            text = f"`{model.name}` is {has}, and `meshllm.min_precision` is {self.min_precision}"
+            raise WrongField("meshllm.min_precision", text)
+        if (self.min_context or 0) > model.context:
+            text = f"`{model.name}` takes {model.context or 'an unknown number of'} tokens"
+            raise WrongField("meshllm.min_context", text)
+        if self.deadline_ms is not None and self.deadline_ms < 1:
+            text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
+            raise WrongField("meshllm.deadline_ms", text)
 
     def outline_mode(self, choices: int) -> OutlineMode | None:
         """Return how to outline so many answers; raise `WrongField` if it cannot be done."""

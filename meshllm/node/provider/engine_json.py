@@ -29,12 +29,7 @@ _PENALTIES = ("frequency_penalty", "presence_penalty")
 
 def call_of(request: Request) -> tuple[str, dict[str, Any]]:
     """Return the path and the body that ask an engine; raise `WrongField` for what none can do."""
-    if request.scores_prompt:
-        raise WrongField("echo", "A provider cannot score a prompt")
-    if request.embeds:
-        raise WrongField("model", "A provider computes no embeddings for the mesh")
-    if request.max_reasoning is not None:
-        raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
+    _check(request)
     body: dict[str, Any] = {
         "model": request.model,
         "stream": True,
@@ -49,11 +44,21 @@ def call_of(request: Request) -> tuple[str, dict[str, Any]]:
     if request.ignores_end:
         body["ignore_eos"] = True
     if not request.turns:
-        if request.logprobs is not None:
-            raise WrongField("logprobs", "A provider tells log probabilities of chats only")
         body["prompt"] = list(request.ids) if request.ids else request.raw or ""
         return COMPLETIONS, body
     return CHAT, body | _chat(request)
+
+
+def _check(request: Request) -> None:
+    """Raise `WrongField` for what no engine does."""
+    if request.scores_prompt:
+        raise WrongField("echo", "A provider cannot score a prompt")
+    if request.embeds:
+        raise WrongField("model", "A provider computes no embeddings for the mesh")
+    if request.max_reasoning is not None:
+        raise WrongField("max_reasoning_tokens", "A provider takes no limit of reasoning")
+    if request.logprobs is not None and not request.turns:
+        raise WrongField("logprobs", "A provider tells log probabilities of chats only")
 
 
 def _sampling(request: Request) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from meshllm.request import (
     Tools,
     Turn,
 )
-from tests.builders.fake_node import FakeNode
+from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CALL, CHAT_TOOL, ONE_CALL
 from tests.builders.writer import Writer
@@ -591,3 +591,66 @@ async def test_an_outline_that_cannot_be_made_is_refused(
 
     assert (said.status_code, said.json()["error"]["param"]) == (400, param)
     assert door.requests == []
+
+
+@pytest.mark.parametrize(
+    ("model", "needs", "param"),
+    [
+        ("builtin", {"min_precision": "bf16", "min_context": 0}, None),
+        ("builtin", {"min_precision": "fp32"}, "min_precision"),
+        ("builtin", {"min_precision": "gold"}, "min_precision"),
+        ("builtin", {"min_context": 1}, "min_context"),
+        ("builtin", {"deadline_ms": 0}, "deadline_ms"),
+        ("fox", {"min_precision": "bf16", "min_context": 2048}, None),
+        ("fox", {"min_context": 2049}, "min_context"),
+    ],
+)
+async def test_what_a_request_needs_is_met_or_refused(
+    client: httpx2.AsyncClient, door: FakeNode, model: str, needs: dict[str, Any], param: str | None
+) -> None:
+    door.provided = (FOX,)
+
+    said = await client.post(PATH, json=BODY | {"model": model, "meshllm": needs})
+
+    assert said.status_code == (400 if param else 200)
+    assert len(door.requests) == (0 if param else 1)
+    if param:
+        assert said.json()["error"]["param"] == f"meshllm.{param}"
+    else:
+        assert said.headers["x-meshllm-precision"] in {"bfloat16", "bf16"}
+        assert said.headers["x-request-id"] == said.json()["id"]
+
+
+async def test_a_model_of_unknown_precision_meets_none(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (replace(FOX, precision=""),)
+
+    said = await client.post(
+        PATH, json=BODY | {"model": "fox", "meshllm": {"min_precision": "int4"}}
+    )
+
+    assert "of unknown precision" in said.json()["error"]["message"]
+
+
+async def test_a_model_of_a_provider_is_asked_for_by_name(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (FOX,)
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": {"trust": ["gpu"]}})
+
+    assert said.json()["model"] == "fox"
+    assert (door.requests[0].model, door.requests[0].trusted) == ("fox", ("gpu",))
+
+
+async def test_an_answer_behind_its_deadline_is_an_error(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.waits_at = 2
+
+    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 50}})
+
+    assert said.status_code == 503
+    assert "not complete within 0.05 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()

@@ -33,6 +33,7 @@ from tests.property.mesh_strategies import profiles, states
 from tests.property.strategies import nodes
 
 PROFILE = Profile("desk", "1.0", ("ws://10.0.0.7:7700",), 1000, ((1, 0.01), (8, 0.02)), 0.001)
+STATE = StateRecord(followed=b"plan", offers=(ModelOffer("m", "bf16", 9),))
 A, B, C, D = (NodeId(bytes([number]) * 32) for number in range(4))
 
 
@@ -53,7 +54,7 @@ def test_garbage_is_refused(data: bytes) -> None:
             record.decode(b"\x01" + data + b"\xff" * 99_999)
 
 
-@pytest.mark.parametrize("record", [PROFILE, StateRecord(links=((A, 9),), followed=b"plan")])
+@pytest.mark.parametrize("record", [PROFILE, STATE])
 def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
     record: Profile | StateRecord,
 ) -> None:
@@ -63,10 +64,11 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
         record.decode(record.encode()[:-1])
 
 
-def test_a_state_of_an_earlier_version_names_no_faulty_nodes() -> None:
+@pytest.mark.parametrize("missing", [1, 3], ids=["offers", "faulty nodes"])
+def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     state = StateRecord(links=((A, 9),), obstacle="busy")
 
-    assert StateRecord.decode(state.encode()[:-2]) == state
+    assert StateRecord.decode(state.encode()[:-missing]) == state
 
 
 @pytest.mark.parametrize("code", [0, 5, 255])
@@ -130,8 +132,11 @@ def test_a_reversed_span_is_refused() -> None:
         StateRecord(offers=(ModelOffer("m", "p" * (MAX_LABEL_BYTES + 1)),)),
         StateRecord(offers=(ModelOffer("m", context=MAX_CONTEXT + 1),)),
     ],
-    ids=["links", "round trip", "plan", "obstacle", "faulty", "id"],
-)
+    ids=[
+        "links", "round trip", "plan", "obstacle", "faulty", "id", "offers", "model", "precision",
+        "context",
+    ],
+)  # fmt: skip
 def test_a_state_beyond_a_limit_is_refused(state: StateRecord) -> None:
     with pytest.raises(PeerFault):
         StateRecord.decode(state.encode())
