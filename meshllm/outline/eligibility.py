@@ -37,6 +37,7 @@ def objection(request: Request) -> WrongField | None:
         "stop": bool(request.stop),
         "schema": request.schema is not None,
         "tools": request.tools is not None,
+        "reasoning": bool(request.thinks or request.effort),
         "logprobs": request.logprobs is not None,
     }
     for name, is_set in unfit.items():

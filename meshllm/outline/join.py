@@ -150,6 +150,7 @@ class Join:
             tokens_per_second=1 / token_s if token_s else 0.0,
             tokens_per_step=count / steps if steps else 1.0,
             hops=answers[0].hops,
+            reasoning_tokens=sum(each.reasoning_tokens for each in answers),
         )
 
     def _advance(self) -> Iterator[str]:

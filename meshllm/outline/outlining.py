@@ -33,7 +33,7 @@ class Outlining:
         """The request of the outline; it ends behind the most points that fit."""
         most = min(MAX_OUTLINE_TOKENS, self.request.max_tokens // 4)
         stop = (f"\n{self._most + 1}.",)
-        return replace(self.request, turns=self._turns, max_tokens=most, stop=stop)
+        return replace(self.request, turns=self._turns, max_tokens=most, stop=stop, max_reasoning=0)
 
     def take(self, event: Event) -> bool:
         """Take an event of the outline; return whether it is worth waiting for more."""
@@ -64,6 +64,7 @@ class Outlining:
                 turns=(*outline, Turn(role="user", content=self.directive.expand(point, words))),
                 max_tokens=most,
                 sampling=replace(sampling, seed=derived_seed(sampling.seed, point.number)),
+                max_reasoning=0,
                 shares_prefix=True,
             )
             for point in points

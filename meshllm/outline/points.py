@@ -30,15 +30,9 @@ class Point:
 
 
 def read_points(text: str, most: int) -> list[Point]:
-    """Return the points that are numbered 1, 2, ..., at most ``most``; skip all other lines.
-
-    What a model thinks before it answers is not read.
-    """
+    """Return the points that are numbered 1, 2, ..., at most ``most``; skip all other lines."""
     points: list[Point] = []
-    _, _, written = text[:MAX_OUTLINE_CHARS].rpartition("</think>")
-    if "<think>" in written:  # it has not ended
-        return []
-    for line in written.splitlines():
+    for line in text[:MAX_OUTLINE_CHARS].splitlines():
         point = _read(line)
         if point and point.number == len(points) + 1 <= most:
             points.append(point)

@@ -106,6 +106,7 @@ async def test_the_points_continue_the_text_of_the_outline(writer: Writer) -> No
     told = {"role": "assistant", "content": OUTLINE}
     assert all(each.turns[:-1] == (*outline.turns, told) for each in points)
     assert [each.shares_prefix for each in writer.requests] == [False, True, True, True]
+    assert [each.max_reasoning for each in writer.requests] == [0] * 4
 
 
 async def test_each_point_is_named_in_its_request(writer: Writer) -> None:
@@ -248,6 +249,7 @@ UNFIT = {
     "stop": {"stop": ("END",)},
     "schema": {"schema": "{}"},
     "tools": {"tools": Tools('[{"name": "f"}]')},
+    "reasoning": {"thinks": True},
     "logprobs": {"logprobs": 2},
     "max_tokens": {"max_tokens": 127},
     "message of the user": {"turns": (QUESTION, {"role": "assistant", "content": "Well"})},
