@@ -1,7 +1,8 @@
 """Directives: how a model is told to outline an answer and to expand one point, by task.
 
 The first of `DIRECTIVES` that matches the question is used. It is appended to the question, so that
-an outline shares the cache of everything before it; a point continues the text of the outline.
+an outline shares the cache of everything before it; a point continues the text of the outline. The
+texts are short, as every point has its own to prefill.
 """
 
 import re
@@ -15,17 +16,15 @@ NONE = "NONE"
 
 _OUTLINE = """
 
-First write only an outline of the answer: {points}, as a numbered list of 2 to {most} lines like
+First write only an outline: {points}, as a numbered list of 2 to {most} lines like
 1. Title
-Each title has at most 5 words. The points are written out afterwards, independently."""
+Use at most 5 words each. The points are written out later, independently."""
 
 _UNLESS = """
-Do not outline an answer that is short, code or mathematics, or whose parts build on each other:
-write only {none}."""
+If the answer is short, code or mathematics, or its parts build on each other, write only {none}."""
 
 _EXPAND = """\
-Write only the text of point {number}, "{title}", in at most {words} words. The other points are
-written by others: do not repeat the heading, do not write about them, and do not conclude."""
+Write only point {number}, "{title}", in at most {words} words, without heading and conclusion."""
 
 
 @dataclass(frozen=True, slots=True)
