@@ -3,7 +3,8 @@
 Theory of operation: the last row of a prompt comes back to the entry, as for an answer. If all rows
 are wanted, the prompt is its first token, and the others are forced behind it as drafts that are
 all right: the rows of these decode steps come back, too. So pooling needs nothing new of the other
-ranks. If the ring is lost, the ingress asks again, from the first token.
+ranks. If the ring is lost, the ingress asks again, from the first token. The prefix cache is left
+to answers.
 """
 
 import base64
@@ -112,6 +113,5 @@ async def embed(
         tokens_per_second=0.0,
         tokens_per_step=0.0,
         hops=(),
-        cached_tokens=min(measured.reused, len(wanted)),
         embedding=base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode(),
     )

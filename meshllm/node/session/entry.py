@@ -229,7 +229,7 @@ class EntryNode:
             given=len(order.given) if self._ends.front.is_row_invariant else 0,
             context=self._ends.context,
             max_crop=self._config.max_crop,
-            keep_from=MIN_SHARED if self._prefixes.index.keeps else None,
+            keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
         )
 
@@ -242,7 +242,7 @@ class EntryNode:
             held = order.known[:-1]  # on every rank: the last token was sampled behind them
             lost, chunks = read_resumable(order.resume, len(held), self._config.max_chunk)
             found = self._prefixes.resume(lost, held, chunks, now)
-        if found is None and self._prefixes.index.keeps:
+        if found is None and self._uses_prefixes(order):
             found = self._prefixes.find(order.known, now, is_shared=order.shares_prefix)
         start = start_from(found, self._ends.front.new_cache)
         if start.base and start.base.is_claimed:
@@ -263,6 +263,10 @@ class EntryNode:
             generation.outputs.put_nowait(resumable(key, start.base.chunks))
         self._act(session, machine.open(now, start.base))
         return generation
+
+    def _uses_prefixes(self, order: GenerationRequest) -> bool:
+        """Whether an order uses the prefix cache; an embedding would evict what chats continue."""
+        return self._prefixes.index.keeps and order.on_rows is None
 
     def _prepared(self) -> int:
         return sum(each.prepared for each in self._ends.runners)

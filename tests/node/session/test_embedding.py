@@ -86,7 +86,7 @@ async def test_dimensions_are_the_first_ones_normalised_again() -> None:
         most, *_ = await embedded(ring, replace(ASKED, dimensions=len(whole)))
 
         torch.testing.assert_close(short, whole[:16] / whole[:16].norm())
-        torch.testing.assert_close(most, whole)
+        assert torch.equal(most, whole)
         for wrong in (0, len(whole) + 1):
             with pytest.raises(WrongField, match=f"`dimensions` is {wrong}, not between 1 and"):
                 await embedded(ring, replace(ASKED, dimensions=wrong))
@@ -131,6 +131,21 @@ async def test_an_embedding_that_is_closed_leaves_nothing() -> None:
         assert ring.entry.sessions == 0
         assert ring.entry.budget.live_bytes == 0
         assert [stage.budget.live_bytes for stage in ring.stages] == [0]
+
+
+async def test_an_embedding_leaves_the_prefix_cache_to_answers() -> None:
+    async with open_local_ring(resolve("builtin"), options(2)) as ring:
+        first, *_ = await embedded(ring, ASKED)
+        assert ring.entry.budget.kept_bytes == 0
+        prompt = replace(ASKED, embeds=False, max_tokens=1)
+        assert [event async for event in ring.generate(prompt)]
+        kept = ring.entry.budget.kept_bytes
+
+        again, answer, _ = await embedded(ring, ASKED)
+
+        assert torch.equal(again, first)
+        assert answer.cached_tokens == 0
+        assert ring.entry.budget.kept_bytes == kept > 0
 
 
 async def test_what_has_no_embedding_is_refused() -> None:
