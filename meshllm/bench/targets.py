@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import httpx2
@@ -43,10 +43,13 @@ class BackendTarget:
     """A node or a ring as a target."""
 
     backend: Backend
+    model: str = ""
+    """Of a provider; empty for the model of the ring."""
 
     async def ask(self, request: Request, begun: Callable[[], None]) -> TargetAnswer:
         """Answer a request, see `Target`."""
-        async with aclosing(self.backend.generate(request)) as events:
+        asked = replace(request, model=self.model)
+        async with aclosing(self.backend.generate(asked)) as events:
             async for event in events:
                 match event:
                     case Piece(tokens=tokens) if tokens:

@@ -1,5 +1,6 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -85,10 +86,11 @@ async def test_a_backend_answers_with_its_tokens() -> None:
     begun: list[None] = []
     node = FakeNode(said=(Piece("", (1,)), Piece("held"), answer_of("held", 5)))
 
-    answer = await BackendTarget(node).ask(ASKED, lambda: begun.append(None))
+    answer = await BackendTarget(node, "whole").ask(ASKED, lambda: begun.append(None))
 
     assert (answer.prompt_tokens, answer.new_tokens, len(answer.tokens)) == (2, 5, 5)
     assert len(begun) == 1
+    assert node.requests == [replace(ASKED, model="whole")]
 
 
 async def test_an_answer_without_an_end_is_lost() -> None:

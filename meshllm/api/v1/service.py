@@ -17,7 +17,7 @@ from meshllm.errors import MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.request import Answer, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus
 from meshllm.traces.recorder import Recorder
 
@@ -99,7 +99,7 @@ class Service:
         try:
             await self._check_quota(key)
             with self._counted(key):
-                node = self.recorder.traced(self.node, model.name) if self.recorder else self.node
+                node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers else ""
                 streams = [backend.generate(replace(each, model=name)) for each in asked]
@@ -129,6 +129,12 @@ class Service:
                 f"The key `{key.name}` has used {used} of {most} tokens of today (UTC)",
                 Failure(429, "tokens", "rate_limit_exceeded", retry_s=wait_s),
             )
+
+    def _recorded(self, model: ModelStatus, asked: Sequence[Request]) -> Backend:
+        """Return what answers; it records requests in the trace, but for embeddings."""
+        if self.recorder is None or any(each.embeds for each in asked):
+            return self.node
+        return self.recorder.traced(self.node, model.name)
 
     @contextmanager
     def _counted(self, key: ApiKey | None) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """`meshllm bench --replay`: finds what answers, replays the trace, and lays the figures out."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from meshllm.errors import MeshError, UserError
 if TYPE_CHECKING:
     from meshllm.bench.replay import LoadFigures, Percentiles, ReplayComparison
     from meshllm.bench.targets import Target
+    from meshllm.status import ModelStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,18 @@ async def _target(
             hint = "start one with `meshllm node`, or give `--url` or `--nodes`"
             raise UserError("There is no running node to replay the trace on", hint=hint)
         client = NodeClient(socket_path(chosen))
-        served = [each.name for each in await client.models()]
-        if options.model not in {None, *served}:
-            hint = f"served: {', '.join(f'`{name}`' for name in served) or 'nothing yet'}"
-            raise UserError(f"The model `{options.model}` is not served", hint=hint)
-        yield BackendTarget(client)
+        yield BackendTarget(client, asked_name(options.model, await client.models()))
+
+
+def asked_name(model: str | None, served: "Sequence[ModelStatus]") -> str:
+    """Return how to ask for a model, or for the first one: its name if it is a provider's."""
+    for each in served:
+        if model in {None, each.name}:
+            return each.name if each.providers else ""
+    if model is None:
+        raise MeshError("The node serves no model yet", hint="see `meshllm ring status`")
+    hint = f"served: {', '.join(f'`{each.name}`' for each in served) or 'nothing yet'}"
+    raise UserError(f"The model `{model}` is not served", hint=hint)
 
 
 @asynccontextmanager

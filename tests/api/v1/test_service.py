@@ -3,6 +3,7 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -15,6 +16,9 @@ from meshllm.api.failure import Refused
 from meshllm.api.v1.service import Service, day_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Piece, Request
+from meshllm.traces.file import TraceFile
+from meshllm.traces.recorder import Recorder
+from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FakeNode
 from tests.builders.writer import ASKED as OUTLINED
 from tests.builders.writer import Writer
@@ -56,6 +60,20 @@ async def test_a_request_is_accounted_for_by_key(
 
     assert accounts.usage("key") == [("laptop", KeyUsage(2, 0, 4, 0, 10))]
     assert accounts.usage("model") == [("builtin", KeyUsage(2, 0, 4, 0, 10))]
+
+
+async def test_requests_but_embeddings_are_recorded(
+    door: FakeNode, accounts: Accounts, tmp_path: Path
+) -> None:
+    path, asked = tmp_path / "trace", Request(raw="hi")
+    with TraceFile.open(path) as file:
+        service = Service(door, accounts, Recorder(file))
+        model = await service.model(None, "builtin")
+        for requests in ([asked, asked], [replace(asked, embeds=True)]):
+            _ = [event async for event in service.answer(None, model, requests)]
+
+    assert [each.model for each in read_trace(path)] == ["builtin", "builtin"]
+    assert [each.reports_prompt for each in door.requests] == [True, True, False]
 
 
 async def test_a_failed_request_is_an_error(

@@ -1,5 +1,6 @@
 """`bench`: parse, call one function, render."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,14 @@ import pytest
 import torch
 
 from meshllm.bench import engine_table, ring_table
+from meshllm.cli.commands import replay
+from meshllm.errors import MeshError
 from meshllm.names import Quant
+from meshllm.status import ModelStatus
 from meshllm.traces.trace import TraceLine
+from tests.builders.fake_node import FakeNode
 from tests.cli.conftest import Invoke
+from tests.cli.node.test_serve import running
 
 RINGS = [
     ring_table.RingRow("transformers", 0, Quant.NONE, 100.0, 20.0, 50.0, 1.0, 0.5, 1.0, 0.0),
@@ -265,3 +271,40 @@ def test_a_replay_that_cannot_be_is_refused(
 
     assert result.exit_code != 0
     assert told in result.stderr
+
+
+@pytest.mark.socket
+async def test_a_trace_is_replayed_on_the_running_node(
+    meshllm: Invoke, trace: Path, tmp_path: Path
+) -> None:
+    node, state = FakeNode(), tmp_path / "state"
+    words = ["--replay", str(trace), "--state", str(state)]
+    async with running(node, state / "door.sock"):
+        result = await asyncio.to_thread(meshllm, "bench", *words, "--json", "-")
+        other = await asyncio.to_thread(meshllm, "bench", *words, "--model", "other")
+        node.fails_at = 0
+        failed = await asyncio.to_thread(meshllm, "bench", *words)
+
+    assert json.loads(result.stdout)["replay"]["new_tokens"] == 10
+    assert "The model `other` is not served" in other.stderr
+    assert (failed.exit_code, "No request was answered: It broke" in failed.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("served", "model", "asked"),
+    [(("",), None, ""), (("", "p"), "m1", "m1"), (("p", ""), None, "m0")],
+)
+def test_the_model_of_a_provider_is_asked_by_name(
+    served: tuple[str, ...], model: str | None, asked: str
+) -> None:
+    models = [
+        ModelStatus(f"m{number}", 1, 1, "", "", providers=tuple(filter(None, [each])))
+        for number, each in enumerate(served)
+    ]
+
+    assert replay.asked_name(model, models) == asked
+
+
+def test_a_node_without_a_model_replays_nothing() -> None:
+    with pytest.raises(MeshError, match="serves no model yet"):
+        replay.asked_name(None, [])
