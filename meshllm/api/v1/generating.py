@@ -127,7 +127,11 @@ def variants(asked: Asked, count: int) -> list[Asked]:
     """Return requests for ``count`` answers, which differ in their seeds."""
     first = asked.sampling
     return [
-        replace(asked, sampling=replace(first, seed=(first.seed + place) % SEEDS))
+        replace(
+            asked,
+            sampling=replace(first, seed=(first.seed + place) % SEEDS),
+            shares_prefix=count > 1,
+        )
         for place in range(count)
     ]
 

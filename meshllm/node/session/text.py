@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text.answer_parser import AnswerParser
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.grammar import Constraint, Vocabulary
-from meshllm.model.text.reasoning import ReasoningLimit, ReasoningParser
+from meshllm.model.text.reasoning import ReasoningFormat, ReasoningLimit, ReasoningParser
 from meshllm.model.text.tokenizer import Text
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
@@ -74,14 +74,16 @@ class RingBackend:
         _check_tokens(request, self.entry.vocabulary)
         # Megabytes of text take seconds.
         functions = _functions(request)
-        prompt, stream, parser = await self.worker.run(_prepare, text, request, functions)
+        prompt, stream, parser, reasoning = await self.worker.run(
+            _prepare, text, request, functions
+        )
         _check_room(request, prompt, self.entry.context)
         for reported in _reported(prompt) if request.reports_prompt else ():
             yield reported
         transcript = _Transcript(
             text, stream, parser, request.logprobs, ignores_end=request.ignores_end
         )
-        grammar = await self._constraint(request, prompt)
+        grammar = await self._constraint(request, reasoning)
         order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
         finished = (
             FinishReason.LENGTH
@@ -144,21 +146,27 @@ class RingBackend:
             async for event in events:
                 yield event
 
-    async def _constraint(self, request: Request, prompt: Sequence[int]) -> Constraint | None:
+    async def _constraint(
+        self, request: Request, reasoning: "_Reasoning | None"
+    ) -> Constraint | None:
         """Return what the answer may continue with."""
         text, grammar = self.text, await self._grammar(request)
-        form = text.style.reasoning if request.turns else None
-        if form and (grammar or request.max_reasoning is not None):
-            begin, end = (text.markers.get(marker) for marker in (form.begin, form.end))
+        if reasoning and (grammar or request.max_reasoning is not None):
+            begin, end = map(text.markers.get, (reasoning.form.begin, reasoning.form.end))
             if begin is not None and end is not None:
                 grammar = ReasoningLimit(
                     begin,
                     end,
-                    is_open=form.is_open(text.tail(prompt)),
+                    is_open=reasoning.is_open,
                     most=request.max_reasoning,
                     then=grammar,
                     end_tokens=text.end_tokens,
                 )
+            elif request.max_reasoning is not None:
+                problem = (
+                    "The reasoning of this model cannot be limited: its markers are not tokens"
+                )
+                raise WrongField("max_reasoning_tokens", problem)
         if grammar:
             grammar.take(request.given)
         return grammar
@@ -327,25 +335,41 @@ def _functions(request: Request) -> tuple[Function, ...]:
     return Function.all_of(request.tools)
 
 
-def _prepare(
-    text: Text, request: Request, functions: Sequence[Function]
-) -> tuple[tuple[int, ...], TextStream, AnswerParser]:
+class _Reasoning(NamedTuple):
+    """How the model reasons, and whether the prompt ends within its reasoning."""
+
+    form: ReasoningFormat
+    is_open: bool
+
+
+class _Prepared(NamedTuple):
+    """The prompt of a request, and what reads its answer."""
+
+    prompt: tuple[int, ...]
+    stream: TextStream
+    parser: AnswerParser
+    reasoning: _Reasoning | None
+
+
+def _prepare(text: Text, request: Request, functions: Sequence[Function]) -> _Prepared:
     """Tokenize the prompt; make a stream and a parser that have read the given tokens."""
     prompt = tuple(_encode(text, request, functions))
     form = text.style.reasoning if request.turns else None
+    reasoning = _Reasoning(form, form.is_open(text.tail(prompt))) if form else None
     shown = [*((form.begin, form.end) if form else ()), *(MARKERS if functions else ())]
     stream = text.stream(request.stop, shown)
-    reasoning = ReasoningParser(form, is_open=form.is_open(text.tail(prompt))) if form else None
     offered = {each.name: each.parameters for each in functions}
-    tools = ToolParser(text.style.tool_format, offered) if functions else None
-    parser = AnswerParser(reasoning, tools)
+    parser = AnswerParser(
+        ReasoningParser(reasoning.form, is_open=reasoning.is_open) if reasoning else None,
+        ToolParser(text.style.tool_format, offered) if functions else None,
+    )
     known = len(prompt) if request.scores_prompt else 0
     for place, token in enumerate(request.given):
         if place < known:
             stream.push_prompt(token)
         elif token not in text.end_tokens:
             parser.push(stream.push(token))
-    return prompt, stream, parser
+    return _Prepared(prompt, stream, parser, reasoning)
 
 
 def _reported(prompt: tuple[int, ...]) -> Iterator[PromptTokens]:

@@ -250,6 +250,10 @@ async def test_reasoning_is_closed_in_time(
     )
     assert (schema.text, schema.reasoning) == ("7", answer.reasoning)
 
+    monkeypatch.setattr(text, "markers", {})
+    with pytest.raises(WrongField, match="cannot be limited"):
+        await events_of(ring, replace(ASKED, max_reasoning=2))
+
 
 async def test_a_prompt_is_only_counted(ring: LocalRing) -> None:
     _, answer = await events_of(ring, replace(ASKED, max_tokens=1))
