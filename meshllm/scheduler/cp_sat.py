@@ -13,7 +13,7 @@ One thread, a fixed seed and a limit of deterministic time give the same answer 
 from importlib.util import find_spec
 
 from meshllm.scheduler.options import Options
-from meshllm.scheduler.search import Found, Uses, fits, found_of, improving
+from meshllm.scheduler.search import Found, Sets, fits, found_of, improving
 
 KEPT = 30
 MAX_WORK_S = 10.0
@@ -57,16 +57,14 @@ def search_by_solver(options: Options) -> list[Found]:
     return [found_of(options, tuple(taken))]
 
 
-def pool_of(options: Options, model: int) -> dict[Uses, tuple[float, tuple[int, ...]]]:
+def pool_of(options: Options, model: int) -> Sets:
     """Return good sets of replicas of a model by the machines that they use, the empty one too."""
     counts = options.workload.counts
     allowed = options.of(model)
-    level: dict[Uses, tuple[float, tuple[int, ...]]] = {
-        (0,) * len(counts): (options.cost(model, ()), ())
-    }
+    level: Sets = {(0,) * len(counts): (options.cost(model, ()), ())}
     pool = dict(level)
     while level:
-        grown: dict[Uses, tuple[float, tuple[int, ...]]] = {}
+        grown: Sets = {}
         for uses, (_, chosen) in level.items():
             for at in allowed:
                 both = tuple(map(sum, zip(uses, options.all[at].uses, strict=True)))
@@ -81,9 +79,9 @@ def pool_of(options: Options, model: int) -> dict[Uses, tuple[float, tuple[int, 
 
 
 def _best_of_each_size(
-    grown: dict[Uses, tuple[float, tuple[int, ...]]],
-) -> dict[Uses, tuple[float, tuple[int, ...]]]:
-    kept: dict[Uses, tuple[float, tuple[int, ...]]] = {}
+    grown: Sets,
+) -> Sets:
+    kept: Sets = {}
     sizes: dict[int, int] = {}
     for uses, found in sorted(grown.items(), key=lambda item: item[1]):
         size = sum(uses)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations_with_replacement
 from typing import Self
@@ -23,6 +24,8 @@ class Options:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._banned: frozenset[int] = frozenset()
+        self.lookups = 0
+        """Of costs: the measure of the work of a search."""
         self._times: dict[tuple[int, tuple[int, ...]], float] = {}
 
     @cached_property
@@ -52,6 +55,7 @@ class Options:
 
         By Little's law that is its rate times their mean time; smaller is better.
         """
+        self.lookups += 1
         key = model, tuple(sorted(chosen))
         if key not in self._times:
             rate = self.workload.models[model].load.rate
@@ -73,15 +77,17 @@ class Options:
         return [[at for at, each in enumerate(self.all) if each.model == one] for one in models]
 
     def _of(self, model: int) -> Iterator[ReplicaOption]:
-        """Yield the options of a model: for each mix, those that no other of it dominates."""
+        """Yield the options of a model that no other with fewer machines dominates."""
         fewest, most = MAX_RING, MAX_MIXES // len(self.workload.models)
+        kept: list[_Candidate] = []
         for at, mix in enumerate(self._mixes()):
             if at >= most or len(mix) > min(MAX_RING, fewest + _SPARE):
-                return
-            best = list(self._best(model, mix))
+                break
+            best = self._best(model, mix)
             if best:
                 fewest = min(fewest, len(mix))
-            yield from best
+            kept += [each for each in best if not any(each.is_dominated(other) for other in kept)]
+        yield from (each.option for each in kept)
 
     def _mixes(self) -> Iterator[tuple[int, ...]]:
         kinds = range(len(self.workload.kinds))
@@ -90,11 +96,11 @@ class Options:
                 if all(mix.count(kind) <= self.workload.kinds[kind].count for kind in set(mix)):
                     yield mix
 
-    def _best(self, model: int, mix: tuple[int, ...]) -> Iterator[ReplicaOption]:
-        """Yield the option with the most capacity, and the one with the least time if idle."""
+    def _best(self, model: int, mix: tuple[int, ...]) -> list["_Candidate"]:
+        """Return the option with the most capacity, and the one with the least time if idle."""
         spreads = (Spread.BALANCED, Spread.FASTEST) if len(set(mix)) > 1 else (Spread.BALANCED,)
         load = self.workload.models[model].load
-        found: list[tuple[float, float, ReplicaOption]] = []
+        found: list[_Candidate] = []
         for entry in sorted(set(mix)):
             others = list(mix)
             others.remove(entry)
@@ -102,8 +108,26 @@ class Options:
                 option = make_option(self.workload, model, (entry, *others), spread)
                 if option is not None:
                     estimate = Estimate(option.engine, load)
-                    found.append((-estimate.capacity, estimate.stay_s(0.0), option))
-        if found:
-            widest = min(range(len(found)), key=lambda at: found[at][:2])
-            quickest = min(range(len(found)), key=lambda at: (found[at][1], found[at][0]))
-            yield from (found[at][2] for at in dict.fromkeys((widest, quickest)))
+                    found.append(_Candidate(option, estimate.capacity, estimate.stay_s(0.0)))
+        if not found:
+            return []
+        widest = min(found, key=lambda each: (-each.capacity, each.idle_s))
+        quickest = min(found, key=lambda each: (each.idle_s, -each.capacity))
+        return [widest] if widest is quickest else [widest, quickest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    option: ReplicaOption
+    capacity: float
+    idle_s: float
+    """Time of a request, without others."""
+
+    def is_dominated(self, other: "_Candidate") -> bool:
+        """Return whether another takes no more of any machines and is as good at any load."""
+        pairs = zip(other.option.uses, self.option.uses, strict=True)
+        return (
+            other.capacity >= self.capacity
+            and other.idle_s <= self.idle_s
+            and all(fewer <= more for fewer, more in pairs)
+        )

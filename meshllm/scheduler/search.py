@@ -9,23 +9,29 @@ at most `MOST_SETS` sets of replicas of each model.
 
 For more, replicas are added greedily, the one first that saves most per machine, to each single
 replica. The best results are improved by replacing one or two replicas with another and filling the
-gap greedily, until no such change helps or `MOST_TRIES` were tried. Both searches are
-deterministic: limits count work, not time.
+gap greedily, until no such change helps. Both searches are deterministic: `MOST_LOOKUPS` limits
+work, not time.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import TypeAlias
 
 from meshllm.scheduler.options import Options
 
 MOST_SETS = 3000
-MOST_TRIES = 300
+MOST_LOOKUPS = 300_000
+"""Of costs, by all greedy searches and by each improvement: about a second."""
 
 _IMPROVED = 3  # of the greedy results
-
 _WORTH = 1e-9  # of a cost: less is rounding
-Uses = tuple[int, ...]
+
+Uses: TypeAlias = tuple[int, ...]
+"""Machines of each kind."""
+
+Sets: TypeAlias = dict[Uses, tuple[float, tuple[int, ...]]]
+"""Cost and replicas of the best set that uses these machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +52,9 @@ def search(options: Options) -> list[Found]:
 def search_exactly(options: Options) -> list[Found]:
     """Return the best set of replicas as the only one; empty if there are too many to try."""
     counts = options.workload.counts
-    shared: dict[Uses, tuple[float, tuple[int, ...]]] = {(0,) * len(counts): (0.0, ())}
+    shared: Sets = {(0,) * len(counts): (0.0, ())}
     for model in range(len(options.workload.models)):
-        best: dict[Uses, tuple[float, tuple[int, ...]]] = {}
+        best: Sets = {}
         for number, (uses, chosen) in enumerate(_sets(options, options.of(model), counts)):
             if number >= MOST_SETS:
                 return []
@@ -63,7 +69,8 @@ def search_locally(options: Options) -> list[Found]:
     """Return sets of replicas that no small change improves, and those on the way to them."""
     models = range(len(options.workload.models))
     starts = [(), *((at,) for model in models for at in options.of(model))]
-    greedy = {fill(options, start) for start in starts}
+    last = options.lookups + MOST_LOOKUPS
+    greedy = {fill(options, start) for start in starts if options.lookups < last}
     likeliest = sorted((found_of(options, chosen) for chosen in greedy), key=order)[:_IMPROVED]
     found = {each for start in likeliest for each in improve(options, start.chosen)}
     return sorted(found, key=order)
@@ -90,9 +97,9 @@ def fill(options: Options, chosen: tuple[int, ...]) -> tuple[int, ...]:
 def improve(options: Options, chosen: tuple[int, ...]) -> list[Found]:
     """Replace replicas while that helps; return all sets on the way, of which the last is best."""
     way = [found_of(options, chosen)]
-    tries, starts = 0, _starts(options, chosen)
-    while tries < MOST_TRIES and (start := next(starts, None)) is not None:
-        tries += 1
+    starts = _starts(options, chosen)
+    last = options.lookups + MOST_LOOKUPS
+    while options.lookups < last and (start := next(starts, None)) is not None:
         found = found_of(options, fill(options, start))
         if found.mean_s < way[-1].mean_s * (1 - _WORTH):
             way.append(found)
@@ -136,10 +143,10 @@ def _sets(
 
 
 def improving(
-    best: dict[Uses, tuple[float, tuple[int, ...]]],
-) -> dict[Uses, tuple[float, tuple[int, ...]]]:
+    best: Sets,
+) -> Sets:
     """Drop sets for which fewer machines give as much."""
-    kept: dict[Uses, tuple[float, tuple[int, ...]]] = {}
+    kept: Sets = {}
     for uses, found in sorted(best.items(), key=lambda item: (item[1][0], sum(item[0]))):
         if not any(fits(fewer, uses) for fewer in kept):
             kept[uses] = found
@@ -147,12 +154,12 @@ def improving(
 
 
 def _share(
-    shared: dict[Uses, tuple[float, tuple[int, ...]]],
-    best: dict[Uses, tuple[float, tuple[int, ...]]],
+    shared: Sets,
+    best: Sets,
     counts: Uses,
-) -> dict[Uses, tuple[float, tuple[int, ...]]]:
+) -> Sets:
     """Add one more model to the best sets by machines used."""
-    grown: dict[Uses, tuple[float, tuple[int, ...]]] = {}
+    grown: Sets = {}
     for used, (cost, chosen) in shared.items():
         for uses, (more, added) in best.items():
             both = tuple(map(sum, zip(used, uses, strict=True)))

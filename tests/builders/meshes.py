@@ -47,7 +47,8 @@ def served(architecture: Architecture, rate: float = 1.0, load: ModelLoad = CHAT
 def random_mesh(seed: int, *, kinds: int = 4, count: int = 6, models: int = 3) -> Workload:
     """Draw two models and two kinds of machines or more, their links and loads.
 
-    All models fit. Rates are 0.3 to 1.2 times what the placement by memory can serve.
+    All models fit. Rates are 0.3 to 1.2 times what the placement by memory can serve, and at most
+    30 times the smallest.
     """
     random = Random(seed)
     while True:
@@ -76,13 +77,16 @@ def random_mesh(seed: int, *, kinds: int = 4, count: int = 6, models: int = 3) -
 def _loaded(found: Workload, random: Random) -> Workload | None:
     """Set the rates; None if a model does not fit."""
     placed = memory_proportional(found)
-    models = []
+    rates = []
     for number, each in enumerate(found.models):
-        replicas = [
-            Estimate(option.engine, each.load) for option in placed if option.model == number
-        ]
-        if not replicas:
-            return None
-        rate = sum(replica.capacity for replica in replicas) * random.uniform(0.3, 1.2)
-        models.append(ServedModel(each.architecture, replace(each.load, rate=rate)))
+        own = [option for option in placed if option.model == number]
+        capacity = sum(Estimate(option.engine, each.load).capacity for option in own)
+        rates.append(capacity * random.uniform(0.3, 1.2))
+    if not all(rates):
+        return None
+    most = 30 * min(rates)
+    models = (
+        replace(each, load=replace(each.load, rate=min(rate, most)))
+        for each, rate in zip(found.models, rates, strict=True)
+    )
     return replace(found, models=tuple(models))

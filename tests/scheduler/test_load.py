@@ -50,6 +50,16 @@ def test_the_seed_decides_everything() -> None:
     assert next(LOAD.arrivals(0, 1)).at_s != next(LOAD.arrivals(1, 1)).at_s
 
 
+def test_a_sample_has_some_requests_of_a_rare_model() -> None:
+    ones = Lengths((1,)), Lengths((1,))
+    busy, rare, rarest = (ModelLoad(rate, *ones) for rate in (100.0, 1.0, 0.01))
+
+    found = sample([busy, rare], 2000)
+    assert len(found) == pytest.approx(50 * 101, rel=0.05)
+    assert sum(each.model for each in found) == pytest.approx(50, rel=0.3)
+    assert len(sample([busy, rarest], 2000)) == pytest.approx(8000, rel=0.05)
+
+
 def test_a_sample_mixes_models_in_order_of_time() -> None:
     busy, calm = ModelLoad(9.0, Lengths((1,)), Lengths((1,))), ModelLoad(1.0, *[Lengths((1,))] * 2)
 

@@ -69,7 +69,7 @@ def test_the_local_search_comes_close(seed: int) -> None:
     assert best.mean_s <= found[0].mean_s <= 1.05 * best.mean_s
 
 
-@pytest.mark.parametrize("seed", [5, 11])
+@pytest.mark.parametrize("seed", [29, 33])
 def test_a_large_mesh_is_searched_within_its_machines(seed: int) -> None:
     options = Options(random_mesh(seed))
     assert search_exactly(options) == []  # too many sets
@@ -82,7 +82,7 @@ def test_a_large_mesh_is_searched_within_its_machines(seed: int) -> None:
 
 
 def test_the_answer_does_not_depend_on_the_run() -> None:
-    first, second = (search(Options(random_mesh(5))) for _ in range(2))
+    first, second = (search(Options(random_mesh(29))) for _ in range(2))
 
     assert first == second
 
