@@ -57,8 +57,20 @@ class _HoldingPool(ThreadPoolExecutor):
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.hold()
-        future = super().submit(function, *args, **kwargs)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.release))
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as error:  # as in every executor: raised by `Future.result`
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            # After all callbacks of the future: one of them tells the loop about the result.
+            loop.call_soon_threadsafe(loop.release)
+
+        super().submit(run)
         return future
 
 

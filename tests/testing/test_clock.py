@@ -50,6 +50,50 @@ def test_time_is_held_while_a_thread_computes() -> None:
     assert run_virtual(main()) == 0
 
 
+def test_time_is_held_until_a_result_of_the_compute_thread_has_arrived() -> None:
+    begin, passed = threading.Event(), threading.Event()
+
+    async def main() -> float:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def arrive(_: object) -> None:
+            passed.wait(0.05)  # the thread is interrupted before it tells the loop
+            loop.call_soon_threadsafe(arrived.set)
+
+        loop.call_later(10, passed.set)
+        with clock._HoldingPool(1) as executor:
+            executor.submit(begin.wait).add_done_callback(arrive)
+            begin.set()
+            await arrived.wait()
+        return loop.time()
+
+    assert run_virtual(main()) == 0
+
+
+def test_a_function_that_is_cancelled_before_it_begins_does_not_hold_time() -> None:
+    begin = threading.Event()
+
+    async def main() -> float:
+        with clock._HoldingPool(1) as executor:
+            executor.submit(begin.wait)
+            waiting = executor.submit(pytest.fail, "it ran")
+            assert waiting.cancel()
+            begin.set()
+            await asyncio.sleep(5)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5
+
+
+def test_an_error_of_the_compute_thread_is_raised_where_it_is_awaited() -> None:
+    async def main() -> None:
+        with clock._HoldingPool(1) as executor:
+            await asyncio.wrap_future(executor.submit(int, "x"))
+
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_virtual(main())
+
+
 def test_time_advances_after_the_wait_for_a_thread_is_cancelled() -> None:
     release = threading.Event()
 
