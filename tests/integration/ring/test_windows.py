@@ -7,6 +7,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -75,8 +76,15 @@ def bold(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Random(7)
 
     def choose(
-        _: Lookahead, __: int, room: int, *, depth: int = 1, max_drafts: float = inf
+        _: Lookahead,
+        __: int,
+        room: int,
+        *,
+        depth: int = 1,
+        max_drafts: float = inf,
+        sessions: int = 1,
     ) -> Window:
+        assert sessions >= 1
         windows = [
             Window(guesses, steps)
             for guesses in GUESSES
@@ -249,10 +257,10 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     asked, choose = [], Lookahead.choose
 
     def noted(
-        self: Lookahead, confidence: int, room: int, *, depth: int = 1, max_drafts: float = inf
+        self: Lookahead, confidence: int, room: int, *, depth: int = 1, **limits: Any
     ) -> Window:
         asked.append(depth)
-        return choose(self, confidence, room, depth=depth, max_drafts=max_drafts)
+        return choose(self, confidence, room, depth=depth, **limits)
 
     monkeypatch.setattr(Lookahead, "choose", noted)
     return asked
