@@ -60,9 +60,12 @@ class Refused(UserError):
         self.failure = failure
 
 
+_TOO_LONG = "context_length_exceeded"
+_PROMPTS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}
+"""The field of the prompt, where it is not `messages`."""
 _LATER = Failure(503, SERVER, "service_unavailable", retry_s=RETRY_S)
 _FAILURES: dict[type[MeshError], Failure] = {
-    ContextTooLong: Failure(400, INVALID, "context_length_exceeded", "messages"),
+    ContextTooLong: Failure(400, INVALID, _TOO_LONG, "messages"),
     BodyTooLarge: Failure(413, INVALID, "request_too_large"),
     BodyTooSlow: Failure(408, INVALID, "request_timeout"),
     UserError: Failure(400, INVALID, None),
@@ -86,13 +89,12 @@ def failure_of(error: MeshError) -> Failure:
             return next(_FAILURES[each] for each in type(error).__mro__ if each in _FAILURES)
 
 
-def error_object(error: MeshError) -> bytes:
-    """Write OpenAI's error object; a hint becomes part of the message."""
+def error_object(error: MeshError, path: str = "") -> bytes:
+    """Write OpenAI's error object for a route; a hint becomes part of the message."""
     failure = failure_of(error)
     message = f"{error}; {error.hint}" if error.hint else str(error)
-    fields = {
-        "message": message, "type": failure.type, "param": failure.param, "code": failure.code
-    }  # fmt: skip
+    param = _PROMPTS.get(path, failure.param) if failure.code == _TOO_LONG else failure.param
+    fields = {"message": message, "type": failure.type, "param": param, "code": failure.code}
     return json.dumps({"error": fields}, separators=(",", ":")).encode()
 
 
@@ -107,11 +109,12 @@ def messages_error(error: MeshError) -> bytes:
 def response_of(error: MeshError, path: str = "") -> Response:
     """Return the response that reports an error, in the dialect of a path."""
     failure = failure_of(error)
-    write = messages_error if path.startswith(MESSAGES) else error_object
+    is_anthropics = path.startswith(MESSAGES)
+    body = messages_error(error) if is_anthropics else error_object(error, path)
     headers = {} if failure.retry_s is None else {"retry-after": str(failure.retry_s)}
     if failure.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(write(error), failure.status, headers, JSON)
+    return Response(body, failure.status, headers, JSON)
 
 
 async def on_error(request: Request, error: Exception) -> Response:

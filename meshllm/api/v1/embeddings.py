@@ -6,8 +6,6 @@ https://platform.openai.com/docs/api-reference/embeddings
 import base64
 import json
 import struct
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +19,6 @@ from meshllm.api.respond import Stream
 from meshllm.api.v1.generating import read_fields
 from meshllm.api.v1.prompts import read_prompts, with_prompt
 from meshllm.api.v1.service import Choices, Service
-from meshllm.errors import ContextTooLong
 from meshllm.request import Answer
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
@@ -98,7 +95,7 @@ def routes(service: Service) -> list[Route]:
         model = await service.model(key, body.model)
         asked = [with_prompt(common, each) for each in inputs]
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
-        events = _named(service.answer(key, model, asked))
+        events = service.answer(key, model, asked)
         return Stream(events, JSON, reply.write, error_object)
 
     return [Route("/v1/embeddings", embed, methods=["POST"])]
@@ -109,17 +106,6 @@ def numbers(embedding: str) -> list[float]:
     data = base64.b64decode(embedding)
     values = struct.unpack(f"<{len(data) // 4}f", data)
     return [float(f"{value:.9g}") for value in values]
-
-
-async def _named(events: AsyncGenerator[Choices, None]) -> AsyncGenerator[Choices, None]:
-    """Yield the events; name the field of an input that is too long."""
-    async with aclosing(events):
-        try:
-            async for event in events:
-                yield event
-        except ContextTooLong as error:
-            failure = Failure(400, INVALID, "context_length_exceeded", "input")
-            raise Refused(str(error), failure, hint=error.hint) from None
 
 
 def _compact(fields: dict[str, object]) -> bytes:

@@ -4,6 +4,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from meshllm.errors import ContextTooLong
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from tests.builders.fake_node import FakeNode
 
@@ -169,3 +170,14 @@ async def test_a_late_error_is_the_last_event(client: httpx2.AsyncClient, door: 
     *_, last = chunks_of(await client.post(PATH, json=BODY | {"stream": True}))
 
     assert last["error"]["message"] == "It broke; mend it"
+
+
+async def test_a_prompt_that_is_too_long_is_named(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.fails_at, door.error = 0, ContextTooLong("A prompt of 9 tokens")
+
+    said = await client.post(PATH, json=BODY)
+
+    error = said.json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
