@@ -141,7 +141,8 @@ class Request:
     model: str = ""
     """Whose answer it is; empty for the model of the ring."""
     trusted: tuple[str, ...] | None = None
-    """Ids of the nodes that may see the prompt or hidden states; None trusts all members."""
+    """Names or ids of the nodes that may see the prompt or hidden states, in place of which the
+    ingress puts whole ids; None trusts all members."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
     embeds: bool = False
@@ -215,6 +216,10 @@ class Answer:
     def completion_tokens(self) -> int:
         """The number of generated tokens."""
         return len(self.tokens) if self.counted is None else self.counted
+
+    def written_for(self, request: Request) -> int:
+        """Return the number of generated tokens, without those of an echoed prompt."""
+        return self.completion_tokens - (self.prompt_tokens if request.scores_prompt else 0)
 
     embedding: str = ""
     """Base64 of its values as little-endian float32; empty unless the request embeds."""

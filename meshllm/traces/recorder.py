@@ -69,7 +69,7 @@ class _Record:
                 self.buckets.add(tokens)
             case Prefilled(total=total):
                 self.prompt_tokens = total
-            case Piece(tokens=tokens) if tokens:
+            case Piece(tokens=tokens) if tokens or event.has_text:
                 self.first = self.first or _now()
                 self.new_tokens += len(tokens)
             case Answer():
@@ -77,7 +77,8 @@ class _Record:
 
     def _end(self, answer: Answer) -> None:
         tokens = answer.tokens[answer.prompt_tokens if self.request.scores_prompt else 0 :]
-        self.new_tokens, self.finish_reason = len(tokens), answer.finish_reason.value
+        self.new_tokens = answer.written_for(self.request)
+        self.finish_reason = answer.finish_reason.value
         self.prompt_tokens, self.cached_tokens = answer.prompt_tokens, answer.cached_tokens
         if self.buckets.count == self.prompt_tokens:
             self.buckets.add(tokens)

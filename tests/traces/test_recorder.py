@@ -190,3 +190,13 @@ async def test_requests_at_once_have_a_line_each(world: World) -> None:
 
     assert len({line["buckets"] for line in world.lines() if "at" in line}) == 1
     assert len(world.lines()) == 21
+
+
+async def test_an_engine_that_tells_no_tokens_has_its_times_and_counts(world: World) -> None:
+    answer = replace(ANSWER, tokens=(), counted=3)
+
+    await world.record(Said((Piece("dawn"), answer)))
+
+    line = world.lines()[1]
+    assert (line["new_tokens"], line["prompt_tokens"], line["buckets"]) == (3, 40, None)
+    assert line["ttft_ms"] is not None

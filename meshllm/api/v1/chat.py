@@ -15,7 +15,7 @@ from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import Extension
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.precision import precision_of
-from meshllm.api.v1.reply import PATIENCE, STREAM, Choice, Reply, failure, reason
+from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.structured import schema_of
 from meshllm.api.v1.tools import FIELDS, new_call_id, tools_of
@@ -192,18 +192,9 @@ class _ChatReply(Reply):
         if happened.text or happened.logprobs:
             written += self._delta(place, {"content": happened.text}, happened.logprobs)
         if happened.calls:
-            calls = [self._call(choice, each) for each in happened.calls]
+            calls = [_call(each) for each in happened.calls]
             written += self._delta(place, {"tool_calls": calls})
         return written
-
-    @staticmethod
-    def _call(choice: Choice, delta: ToolCallDelta) -> dict[str, Any]:
-        if not delta.name:
-            return {"index": delta.index, "function": {"arguments": delta.arguments}}
-        choice.call_ids.append(new_call_id())
-        function = {"name": delta.name, "arguments": delta.arguments}
-        head = {"index": delta.index, "id": choice.call_ids[-1], "type": "function"}
-        return {**head, "function": function}
 
     def _whole(self, place: int) -> dict[str, Any]:
         choice, answer = self.choices[place], self.choices[place].answer
@@ -248,7 +239,7 @@ def routes(service: Service) -> list[Route]:
         reply = _ChatReply(
             "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
         )
-        events = service.answer(key, model, asked, needs.outline_mode(body.choices))
+        events = service.answer(key, model, asked, needs.outline_mode(model, body.choices))
         if needs.deadline_ms:
             events = within(events, needs.deadline_ms / 1000)
         headers = {"x-request-id": reply.id, "x-meshllm-precision": precision_of(model)}
@@ -262,6 +253,14 @@ def routes(service: Service) -> list[Route]:
 
 def _is_shown(piece: Piece) -> bool:
     return piece.has_text or bool(piece.logprobs)
+
+
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
+    if not delta.name:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    head = {"index": delta.index, "id": new_call_id(), "type": "function"}
+    return {**head, "function": function}
 
 
 def _message(answer: Answer) -> dict[str, Any]:

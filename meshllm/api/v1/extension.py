@@ -41,14 +41,18 @@ class Extension:
             text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
             raise WrongField("meshllm.deadline_ms", text)
 
-    def outline_mode(self, choices: int) -> OutlineMode | None:
-        """Return how to outline so many answers; raise `WrongField` if it cannot be done."""
+    def outline_mode(self, model: ModelStatus, choices: int) -> OutlineMode | None:
+        """Return how to outline so many answers; raise `WrongField` if it cannot be done.
+
+        Outlines share the prefix cache of the ring: an engine's model is not outlined.
+        """
         if self.outline not in _MODES:
             text = f"Invalid value `{str(self.outline)[:40]}` for `meshllm.outline`"
             raise WrongField("meshllm.outline", text, hint="true, false or `auto`")
         mode = _MODES[self.outline]
-        if choices == 1:
+        if choices == 1 and not model.providers:
             return mode
         if mode is OutlineMode.ON:
-            raise WrongField("meshllm.outline", f"`meshllm.outline` cannot make {choices} answers")
+            what = f"{choices} answers" if choices > 1 else "an answer of a provider"
+            raise WrongField("meshllm.outline", f"`meshllm.outline` cannot make {what}")
         return None

@@ -26,8 +26,6 @@ class Choice:
     """Its first chunk is written."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Collected for a reply that is not streamed."""
-    call_ids: list[str] = field(default_factory=list)
-    """Ids of the tool calls so far."""
     answer: Answer | None = None
 
 
@@ -85,7 +83,7 @@ class Reply:
         answers = [each.answer for each in self.choices if each.answer]
         read = sum(each.prompt_tokens for each in answers[:: self.per_prompt])
         cached = sum(each.cached_tokens for each in answers[:: self.per_prompt])
-        written = sum(map(written_tokens, self.asked, answers))
+        written = sum(map(Answer.written_for, answers, self.asked))
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
@@ -95,11 +93,6 @@ class Reply:
                 "reasoning_tokens": sum(each.reasoning_tokens for each in answers)
             },
         }
-
-
-def written_tokens(asked: Asked, answer: Answer) -> int:
-    """Return the number of generated tokens, without those of an echoed prompt."""
-    return answer.completion_tokens - (answer.prompt_tokens if asked.scores_prompt else 0)
 
 
 def event(data: bytes) -> bytes:

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 class _Tally:
     """The usage of one generation, known so far."""
 
-    scores_prompt: bool = False
+    asked: Request
+    is_provided: bool
+    """An engine tells no token ids: until its answer counts them, a piece is one."""
     read: int = 0
     cached: int = 0
     written: int = 0
@@ -44,12 +46,10 @@ class _Tally:
             case Prefilled(total=total):
                 self.read = total
             case Piece(tokens=tokens):
-                self.written += len(tokens)
+                self.written += 1 if self.is_provided else len(tokens)
             case Answer():
-                self.read, self.written = event.prompt_tokens, event.completion_tokens
-                self.cached = event.cached_tokens
-                if self.scores_prompt:
-                    self.written -= self.read
+                self.read, self.cached = event.prompt_tokens, event.cached_tokens
+                self.written = event.written_for(self.asked)
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Service:
         Raises:
             Refused: the key has reached a limit.
         """
-        tallies, errors = [_Tally(each.scores_prompt) for each in asked], 0
+        tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
             await self._check_quota(key)
             with self._counted(key):

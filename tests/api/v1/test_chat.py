@@ -644,6 +644,23 @@ async def test_a_model_of_a_provider_is_asked_for_by_name(
     assert (door.requests[0].model, door.requests[0].trusted) == ("fox", ("gpu",))
 
 
+async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient) -> None:
+    said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 60_000}})
+
+    assert said.json()["choices"][0]["message"]["content"] == "hello"
+
+
+@pytest.mark.parametrize(("mode", "status"), [(True, 400), ("auto", 200)])
+async def test_a_model_of_a_provider_is_not_outlined(
+    client: httpx2.AsyncClient, door: FakeNode, mode: object, status: int
+) -> None:
+    door.provided = (FOX,)
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": {"outline": mode}})
+
+    assert said.status_code == status
+
+
 async def test_an_answer_behind_its_deadline_is_an_error(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:

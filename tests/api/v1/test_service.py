@@ -19,7 +19,7 @@ from meshllm.request import Piece, Request
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
-from tests.builders.fake_node import FakeNode
+from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.writer import ASKED as OUTLINED
 from tests.builders.writer import Writer
 
@@ -96,6 +96,16 @@ async def test_a_cancelled_request_counts_what_was_read(
 
     assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 0))]
     assert door.closed.is_set()
+
+
+async def test_a_cancelled_answer_of_a_provider_counts_its_pieces(
+    service: Service, accounts: Accounts
+) -> None:
+    async with aclosing(service.answer(None, FOX, [Request(raw="hi")])) as events:
+        for _ in range(3):  # its prompt and two pieces
+            await anext(events)
+
+    assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 2))]
 
 
 async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: Accounts) -> None:
