@@ -97,6 +97,8 @@ def chat(
     """
     chosen = settings(flags)
     check_draft(chosen)
+    if raw and thinks is not None:
+        raise UserError("`--raw` cannot be combined with `--think`", hint="omit one of them")
     wanted = _read_schema(schema) if schema else None
     mode = mode_of(outline) if outline else None
     text = read_prompt(prompt, sys.stdin)

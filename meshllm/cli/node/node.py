@@ -90,6 +90,12 @@ def node(
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
+    for name in DOOR_SETTINGS:
+        if flags.get(name) is not None and config.settings.serve is None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"`{flag}` has no effect without `--serve`", hint="add `--serve HOST:PORT`"
+            )
     if print_service:
         _print_unit(config)
         return

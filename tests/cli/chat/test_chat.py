@@ -220,3 +220,10 @@ def test_a_full_disk_is_reported_on_one_line() -> None:
 
     assert told.returncode == 1
     assert told.stderr.startswith(b"error: Standard output cannot be written: No space left")
+
+
+def test_a_raw_prompt_has_no_switch_for_reasoning(meshllm: Invoke) -> None:
+    result = meshllm("chat", "--raw", "--no-think", "once upon")
+
+    assert result.exit_code == 2
+    assert "`--raw` cannot be combined with `--think`" in result.stderr

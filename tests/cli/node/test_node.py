@@ -395,3 +395,10 @@ def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) 
 
     assert screen.getvalue().startswith("\r\x1b[K")
     assert screen.getvalue().endswith(" news\n")
+
+
+def test_a_setting_of_the_door_needs_one(meshllm: Invoke, tmp_path: Path) -> None:
+    result = meshllm("node", "--trace", str(tmp_path / "trace"))
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `--trace` has no effect without `--serve`")
