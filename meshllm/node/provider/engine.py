@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import httpx2
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.node.provider.engine_json import AnswerState, call_of, offers_of
 from meshllm.protocol.membership.records import ModelOffer
-from meshllm.request import Answer, Event, FinishReason, Request, Written
+from meshllm.request import Answer, Event, Request, Written
 
 CONNECT_S = 5.0
 LIST_S = 5.0  # s for the list of models
@@ -33,6 +34,13 @@ class EngineClient:
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._precision = precision
+        # Made once: the default context reads every certificate, and plain HTTP needs none.
+        is_encrypted = self.url.startswith("https:")
+        self._tls = (
+            ssl.create_default_context()
+            if is_encrypted
+            else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        )
 
     async def models(self) -> tuple[ModelOffer, ...]:
         """List the models; raise `MeshError` if the engine does not answer."""
@@ -59,7 +67,7 @@ class EngineClient:
             text="",
             tokens=(),
             prompt_tokens=state.prompt_tokens,
-            finish_reason=state.finish or FinishReason.STOP,
+            finish_reason=state.finish,
             ttft_ms=(first - begin) * 1e3,
             ms_per_token=token_s * 1e3,
             tokens_per_second=1 / token_s if token_s else 0.0,
@@ -79,7 +87,9 @@ class EngineClient:
         url, headers = self.url + path, self._headers
         try:
             async with (
-                httpx2.AsyncClient(timeout=timeout, trust_env=False, headers=headers) as client,
+                httpx2.AsyncClient(
+                    timeout=timeout, trust_env=False, headers=headers, verify=self._tls
+                ) as client,
                 client.stream(method, url, json=body) as response,
             ):
                 if response.is_error:

@@ -53,7 +53,7 @@ class EngineProcess:
             self._process = process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=STDERR,  # stdout is that of the node: the ticket
+                stdout=STDERR,  # stdout is for results of the command, here none
                 start_new_session=True,
             )
         except OSError as error:
