@@ -129,7 +129,8 @@ def tools() -> None:
 
 
 def responses_tools() -> None:
-    tool = {"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": False}
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "name": "now", "parameters": nothing, "strict": False}
     asked = {"model": MODEL, "input": ASKED, "tools": [tool], "tool_choice": "required"}
     with client.responses.stream(**asked) as events:
         kinds = {event.type for event in events}

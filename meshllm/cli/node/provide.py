@@ -42,7 +42,9 @@ def provide(
     ] = None,
     precision: Annotated[
         str,
-        typer.Option("--precision", metavar="TEXT", help="Say that the models are of: int4, bf16."),
+        typer.Option(
+            "--precision", metavar="TEXT", help="Precision of the models, if known: int4, bf16."
+        ),
     ] = "",
     transport: Transports = None,
     no_discovery: Annotated[
@@ -61,7 +63,10 @@ def provide(
     first Ctrl-C or SIGTERM finishes the requests, leaves the mesh and stops the engine.
     """
     if bool(command) == bool(url):
-        raise UserError("`provide` needs either `--url` or a command", hint=EXAMPLES.split("\n")[2])
+        raise UserError(
+            "`provide` needs either `--url` or a command",
+            hint=f"such as `{EXAMPLES.splitlines()[2].strip()}`",
+        )
     if url and not url.startswith(("http://", "https://")):
         raise UserError(f"`{url}` is not an HTTP URL", hint="such as http://127.0.0.1:11434/v1")
     key = os.environ.get(key_env or "", "")
