@@ -6,7 +6,7 @@ The string under each field is its help text: the command line and the man page 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 from meshllm.names import LossCause, Span
 
@@ -53,6 +53,23 @@ class Turn(TypedDict):
     """Of the assistant."""
     tool_call_id: NotRequired[str]
     """The call of which the content is the result."""
+
+
+def openai_message(turn: Turn) -> dict[str, Any]:
+    """Lay a turn out as a message of OpenAI's API."""
+    message: dict[str, Any] = {"role": turn["role"], "content": turn["content"]}
+    if calls := turn.get("tool_calls"):
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    if (name := turn.get("tool_call_id")) is not None:
+        message["tool_call_id"] = name
+    return message
 
 
 @dataclass(frozen=True, slots=True)

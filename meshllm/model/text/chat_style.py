@@ -8,7 +8,7 @@ from typing import Any
 
 from meshllm.model.text.reasoning import ReasoningFormat
 from meshllm.model.text.tool_format import Function, ToolFormat, instructions
-from meshllm.request import Turn
+from meshllm.request import Turn, openai_message
 from meshllm.strict_json import WrongField
 
 _ID_CHARS = 9  # letters and digits; Mistral's templates take nothing else
@@ -73,18 +73,13 @@ class ChatStyle:
 
 
 def _message(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn["role"], "content": turn["content"]}
-    if calls := turn.get("tool_calls"):
-        message["tool_calls"] = [
-            {
-                "id": _short_id(call.id),
-                "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-            }
-            for call in calls
-        ]
-    if (name := turn.get("tool_call_id")) is not None:
-        message["tool_call_id"] = _short_id(name)
+    """Return a message of OpenAI's API, with arguments and ids as templates take them."""
+    message = openai_message(turn)
+    for call in message.get("tool_calls", ()):
+        call["id"] = _short_id(call["id"])
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    if "tool_call_id" in message:
+        message["tool_call_id"] = _short_id(message["tool_call_id"])
     return message
 
 

@@ -15,7 +15,7 @@ from meshllm.request import (
     Sampling,
     TokenLogprobs,
     ToolCallDelta,
-    Turn,
+    openai_message,
 )
 from meshllm.strict_json import WrongField
 
@@ -75,7 +75,7 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _chat(request: Request) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": [_message(each) for each in request.turns]}
+    body: dict[str, Any] = {"messages": [*map(openai_message, request.turns)]}
     if request.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": request.logprobs}
     if request.schema is not None:
@@ -92,22 +92,6 @@ def _chat(request: Request) -> dict[str, Any]:
     if request.effort is not None:
         body["reasoning_effort"] = request.effort
     return body
-
-
-def _message(turn: Turn) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": turn["role"], "content": turn["content"]}
-    if calls := turn.get("tool_calls"):
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
-    if (name := turn.get("tool_call_id")) is not None:
-        message["tool_call_id"] = name
-    return message
 
 
 @dataclass(slots=True)
