@@ -46,6 +46,7 @@ class Estimate:
     def __init__(self, engine: ReplicaEngine, load: ModelLoad) -> None:
         self._engine = engine
         self._prompt = max(1, round(load.prompt.mean))
+        self._prefilled = max(1, round(load.prompt.mean * (1 - load.cached)))
         self._answer = load.answer.mean
         fitting = int(engine.room_tokens / (self._prompt + self._answer))
         self.places = max(1, min(engine.most_sessions, fitting))
@@ -80,7 +81,7 @@ class Estimate:
     def _state(self, sessions: int) -> _LoadState:
         engine, answer = self._engine, max(self._answer - 1, 0.0)
         cached = sessions * (self._prompt + self._answer / 2)
-        prefill = engine.prefill(self._prompt)
+        prefill = engine.prefill(self._prefilled)
         step = engine.decode(sessions, cached)
         mixed, chunk_rate = engine.mixed(sessions, cached, prefill)
         step_s = step.base + step.slope * cached

@@ -68,6 +68,8 @@ class ModelLoad:
     """Requests per second, independent of each other (Poisson)."""
     prompt: Lengths
     answer: Lengths
+    cached: float = 0.0
+    """Fraction of the prompt tokens that a prefix cache holds, below 1."""
 
     @property
     def context(self) -> int:
@@ -80,7 +82,9 @@ class ModelLoad:
         at_s = 0.0
         for pause, prompt, answer in zip(draws, draws, draws, strict=True):
             at_s -= log(1 - pause) / self.rate
-            yield Arrival(at_s, model, self.prompt.quantile(prompt), self.answer.quantile(answer))
+            tokens = self.prompt.quantile(prompt)
+            cached = int(tokens * self.cached)
+            yield Arrival(at_s, model, tokens, self.answer.quantile(answer), cached)
 
 
 def sample(loads: Sequence[ModelLoad], requests: int, seed: int = 1) -> list[Arrival]:

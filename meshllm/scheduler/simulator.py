@@ -34,6 +34,8 @@ class Arrival(NamedTuple):
     """Tokens."""
     answer: int
     """Tokens, one at least."""
+    cached: int = 0
+    """Tokens of the prompt that a prefix cache holds, so that they need no prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +250,13 @@ class _ReplicaQueue:
     def _join(self, request: int) -> None:
         self.log.first_s[request] = self.now
         self.tokens += 1
-        prompt, answer = self.arrivals[request][2:]
+        prompt, answer = self.arrivals[request][2:4]
         self._cached += prompt
         heappush(self._running, (self._steps + answer - 1, request))
 
     def _finish(self, request: int) -> None:
         self.log.done_s[request] = self.now
-        prompt, answer = self.arrivals[request][2:]
+        prompt, answer = self.arrivals[request][2:4]
         self._reserved -= prompt + answer
         self._cached = self._cached - (prompt + answer - 1) if self._running else 0.0
 
@@ -282,10 +284,10 @@ class _ReplicaQueue:
         self.version += 1
 
     def _admit(self, engine: ReplicaEngine) -> None:
-        prompt, answer = self.arrivals[self._waiting[0]][2:]
+        prompt, answer, cached = self.arrivals[self._waiting[0]][2:]
         if self._reserved + prompt + answer > engine.room_tokens:
             return
-        prefill = engine.prefill(prompt)
+        prefill = engine.prefill(prompt - cached)
         self._prefilling = self._waiting.popleft(), prefill
         self._reserved += prompt + answer
         self._chunks = float(prefill.chunks)

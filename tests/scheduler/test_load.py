@@ -61,10 +61,19 @@ def test_a_sample_has_some_requests_of_a_rare_model() -> None:
 
 
 def test_a_sample_mixes_models_in_order_of_time() -> None:
-    busy, calm = ModelLoad(9.0, Lengths((1,)), Lengths((1,))), ModelLoad(1.0, *[Lengths((1,))] * 2)
+    busy, calm = (ModelLoad(rate, Lengths((1,)), Lengths((1,))) for rate in (9.0, 1.0))
 
     found = sample([busy, calm], 5000)
 
     assert len(found) == pytest.approx(5000, rel=0.05)
     assert sum(each.model for each in found) == pytest.approx(500, rel=0.2)
     assert found == sorted(found, key=lambda each: each.at_s)
+
+
+def test_cached_tokens_are_a_fraction_of_each_prompt() -> None:
+    load = ModelLoad(5.0, Lengths((10, 30)), Lengths((7,)), cached=0.5)
+
+    assert {each.cached * 2 - each.prompt for each in islice(load.arrivals(0, seed=1), 100)} == {
+        -1,
+        0,
+    }

@@ -84,3 +84,11 @@ def test_percentiles_are_those_of_requests() -> None:
     assert mean == pytest.approx(CHUNK_S * 1.09)
     assert found.latencies(0).tokens == 1100
     assert found.tokens_per_s == pytest.approx(1100 / found.end_s)
+
+
+def test_cached_tokens_of_a_prompt_need_no_prefill() -> None:
+    def first_s(prompt: int, cached: int) -> float:
+        replica = SimulatedReplica(0, engine())
+        return simulate([replica], [Arrival(0.0, 0, prompt, 2, cached)]).first_s[0]
+
+    assert first_s(1000, cached=900) == first_s(100, cached=0) < first_s(1000, cached=0)

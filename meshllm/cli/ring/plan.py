@@ -32,6 +32,7 @@ Examples:
   meshllm ring plan --spec "3x8GiB:2.5ms@5ms" --policy throughput --json
   meshllm ring plan --nodes home.toml
   meshllm ring plan --workload office.toml --json
+  meshllm ring plan --workload office.toml --trace monday.jsonl
 """
 
 
@@ -49,6 +50,10 @@ def plan(
         typer.Option(
             metavar="FILE", help="Place the models of a TOML file on its machines, for its load."
         ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Take the load of `--workload` from a recorded trace."),
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Reserve KV cache for one session of N tokens.")
@@ -69,6 +74,7 @@ def plan(
     `--workload` places several models as replicas. It searches placements, simulates thousands of
     requests on the best ones, and shows why others lose; see `meshllm help scheduling`. A file with
     `measured = true` adds the nodes of the running mesh, which the node of this machine knows.
+    With `--trace` the requests that a node recorded with the flag of this name are the load.
     """
     given_by = {"--nodes": nodes, "--spec": spec, "--workload": workload}
     sources = [name for name, value in given_by.items() if value is not None]
@@ -76,8 +82,10 @@ def plan(
         first, second = sources[:2]
         raise UserError(f"`{first}` cannot be combined with `{second}`", hint="omit one of them")
     if workload is not None:
-        _place(workload, settings(flags), as_json=as_json)
+        _place(workload, trace, settings(flags), as_json=as_json)
         return
+    if trace is not None:
+        raise UserError("`--trace` needs `--workload`", hint="the file names models and machines")
     with render.Status(sys.stderr) as status:
         status.show("reading the model")
         from meshllm.protocol.planning.policies import make_plan
@@ -101,7 +109,7 @@ def plan(
         render.out(report.text())
 
 
-def _place(path: Path, chosen: Settings, *, as_json: bool) -> None:
+def _place(path: Path, trace: Path | None, chosen: Settings, *, as_json: bool) -> None:
     """Place the models of a file."""
     import asyncio
 
@@ -109,7 +117,8 @@ def _place(path: Path, chosen: Settings, *, as_json: bool) -> None:
     from meshllm.cli.ring.workload_spec import read_workload
     from meshllm.cli.shared.client import NodeClient, socket_path
 
-    spec = read_workload(path, lambda: asyncio.run(NodeClient(socket_path(chosen)).status()))
+    client = NodeClient(socket_path(chosen))
+    spec = read_workload(path, lambda: asyncio.run(client.status()), trace)
     with render.Status(sys.stderr) as status:
         status.show("simulating placements")
         report = WorkloadReport.make(spec)

@@ -62,7 +62,7 @@ def number(table: Mapping[str, Any], key: str, most: float, *, zero: bool) -> fl
     if is_number and 0 <= value <= most and (value or zero):
         return float(value)
     raise UserError(
-        f"`{key}` must be a number {'from' if zero else 'above'} 0 up to {most:.0f}",
+        f"`{key}` must be a number {'from' if zero else 'above'} 0 up to {most:.10g}",
         hint=f"write `{key} = 2.5`",
     )
 

@@ -30,8 +30,8 @@ class WorkloadReport:
     @classmethod
     def make(cls, spec: WorkloadSpec) -> "WorkloadReport":
         """Schedule a workload; raise `ModelError` if a model does not fit."""
-        found = schedule(spec.workload)
-        return cls(spec, found, tuple(one_more(spec.workload, found.best)))
+        found = schedule(spec.workload, spec.requests)
+        return cls(spec, found, tuple(one_more(spec.workload, found.best, spec.requests)))
 
     def fields(self) -> dict[str, Any]:
         """Lay it out for ``--json``."""

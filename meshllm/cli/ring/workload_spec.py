@@ -9,6 +9,7 @@
     rate = 2.0                 # requests per second
     prompt = 512               # tokens: one length, shortest and longest, or quantiles at equal
     answer = {median = 200, p90 = 500}  # distances; or a log-normal distribution
+    cached = 0.5               # optional: fraction of prompt tokens that a prefix cache holds
 
     [[machine]]
     name = "a100"
@@ -42,6 +43,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from meshllm.cli.ring.recorded_load import arrivals, load_of, read_load
 from meshllm.cli.ring.spec import LAN_S, MAX_MBIT_S
 from meshllm.cli.ring.toml_fields import check_keys, needed, number, read_toml, tables, text
 from meshllm.cli.shared.units import MAX_MS, parse_memory
@@ -54,7 +56,9 @@ from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
 from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, MachineKind
 from meshllm.scheduler.placement import ServedModel, Workload
+from meshllm.scheduler.simulator import Arrival
 from meshllm.status import MeshStatus
+from meshllm.traces.trace import TraceLine
 
 MAX_MODELS = 16
 MAX_KINDS = 8
@@ -64,7 +68,9 @@ MAX_TFLOPS = 1e6
 MAX_GB_S = 1e6
 MAX_PATH = 1024  # characters
 MAX_QUANTILES = 1024
+MAX_CACHED = 0.99  # of a prompt
 
+_LOAD = ("rate", "prompt", "answer", "cached")
 _HINT = "write tables `[[model]]` and `[[machine]]`; see `meshllm help scheduling`"
 
 
@@ -74,10 +80,16 @@ class WorkloadSpec:
 
     workload: Workload
     assumed: tuple[str, ...]
+    requests: tuple[Arrival, ...] | None = None
+    """Those of a trace; None draws them from the loads of the models."""
 
 
-def read_workload(path: Path, running: Callable[[], MeshStatus]) -> WorkloadSpec:
+def read_workload(
+    path: Path, running: Callable[[], MeshStatus], trace: Path | None = None
+) -> WorkloadSpec:
     """Read the file of ``--workload``; ``running`` asks the node of this machine for its mesh.
+
+    Models without a load take that of the trace, whose requests are simulated.
 
     Raises:
         UserError: it is invalid.
@@ -86,7 +98,8 @@ def read_workload(path: Path, running: Callable[[], MeshStatus]) -> WorkloadSpec
     """
     found = read_toml(path, _HINT)
     check_keys(found, "file", ("model", "machine", "link", "measured"))
-    models = tuple(_model(table, path.parent) for table in tables(found, "model"))
+    recorded = read_load(trace) if trace else ()
+    models = tuple(_model(table, path.parent, recorded) for table in tables(found, "model"))
     machines = tables(found, "machine")
     kinds = tuple(_machine(table, models) for table in machines)
     wires = _wires(tables(found, "link"), [kind.name for kind in kinds])
@@ -101,7 +114,13 @@ def read_workload(path: Path, running: Callable[[], MeshStatus]) -> WorkloadSpec
         assumed.append(f"{MEASURED_ROWS} rows take {MEASURED_TIMES:g} times as long as one row")
     if len(wires) < len(kinds) * (len(kinds) + 1) // 2:
         assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
-    return WorkloadSpec(Workload(models, kinds, wires, LinkSpeed(LAN_S)), tuple(assumed))
+    workload = Workload(models, kinds, wires, LinkSpeed(LAN_S))
+    if trace is None:
+        return WorkloadSpec(workload, tuple(assumed))
+    requests = arrivals(recorded, [served.architecture.name for served in models])
+    if left := len(recorded) - len(requests):
+        assumed.append(f"{left} requests of the trace for other models are left out")
+    return WorkloadSpec(workload, tuple(assumed), tuple(requests))
 
 
 def running_nodes(
@@ -140,17 +159,31 @@ def _check_counts(models: Sequence[ServedModel], kinds: Sequence[MachineKind]) -
             raise UserError(f"{count} {what} described", hint=f"describe 1 to {most} {what}")
 
 
-def _model(table: Mapping[str, Any], folder: Path) -> ServedModel:
-    check_keys(table, "model", ("name", "config", "quant", "rate", "prompt", "answer"))
+def _model(table: Mapping[str, Any], folder: Path, recorded: Sequence[TraceLine]) -> ServedModel:
+    check_keys(table, "model", ("name", "config", "quant", *_LOAD))
     name = text(table, "name", MAX_PATH)
     config = (
         folder / text(table, "config", MAX_PATH)
         if "config" in table
         else find_folder(name) / CONFIG
     )
-    rate = needed(table, "rate", MAX_RATE, "model")
-    load = ModelLoad(rate, _lengths(table, "prompt"), _lengths(table, "answer"))
+    load = _load(table, name, recorded)
     return ServedModel(Architecture.from_config(name, _config(config), _quant(table)), load)
+
+
+def _load(table: Mapping[str, Any], name: str, recorded: Sequence[TraceLine]) -> ModelLoad:
+    if not recorded:
+        rate = needed(table, "rate", MAX_RATE, "model")
+        cached = number(table, "cached", MAX_CACHED, zero=True) or 0.0
+        return ModelLoad(rate, _lengths(table, "prompt"), _lengths(table, "answer"), cached)
+    if given := [f"`{key}`" for key in _LOAD if key in table]:
+        raise UserError(
+            f"`{name}` has {' and '.join(given)}, and a trace",
+            hint="leave out either: the load of a trace is that of its requests",
+        )
+    if (load := load_of(recorded, name)) is None:
+        raise UserError(f"The trace has no request for `{name}`", hint="leave this model out")
+    return load
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.traces.trace import TraceLine
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting
 from tests.cli.conftest import Invoke
@@ -190,3 +191,69 @@ def test_a_workload_excludes_other_descriptions(meshllm: Invoke, pair: Path) -> 
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: `--spec` cannot be combined with `--workload`\n")
+
+
+@pytest.fixture
+def trace(home: Path) -> Path:
+    path = home / "trace.jsonl"
+    models = ["builtin", "big", "builtin", "other"]
+    path.write_bytes(
+        b"".join(
+            TraceLine(
+                at=1000.0 + at,
+                model=models[at % 4],
+                prompt_tokens=200,
+                cached_tokens=50,
+                new_tokens=30,
+                max_tokens=64,
+                ttft_ms=5.0,
+                total_ms=100.0,
+                finish_reason="stop",
+            ).to_json()
+            for at in range(400)
+        )
+    )
+    return path
+
+
+def without_load(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(each for each in lines if not each.startswith(("rate", "prompt", "answer")))
+
+
+def test_the_load_is_that_of_a_trace(meshllm: Invoke, pair: Path, trace: Path) -> None:
+    pair.write_text(without_load(PAIR))
+
+    ran = meshllm("ring", "plan", "--workload", str(pair), "--trace", str(trace), "--json")
+
+    plan = json.loads(ran.stdout)
+    found = {each["model"]: each for each in plan["placement"]["models"]}
+    assert {name: (each["served"], each["tokens"]) for name, each in found.items()} == {
+        "builtin": (200, 6000),
+        "big": (100, 3000),
+    }
+    assert found["builtin"]["rate"] == pytest.approx(200 / 399)
+    assert "100 requests of the trace for other models are left out" in plan["assumed"]
+
+
+def test_a_trace_and_a_load_of_the_file_are_refused(
+    meshllm: Invoke, pair: Path, trace: Path
+) -> None:
+    ran = meshllm("ring", "plan", "--workload", str(pair), "--trace", str(trace))
+
+    assert "`builtin` has `rate` and `prompt` and `answer`, and a trace" in ran.stderr
+
+
+def test_a_model_that_the_trace_lacks_is_refused(meshllm: Invoke, pair: Path, trace: Path) -> None:
+    pair.write_text(without_load(PAIR))
+    trace.write_bytes(trace.read_bytes().replace(b'"big"', b'"small"'))
+
+    ran = meshllm("ring", "plan", "--workload", str(pair), "--trace", str(trace))
+
+    assert "The trace has no request for `big`" in ran.stderr
+
+
+def test_a_trace_without_a_workload_is_refused(meshllm: Invoke, trace: Path) -> None:
+    ran = meshllm("ring", "plan", "--trace", str(trace))
+
+    assert "`--trace` needs `--workload`" in ran.stderr

@@ -1,0 +1,72 @@
+"""The load of a recorded trace: its requests as arrivals, and rate and lengths for each model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshllm.errors import UserError
+from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
+from meshllm.scheduler.simulator import Arrival
+from meshllm.traces.trace import TraceLine, read_trace
+
+MAX_REQUESTS = 20_000  # simulated for each placement in a second
+QUANTILES = 100  # of recorded lengths
+
+
+def read_load(path: Path) -> list[TraceLine]:
+    """Read the requests of a trace that a placement has to serve, at most `MAX_REQUESTS`.
+
+    Raises:
+        UserError: the trace is invalid, or too short to have a rate.
+    """
+    lines = [line for line in read_trace(path) if line.finish_reason != "error"][:MAX_REQUESTS]
+    if len(lines) < 2 or lines[-1].at <= lines[0].at:
+        raise UserError(f"The trace `{path}` has no two requests at different times")
+    return lines
+
+
+def load_of(lines: Sequence[TraceLine], model: str) -> ModelLoad | None:
+    """Return rate and lengths of the requests for a model; None without any."""
+    chosen = [line for line in lines if line.model == model]
+    if not chosen:
+        return None
+    seconds = lines[-1].at - lines[0].at
+    prompts = [_count(line.prompt_tokens) for line in chosen]
+    return ModelLoad(
+        len(chosen) / seconds,
+        _lengths(prompts),
+        _lengths([_count(line.new_tokens) for line in chosen]),
+        cached=sum(_cached(line) for line in chosen) / sum(prompts),
+    )
+
+
+def arrivals(lines: Sequence[TraceLine], models: Sequence[str]) -> list[Arrival]:
+    """Return the requests for models, in order of time; the others are left out."""
+    numbers = {name: number for number, name in enumerate(models)}
+    return [
+        Arrival(
+            line.at - lines[0].at,
+            numbers[line.model],
+            _count(line.prompt_tokens),
+            _count(line.new_tokens),
+            _cached(line),
+        )
+        for line in lines
+        if line.model in numbers
+    ]
+
+
+def _cached(line: TraceLine) -> int:
+    """Return the prompt tokens that need no prefill; the last one always does."""
+    return min(line.cached_tokens, _count(line.prompt_tokens) - 1)
+
+
+def _count(tokens: int) -> int:
+    return min(max(tokens, 1), MAX_TOKENS)
+
+
+def _lengths(values: Sequence[int]) -> Lengths:
+    ordered = sorted(values)
+    if len(ordered) <= QUANTILES:
+        return Lengths(tuple(ordered))
+    last = len(ordered) - 1
+    return Lengths(tuple(ordered[round(at * last / QUANTILES)] for at in range(QUANTILES + 1)))
