@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Sequence
+
+from meshllm.node.provider import launch
 
 FIRST_RESTART_S, LAST_RESTART_S = 1.0, 60.0
 STABLE_S = 60.0  # s after which a new failure restarts at once
@@ -48,16 +53,15 @@ class EngineProcess:
             delay = min(2 * delay, LAST_RESTART_S)
 
     async def _run_once(self) -> int | str:
+        if shutil.which(self.command[0]) is None:
+            return f"{os.strerror(errno.ENOENT)}: {self.command[0]}"
         # A group of its own: Ctrl-C must not stop it before its requests are finished.
-        try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=STDERR,  # stdout is for results of the command, here none
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"{error.strerror}: {self.command[0]}"
+        self._process = process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *self.command),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=STDERR,  # stdout is for results of the command, here none
+            start_new_session=True,
+        )
         try:
             return await process.wait()
         finally:

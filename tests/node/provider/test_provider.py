@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +111,32 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux ends a process with its parent")
+    program = (
+        "import asyncio, sys; from meshllm.node.provider import EngineProcess;"
+        " asyncio.run(EngineProcess(sys.argv[1:]).run())"
+    )
+    engine = f"import os, time; print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); "
+    engine += "time.sleep(600)"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, sys.executable, "-c", engine
+    )
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        parent.kill()
+        await parent.wait()
+        while _runs(int((tmp_path / "pid").read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs; one that has ended may still wait for its new parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
