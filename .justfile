@@ -63,6 +63,10 @@ bench:
 clients:
     python -m tests.clients
 
+# real engines as providers, each in a virtual environment of its own (downloads them)
+engines *names:
+    python -m tests.engines {{names}}
+
 # the parity table over every model type (minutes)
 families:
     python -m tests.bench.families --write

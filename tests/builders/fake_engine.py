@@ -27,8 +27,8 @@ class FakeEngine:
     asked: list[tuple[dict[str, Any], str | None]] = field(default_factory=list)
     """Bodies, and their keys."""
     status: int = 200
-    is_down: bool = False
-    """It lists nothing."""
+    list_status: int = 200
+    """Of the list of its models."""
     closed: int = 0
 
     def application(self) -> Starlette:
@@ -42,8 +42,8 @@ class FakeEngine:
 
     async def models(self, _: Request) -> Response:
         """List the models."""
-        if self.is_down:
-            return JSONResponse({"error": {"message": "loading"}}, 503)
+        if self.list_status != 200:
+            return JSONResponse({"error": {"message": "loading"}}, self.list_status)
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 2048}]})
 
     async def chat(self, request: Request) -> Response:

@@ -446,7 +446,7 @@ async def test_models_of_engines_are_answered_through_every_node(
             await until(lambda node=node: provided(node) == {"fox": ("b", "c")}, node)  # type: ignore[misc]  # a closure
 
         texts = [await ask(control_of(node), question) for node in (a, b, c)]
-        second.is_down = True
+        second.list_status = 503
         await until(lambda: provided(a) == {"fox": ("b",)}, a)
         await ask(control_of(a), question)
         await mesh.kill("b")

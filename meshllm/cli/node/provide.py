@@ -10,6 +10,8 @@ from meshllm.cli.node.node import Transports, run_node
 from meshllm.cli.shared.options import takes
 from meshllm.config import Scalar, load, state_path
 from meshllm.errors import UserError
+from meshllm.protocol.membership.records import MAX_OFFERS
+from meshllm.protocol.planning.plan import MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from meshllm.node.provider import Provider
@@ -18,6 +20,7 @@ EXAMPLES = """\b
 Examples:
   meshllm provide --join meshllm1... -- vllm serve Qwen/Qwen3-8B --port {port}
   meshllm provide --join meshllm1... --url http://127.0.0.1:11434/v1
+  meshllm provide --offer qwen=Qwen/Qwen3-8B -- transformers serve Qwen/Qwen3-8B --port {port}
   meshllm provide --url https://llm.example/v1 --key-env LLM_KEY --precision bf16
 """
 
@@ -46,6 +49,14 @@ def provide(
             "--precision", metavar="TEXT", help="Precision of the models, if known: int4, bf16."
         ),
     ] = "",
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--offer",
+            metavar="NAME[=MODEL]",
+            help="Offer MODEL of the engine as NAME, instead of all that it lists; repeatable.",
+        ),
+    ] = None,
     transport: Transports = None,
     no_discovery: Annotated[
         bool, typer.Option("--no-discovery", help="Disable discovery on the local network.")
@@ -57,9 +68,10 @@ def provide(
     The engine is vLLM, SGLang, llama.cpp, Ollama or any other; it is at `--url`, or started by
     COMMAND, watched, and started again if it ends. The models that it lists are served by every
     door of the mesh, beside the model of the ring. Requests travel over the encrypted links of the
-    mesh: the engine needs no open port.
+    mesh: the engine needs no open port. The node holds no layers.
 
-    The node holds no layers. While the engine does not answer, its models are not offered. The
+    An engine that does not list its model, such as `transformers serve`, needs `--offer`, which can
+    also shorten a name. While the engine does not answer, its models are not offered. The
     first Ctrl-C or SIGTERM finishes the requests, leaves the mesh and stops the engine.
     """
     if bool(command) == bool(url):
@@ -72,6 +84,7 @@ def provide(
     key = os.environ.get(key_env or "", "")
     if key_env and not key:
         raise UserError(f"The variable `{key_env}` is not set")
+    names = _names(models) if models else None
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
     if config.settings.join is None:
@@ -82,9 +95,23 @@ def provide(
 
         process = EngineProcess(command) if command else None
         where = process.url if process else url or ""
-        return Provider(EngineClient(where, key, precision), process)
+        return Provider(EngineClient(where, key, precision, names), process)
 
     run_node(invocation, config, make_provider=make)
+
+
+def _names(given: list[str]) -> dict[str, str]:
+    """Return the engine's name for each model of `--offer`."""
+    pairs = [each.partition("=") for each in given]
+    names = {name: model if equals else name for name, equals, model in pairs}
+    if len(given) > MAX_OFFERS or any(not (name and model) for name, model in names.items()):
+        raise UserError(
+            f"Invalid `--offer`: up to {MAX_OFFERS} of `NAME` or `NAME=MODEL`",
+            hint="such as `--offer qwen=Qwen/Qwen3-8B`",
+        )
+    if long := [name for name in names if len(name.encode()) > MAX_NAME_BYTES]:
+        raise UserError(f"`{long[0]}` is longer than {MAX_NAME_BYTES} bytes", hint="shorten it")
+    return names
 
 
 def _check_member(state: Path) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -29,11 +30,21 @@ _ERRORS: dict[int, type[MeshError]] = {
 class EngineClient:
     """An endpoint with OpenAI's API, such as `http://127.0.0.1:11434/v1`."""
 
-    def __init__(self, url: str, key: str = "", precision: str = "") -> None:
-        """Name the endpoint, its key, and the precision of its models for people."""
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        precision: str = "",
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Name the endpoint, its key, and the precision of its models for people.
+
+        ``names`` maps the models to offer to the engine's names; None offers those that it lists.
+        """
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._precision = precision
+        self._names = names
         # Made once: the default context reads every certificate, and plain HTTP needs none.
         is_encrypted = self.url.startswith("https:")
         self._tls = (
@@ -43,13 +54,35 @@ class EngineClient:
         )
 
     async def models(self) -> tuple[ModelOffer, ...]:
-        """List the models; raise `MeshError` if the engine does not answer."""
+        """List the models; raise `MeshError` if the engine does not answer.
+
+        If they were named, an error of the list is ignored: not every engine lists what it serves.
+        """
+        try:
+            listed = await self._listed()
+        except (LinkLost, TimedOut, Busy):  # it does not serve yet
+            raise
+        except MeshError:
+            if self._names is None:
+                raise
+            listed = ()
+        if self._names is None:
+            return listed
+        known = {each.model: each for each in listed}
+        return tuple(
+            replace(known.get(name) or ModelOffer(name, self._precision), model=model)
+            for model, name in self._names.items()
+        )
+
+    async def _listed(self) -> tuple[ModelOffer, ...]:
         async with self._open("GET", "/models", None, timeout_s=LIST_S) as response:
             return offers_of(_parsed(await _read(response, MAX_LINE_BYTES)), self._precision)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the pieces of an answer and the `Answer`, see `Backend`; token ids are unknown."""
         path, body = call_of(request)
+        if self._names is not None:
+            body["model"] = self._names.get(request.model, request.model)
         clock, written, state = asyncio.get_running_loop().time, Written(), AnswerState()
         begin = first = last = clock()
         async with self._open("POST", path, body, timeout_s=IDLE_S) as response:

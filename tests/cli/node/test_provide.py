@@ -14,6 +14,8 @@ from tests.cli.conftest import Invoke
         (("--url", "http://a/v1", "--key-env", "NONE"), "The variable `NONE` is not set"),
         (("--url", "http://a/v1"), "A provider joins a mesh"),
         (("--url", "http://a/v1", "--join", "x"), "Invalid ticket"),
+        (("--url", "http://a/v1", "--join", "x", "--offer", "a="), "Invalid `--offer`: up to 32"),
+        (("--url", "http://a/v1", "--join", "x", "--offer", "a" * 2000), "`aaaa"),
     ],
 )
 def test_what_cannot_be_provided_is_refused(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -114,3 +115,34 @@ async def test_closing_an_answer_disconnects(fake: FakeEngine, url: str) -> None
     async with asyncio.timeout(10):
         while not fake.closed:  # noqa: ASYNC110  # the server notices it a little later
             await asyncio.sleep(0.01)
+
+
+async def test_named_models_are_offered_with_what_is_known_of_them(url: str) -> None:
+    engine = EngineClient(url, precision="bf16", names={"short": "fox", "other": "unlisted"})
+
+    assert await engine.models() == (ModelOffer("short", "bf16", 2048), ModelOffer("other", "bf16"))
+
+
+async def test_named_models_need_no_list(fake: FakeEngine, url: str) -> None:
+    fake.list_status = 500
+    named = EngineClient(url, names={"short": "fox"})
+
+    assert await named.models() == (ModelOffer("short"),)
+    with pytest.raises(MeshError, match="refused"):
+        await EngineClient(url).models()
+
+
+async def test_named_models_wait_for_an_engine_that_loads(fake: FakeEngine, url: str) -> None:
+    fake.list_status = 503
+
+    with pytest.raises(Busy):
+        await EngineClient(url, names={"short": "fox"}).models()
+
+
+async def test_the_engine_is_asked_by_its_own_name(fake: FakeEngine, url: str) -> None:
+    named = EngineClient(url, names={"short": "fox"})
+
+    async with aclosing(named.generate(replace(asking("to be"), model="short"))) as events:
+        _ = [each async for each in events]
+
+    assert fake.asked[-1][0]["model"] == "fox"

@@ -44,15 +44,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_models_are_offered_while_the_engine_answers() -> None:
-    fake = FakeEngine(is_down=True)
+    fake = FakeEngine(list_status=503)
     async with serving(fake) as url:
         watched = Provider(EngineClient(url))
         watch = Watch(watched)
         running = asyncio.ensure_future(watched.run(watch.changed))
         try:
-            fake.is_down = False
+            fake.list_status = 200
             await watch.until(lambda: watched.offers == (FOX,))
-            fake.is_down = True
+            fake.list_status = 503
             await watch.until(lambda: not watched.offers)
         finally:
             running.cancel()
