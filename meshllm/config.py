@@ -270,7 +270,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         return _parse_file(path, read_regular(path, MAX_FILE_BYTES))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # as below a home of `/dev/null`
         return {}
     except OSError as error:
         raise UserError(f"Cannot read `{path}`: {error}") from None

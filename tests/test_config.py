@@ -111,6 +111,12 @@ def test_an_invalid_file_is_reported(
     assert (caught.value.hint or "").startswith(hint or "")
 
 
+def test_a_home_that_is_no_folder_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", os.devnull)  # common in batch jobs
+
+    assert load({}).settings == Settings()
+
+
 def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 
