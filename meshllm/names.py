@@ -24,7 +24,9 @@ mesh
 ingress
     the node that received a request; any node of the mesh can be the ingress.
 charter
-    the configuration of the whole mesh: the model and how its ring is chosen.
+    the configuration of the whole mesh: the models and how their rings are chosen.
+replica
+    one of several rings of the same model; its **group** are the nodes that it can use.
 door
     the local HTTP API of a node, on a unix socket that only its owner can open.
 relay
@@ -51,7 +53,17 @@ MeshId = NewType("MeshId", bytes)
 Digest = NewType("Digest", bytes)
 """32 bytes, a BLAKE3 hash."""
 
+ModelKey = NewType("ModelKey", bytes)
+"""8 bytes that identify a served model: its name, configuration and quantisation."""
+
+GroupId = NewType("GroupId", bytes)
+"""Identifies a replica of a served model: its key and a byte; empty for the first of a mesh."""
+
+FIRST_GROUP = GroupId(b"")
+"""The first replica of a mesh's first model, the only group of earlier versions."""
+
 NODE_ID_BYTES = 32
+MODEL_KEY_BYTES = 8
 SESSION_ID_BYTES = 16
 MESH_ID_BYTES = 16
 DIGEST_BYTES = 32

@@ -61,6 +61,7 @@ profiles = st.builds(
     labels,
     st.lists(sixteen, max_size=5).map(tuple),
     st.just(b"") | sixteen,
+    st.lists(eight, max_size=3).map(tuple),
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 few_nodes = st.lists(nodes, max_size=3).map(tuple)
@@ -76,6 +77,7 @@ states = st.builds(
     st.lists(st.builds(ModelOffer, labels, labels, st.integers(0, MAX_CONTEXT)), max_size=3).map(
         tuple
     ),
+    st.binary(max_size=9),
 )
 
 
@@ -104,6 +106,7 @@ def charters(draw: st.DrawFn) -> Charter:
 
 
 TEXTS: dict[str, st.SearchStrategy[str]] = {
+    "aliases": st.lists(st.sampled_from("abc"), max_size=4).map(",".join),
     "context": st.integers(1, 99_999).map(str),
     "ends": st.sampled_from([*map(str, Ends), "nowhere"]),
     "entries": few_nodes.map(lambda found: b"".join(found).hex()),
@@ -111,6 +114,7 @@ TEXTS: dict[str, st.SearchStrategy[str]] = {
     "members": st.integers(0, MAX_MEMBERS).map(str),
     "policy": st.sampled_from([*POLICIES, "greenest"]),
     "prefer": few_nodes.map(lambda found: b"".join(found).hex()),
+    "replicas": st.integers(1, 16).map(str),
     "sessions": st.integers(1, 9).map(str),
     "tariff": st.text(max_size=9),
 }

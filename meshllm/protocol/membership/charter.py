@@ -12,18 +12,32 @@ records derives the same charter, in whatever order they arrived.
 Every node ignores a version that exceeds the next lower one by more than `MAX_STEP`, so that no
 member can publish a version that cannot be exceeded.
 
+A term `model.<key>` is a further model that the mesh serves, with the terms of its own; an empty
+one stops it. The terms about nodes (exclude, prefer, entries, ends) and the sessions hold for all.
+
 Names are sent as text. An unknown term, name or record version comes from a later version of
 meshllm. It turns this node into a standby (`Charter.obstacle`) while the others go on: a node that
 ignored part of the charter would disagree with the others about the ring.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from base64 import b85decode, b85encode
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from struct import Struct
 from typing import Any, Self
 
+from blake3 import blake3
+
 from meshllm.errors import PeerFault
-from meshllm.names import DIGEST_BYTES, NODE_ID_BYTES, Digest, NodeId, Quant
+from meshllm.names import (
+    DIGEST_BYTES,
+    MODEL_KEY_BYTES,
+    NODE_ID_BYTES,
+    Digest,
+    ModelKey,
+    NodeId,
+    Quant,
+)
 from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, ModelSizes
@@ -40,12 +54,22 @@ MAX_TERM_VERSION = 1 << 64  # the field has 64 bits
 MAX_TERMS = 32  # of one author
 MAX_WORD_BYTES = 64  # name of a term, a dtype or a quantisation
 MAX_TERM_BYTES = 8 * 1024  # value of a term; 64 node ids take 4.1 KiB
+MAX_SERVED = 12  # models of a mesh; all terms of one author fit into one item
+MAX_MODEL_BYTES = 1536  # term of a further model; most take 300 bytes
+MAX_REPLICAS = 16  # of one model
+MAX_ALIASES = 4  # of one model
+MAX_ALIAS_BYTES = 64
+MAX_KINDS = 64  # of layers of one model
+MIN_PREFIX = 6  # hexadecimal digits of a key that identify a model
 
 FOUNDER_TERMS = frozenset({"entries"})
 
 _HEAD = Struct(f"<Q BH IIB QQ {DIGEST_BYTES}s")
 """Version; tied, layers; hidden size, context, item size; embedding, head; configuration."""
 _LAYER = Struct("<QQ")
+_MODEL = Struct(f"<BHB IIB QQ {DIGEST_BYTES}s BBB")
+"""Tied, layers, kinds of layers; as in `_HEAD`; members, replicas, aliases."""
+_MODEL_TERM = "model."  # before the key in hexadecimal digits
 _AMENDMENTS = Struct("<QB")  # version, terms
 _VERSION = Struct("<Q")
 _DTYPES = {each.name.lower(): each for each in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)}
@@ -80,6 +104,38 @@ class Charter:
     """Weight quantisation, the same on every node, so that the text does not depend on the plan."""
     unknown: tuple[str, ...] = ()
     """Parts that this version does not know, as phrases; their fields hold a default."""
+    replicas: int = 1
+    """Rings of the model, if there are nodes for them."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the model in requests."""
+    models: tuple["Charter", ...] = ()
+    """The further models that the mesh serves, in order of their keys, without further ones."""
+
+    @property
+    def key(self) -> ModelKey:
+        """Return what identifies the model in this mesh."""
+        parts = self.shape.name.encode(), self.config_digest, str(self.quant).encode()
+        return ModelKey(blake3(b"\0".join(parts)).digest(MODEL_KEY_BYTES))
+
+    @property
+    def served(self) -> tuple["Charter", ...]:
+        """Return the charter of each model that the mesh serves, the founder's first."""
+        return replace(self, models=()), *self.models
+
+    def find(self, model: str) -> "Charter | None":
+        """Return the charter of a model by name, alias or a prefix of its key; empty is the first.
+
+        Of several matches, a name precedes an alias, and an alias a prefix.
+        """
+        if not model:
+            return self.served[0]
+        tests: tuple[Callable[[Charter], bool], ...] = (
+            lambda each: each.shape.name == model,
+            lambda each: model in each.aliases,
+            lambda each: len(model) >= MIN_PREFIX and each.key.hex().startswith(model),
+        )
+        found = (each for matches in tests for each in self.served if matches(each))
+        return next(found, None)
 
     @property
     def obstacle(self) -> str:
@@ -180,16 +236,29 @@ def merge(
 ) -> Charter:
     """Apply the terms in force to the founder's charter."""
     changes: dict[str, Any] = {}
-    shape = base.shape
+    shape, models = base.shape, {each.key: each for each in base.models}
     unknown = list(base.unknown)
     for name, (author, term) in sorted(in_force(amendments, founder).items()):
         if (why := _unknown(term)) is not None:
             unknown.append(f"node `{short(author)}` set {why}")
+        elif (key := _key_in(name)) is not None:
+            models.pop(key, None)
+            if model := _read_model(term.text):
+                models[key] = model
         elif name == "context":
             shape = replace(shape, context=int(term.text))
         else:
             changes[name] = _TERMS[name](term.text)
-    return replace(base, **changes, shape=shape, unknown=tuple(unknown))
+    merged = replace(base, **changes, shape=shape, unknown=tuple(unknown))
+    return replace(merged, models=_with_terms(merged, models.values()))
+
+
+def _with_terms(charter: Charter, models: Iterable[Charter]) -> tuple[Charter, ...]:
+    """Return the further models in order, with the terms of the mesh that hold for all."""
+    terms = {name: getattr(charter, name) for name in _TERMS_OF_ALL}
+    terms["unknown"] = charter.unknown
+    others = (replace(each, **terms) for each in models if each.key != charter.key)
+    return tuple(sorted(others, key=lambda each: each.key)[: MAX_SERVED - 1])
 
 
 def in_force(
@@ -216,25 +285,27 @@ def amend(
 
     A term that other nodes would refuse, for example too many nodes, is left out: see `differing`.
     """
-    before, after = _texts(current), _texts(wanted)
     own = amendments.get(me, Amendments((), version=0))
     versions = {name: term.version for name, (_, term) in in_force(amendments).items()}
+    after = _texts(wanted)
     changed = {
-        name: Term(name, 1 + versions.get(name, 0), text)
-        for name, text in after.items()
-        if text != before[name]
+        name: Term(name, 1 + versions.get(name, 0), after.get(name, ""))
+        for name in differing(wanted, current)
     }
     changed = {name: term for name, term in changed.items() if _can_be_said(term)}
-    terms = sorted(({term.name: term for term in own.terms} | changed).items())
-    if not changed:
+    terms = {term.name: term for term in own.terms} | changed
+    # An empty term of a model, which stops it, is needed only as long as another author serves it.
+    others = {term.name for node, at in amendments.items() if node != me for term in at.terms}
+    kept = [each for name, each in sorted(terms.items()) if each.text or name in {*others, *_TERMS}]
+    if not changed or len(kept) > MAX_TERMS:
         return None
-    return Amendments(tuple(term for _, term in terms), own.version + 1)
+    return Amendments(tuple(kept), own.version + 1)
 
 
 def differing(wanted: Charter, found: Charter) -> list[str]:
     """Return the names of the terms that have other values than wanted."""
     before, after = _texts(found), _texts(wanted)
-    return [name for name, text in after.items() if text != before[name]]
+    return [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
 
 
 def effective_terms(
@@ -256,9 +327,9 @@ def _term(reader: Reader) -> Term:
     name = reader.text(MAX_WORD_BYTES)
     (version,) = reader.unpack(_VERSION)
     term = Term(name, version, reader.text(MAX_TERM_BYTES))
-    if name in _TERMS:
+    if parse := _parser(name):
         try:
-            _TERMS[name](term.text)
+            parse(term.text)
         except ValueError as error:
             raise PeerFault(f"Amendments with an invalid `{name}`: {error}") from None
     return term
@@ -266,8 +337,10 @@ def _term(reader: Reader) -> Term:
 
 def _can_be_said(term: Term) -> bool:
     """Return whether other nodes would accept a term of this node."""
+    parse = _parser(term.name)
+    assert parse is not None  # this version writes no others
     try:
-        _TERMS[term.name](term.text)
+        parse(term.text)
     except ValueError:
         return False
     return term.version < MAX_TERM_VERSION and len(term.text.encode()) <= MAX_TERM_BYTES
@@ -275,8 +348,11 @@ def _can_be_said(term: Term) -> bool:
 
 def _unknown(term: Term) -> str | None:
     """Return what this version does not know of a term; None if it knows all."""
-    if term.name not in _TERMS:
+    if _parser(term.name) is None:
         return f"term `{term.name}`"
+    if _key_in(term.name) is not None:
+        model = _read_model(term.text)
+        return model.unknown[0] if model and model.unknown else None
     names: dict[str, Collection[str]] = {"policy": POLICIES, "ends": _ENDS}
     known = names.get(term.name)
     return None if known is None or term.text in known else f"{term.name} `{term.text}`"
@@ -285,6 +361,8 @@ def _unknown(term: Term) -> str | None:
 def _texts(charter: Charter) -> dict[str, str]:
     """Return the value of every term of a charter as text."""
     return {
+        **{f"{_MODEL_TERM}{each.key.hex()}": _write_model(each) for each in charter.models},
+        "aliases": ",".join(charter.aliases),
         "context": str(charter.shape.context),
         "ends": str(charter.ends),
         "entries": b"".join(charter.entries).hex(),
@@ -292,6 +370,7 @@ def _texts(charter: Charter) -> dict[str, str]:
         "members": str(charter.members or 0),
         "policy": charter.policy,
         "prefer": b"".join(charter.prefer).hex(),
+        "replicas": str(charter.replicas),
         "sessions": str(charter.sessions),
     }
 
@@ -314,7 +393,17 @@ def _nodes(text: str) -> tuple[NodeId, ...]:
     return tuple(NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES))
 
 
+def _aliases(text: str) -> tuple[str, ...]:
+    found = tuple(text.split(",")) if text else ()
+    if len(found) > MAX_ALIASES or any(
+        not 0 < len(each.encode()) <= MAX_ALIAS_BYTES for each in found
+    ):
+        raise ValueError(f"more than {MAX_ALIASES} aliases, or one of over {MAX_ALIAS_BYTES} bytes")
+    return found
+
+
 _TERMS: Mapping[str, Callable[[str], object]] = {
+    "aliases": _aliases,
     "context": _number(1, MAX_POSITION),
     "ends": lambda text: _ENDS.get(text, Ends.ENTRY),
     "entries": _nodes,
@@ -322,9 +411,95 @@ _TERMS: Mapping[str, Callable[[str], object]] = {
     "members": lambda text: _number(0, MAX_MEMBERS)(text) or None,
     "policy": str,
     "prefer": _nodes,
+    "replicas": _number(1, MAX_REPLICAS),
     "sessions": _number(1, MAX_SESSIONS),
 }
 """Parser of each term; `ValueError` means a value that is invalid in every version."""
+
+_TERMS_OF_ALL = "ends", "entries", "exclude", "prefer", "sessions"
+"""Those that hold for all models."""
+
+
+def _parser(name: str) -> Callable[[str], object] | None:
+    """Return the parser of a term; None if it is unknown."""
+    key = _key_in(name)
+    return _TERMS.get(name) if key is None else lambda text: _check_model(key, text)
+
+
+def _key_in(name: str) -> ModelKey | None:
+    """Return the key of the model that a term is about; None if it is about none."""
+    digits = name.removeprefix(_MODEL_TERM)
+    is_key = len(digits) == 2 * MODEL_KEY_BYTES and set(digits) <= set("0123456789abcdef")
+    return ModelKey(bytes.fromhex(digits)) if is_key and name != digits else None
+
+
+def _check_model(key: ModelKey, text: str) -> None:
+    model = _read_model(text)
+    if model is not None and not model.unknown and model.key != key:
+        raise ValueError(f"it is about the model `{model.key.hex()}`")
+
+
+def _write_model(charter: Charter) -> str:
+    """Return the value of the term of a further model; its layers are of few kinds."""
+    shape = charter.shape
+    layers = [*zip(shape.layer_bytes, shape.kv_bytes_per_token, strict=True)]
+    kinds = list(dict.fromkeys(layers))
+    sizes = shape.hidden_size, shape.context, shape.itemsize, shape.embed_bytes, shape.head_bytes
+    counts = charter.members or 0, charter.replicas, len(charter.aliases)
+    head = shape.tied, len(layers), min(len(kinds), MAX_KINDS), *sizes, charter.config_digest
+    texts = shape.name, charter.dtype.name.lower(), charter.quant, charter.policy, *charter.aliases
+    return b85encode(
+        b"".join(
+            (
+                start_record(),
+                _MODEL.pack(*head, *counts),
+                *(_LAYER.pack(*kind) for kind in kinds),
+                bytes(min(kinds.index(layer), MAX_KINDS) for layer in layers),
+                *(sized(str(text).encode()) for text in texts),
+            )
+        )
+    ).decode()
+
+
+def _read_model(text: str) -> Charter | None:
+    """Read the term of a further model; None if it is empty. Raise `ValueError` if invalid."""
+    if not text:
+        return None
+    if len(text) > MAX_MODEL_BYTES:
+        raise ValueError(f"{len(text)} bytes are too many for a model")
+    try:
+        return _model(open_record(b85decode(text), "Model"))
+    except PeerFault as error:
+        raise ValueError(str(error)) from None
+
+
+def _model(reader: Reader) -> Charter:
+    tied, layers, count, *sizes, config, members, replicas, named = reader.unpack(_MODEL)
+    reader.bounded("layers", layers, 1, MAX_LAYERS)
+    kinds = [reader.unpack(_LAYER) for _ in range(reader.bounded("kinds", count, 1, MAX_KINDS))]
+    numbers = reader.take(layers)
+    reader.bounded("as kind of a layer", max(numbers), 0, count - 1)
+    each = [kinds[number] for number in numbers]
+    shape = _shape(reader, each, bool(reader.bounded("for a flag", tied, 0, 1)), sizes)
+    dtype, quant, policy = (reader.text(MAX_WORD_BYTES) for _ in range(3))
+    reader.bounded("aliases", named, 0, MAX_ALIASES)
+    unknown = {
+        f"dtype `{dtype}`": dtype not in _DTYPES,
+        f"quantisation `{quant}`": quant not in _QUANTS,
+        f"policy `{policy}`": policy not in POLICIES,
+    }
+    return Charter(
+        1,
+        shape,
+        _DTYPES.get(dtype, DType.FLOAT32),
+        Digest(config),
+        policy,
+        reader.bounded("members", members, 0, MAX_MEMBERS) or None,
+        quant=_QUANTS.get(quant, Quant.NONE),
+        unknown=tuple(f"a model with {what}" for what, is_so in unknown.items() if is_so),
+        replicas=reader.bounded("replicas", replicas, 1, MAX_REPLICAS),
+        aliases=tuple(reader.text(MAX_ALIAS_BYTES) for _ in range(named)),
+    )
 
 
 def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> ModelSizes:

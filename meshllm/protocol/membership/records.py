@@ -11,7 +11,15 @@ from enum import IntEnum
 from struct import Struct
 from typing import Self
 
-from meshllm.names import NODE_ID_BYTES, NodeId, Span
+from meshllm.names import (
+    FIRST_GROUP,
+    MODEL_KEY_BYTES,
+    NODE_ID_BYTES,
+    GroupId,
+    ModelKey,
+    NodeId,
+    Span,
+)
 from meshllm.protocol.binary import Reader, open_record, sized, start_record
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, MAX_SECONDS
 
@@ -29,6 +37,8 @@ MAX_ROUND_TRIP_US = 60_000_000  # a minute, far beyond the idle timeout
 MAX_OFFERS = 32  # models of one provider
 MAX_CONTEXT = 1 << 30  # tokens
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
+MAX_HELD = 64  # models that a node has locally, of those that its mesh serves or served
+GROUP_BYTES = MODEL_KEY_BYTES + 1
 DIGEST_PART_BYTES = 16
 MACHINE_BYTES = 16
 ENDS = 3
@@ -88,6 +98,8 @@ class Profile:
     that are not on this machine."""
     machine: bytes = b""
     """A tag that nodes on the same machine can verify; empty of earlier versions."""
+    models: tuple[ModelKey, ...] = ()
+    """The models of the mesh that it has locally; empty while the mesh serves one ring."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -102,6 +114,7 @@ class Profile:
                 *(sized(text.encode()) for text in texts),
                 sized(b"".join(self.weights)),
                 sized(self.machine),
+                sized(b"".join(self.models)),
             )
         )
 
@@ -133,6 +146,7 @@ class Profile:
                 for at in range(0, len(weights), DIGEST_PART_BYTES)
             ),
             reader.sized(MACHINE_BYTES) if reader.left else b"",
+            _keys(reader) if reader.left else (),
         )
 
 
@@ -178,6 +192,8 @@ class StateRecord:
     """Nodes that it refuses in a ring: their data was invalid too often, or they did not load."""
     offers: tuple[ModelOffer, ...] = ()
     """Models that it provides with an engine of its own."""
+    group: GroupId = FIRST_GROUP
+    """The ring in which it takes part, if only as a standby: the model and the replica."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -187,7 +203,7 @@ class StateRecord:
         faulty = sized(b"".join(self.faulty))
         offers = _COUNT.pack(len(self.offers)) + b"".join(each.encode() for each in self.offers)
         state = _STATE.pack(self.lifecycle, *flags)
-        return start_record() + state + links + texts + faulty + offers
+        return start_record() + state + links + texts + faulty + offers + sized(self.group)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -208,6 +224,7 @@ class StateRecord:
             reader.text(MAX_OBSTACLE_BYTES),
             _node_ids(reader) if reader.left else (),
             _offers(reader) if reader.left else (),
+            GroupId(reader.sized(GROUP_BYTES)) if reader.left else FIRST_GROUP,
         )
 
 
@@ -231,6 +248,13 @@ def _offers(reader: Reader) -> tuple[ModelOffer, ...]:
     (count,) = reader.unpack(_COUNT)
     reader.bounded("offers of models", count, 0, MAX_OFFERS)
     return tuple(ModelOffer.read(reader) for _ in range(count))
+
+
+def _keys(reader: Reader) -> tuple[ModelKey, ...]:
+    data = reader.sized(MAX_HELD * MODEL_KEY_BYTES)
+    reader.bounded("bytes at the end of its models", len(data) % MODEL_KEY_BYTES, 0, 0)
+    starts = range(0, len(data), MODEL_KEY_BYTES)
+    return tuple(ModelKey(data[at : at + MODEL_KEY_BYTES]) for at in starts)
 
 
 def _node_ids(reader: Reader) -> tuple[NodeId, ...]:

@@ -1,5 +1,6 @@
 """The charter: encoding, limits, and the merge of amendments."""
 
+from base64 import b85decode, b85encode
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
@@ -10,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
-from meshllm.names import NodeId, Quant
+from meshllm.names import Digest, NodeId, Quant
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
     FOUNDER_TERMS,
+    MAX_KINDS,
+    MAX_MODEL_BYTES,
+    MAX_SERVED,
     MAX_STEP,
     MAX_TERMS,
     MAX_VERSION,
@@ -28,6 +32,7 @@ from meshllm.protocol.membership.charter import (
     merge,
     overruled,
 )
+from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
 from meshllm.protocol.session.codec import MAX_POSITION
@@ -46,7 +51,29 @@ AMENDED = replace(
     exclude=(A, B),
     prefer=(C,),
     shape=replace(SHAPE, context=99),
+    replicas=2,
+    aliases=("small", "toy-1"),
 )
+# The terms of the mesh hold for all of its models.
+OF_ALL: dict[str, Any] = {"sessions": 2, "ends": Ends.CLIENT, "exclude": (A, B), "prefer": (C,)}
+
+
+def model(number: int, **changes: Any) -> Charter:
+    """A further model, with layers of two kinds."""
+    shape = replace(SHAPE, name=f"m{number}", layer_bytes=(100, 200, 100, 200), context=7)
+    digest = Digest(bytes([number]) * 32)
+    return replace(Charter(1, shape, DType.BFLOAT16, digest), **changes)
+
+
+def serving(*models: Charter, base: Charter = CHARTER) -> Charter:
+    return replace(base, models=tuple(sorted(models, key=lambda each: each.key)))
+
+
+def term_of(charter: Charter, version: int = 1) -> tuple[str, int, str]:
+    """Return the term by which a mesh serves a model."""
+    said = amend(serving(charter), CHARTER, A, {})
+    assert said is not None
+    return said.terms[0].name, version, said.terms[0].text
 
 
 def terms(*found: tuple[str, int, str]) -> Amendments:
@@ -127,6 +154,15 @@ def test_a_charter_without_layers_is_refused() -> None:
         ("exclude", 1, "00" * 31),
         ("exclude", 1, "no hex"),
         ("prefer", 1, "00" * 32 * 65),
+        ("aliases", 1, "a,b,c,d,e"),
+        ("aliases", 1, "a,,b"),
+        ("aliases", 1, "a" * 65),
+        ("replicas", 1, "0"),
+        ("replicas", 1, "17"),
+        (f"model.{'0' * 16}", 1, "no base 85 \\"),
+        (f"model.{'0' * 16}", 1, b85encode(b"\x01garbage").decode()),
+        (f"model.{'0' * 16}", 1, "0" * (MAX_MODEL_BYTES + 5)),
+        (f"model.{'0' * 16}", 1, term_of(model(1))[2]),
     ],
 )
 def test_an_invalid_term_is_refused(term: tuple[str, int, str]) -> None:
@@ -190,6 +226,125 @@ def test_every_term_can_be_changed_and_changed_back() -> None:
     assert merged == AMENDED
     assert merge(CHARTER, {A: first, B: second}) == CHARTER
     assert amend(CHARTER, CHARTER, A, {A: first}) is None
+
+
+def test_models_are_served_with_the_terms_of_the_mesh_and_stopped() -> None:
+    one = model(1, policy="throughput", members=3, quant=Quant.INT8, aliases=("x", "y"))
+    other = model(2, replicas=4)
+    wanted = serving(one, other, base=AMENDED)
+
+    said = amend(wanted, CHARTER, A, {})
+    assert said is not None
+    merged = merge(CHARTER, {A: Amendments.decode(said.encode())})
+
+    assert set(merged.models) == {replace(each, **OF_ALL) for each in (one, other)}
+    assert merged.served == (AMENDED, *merged.models)
+    stopped = amend(replace(merged, models=merged.models[:1]), merged, B, {A: said})
+    assert stopped is not None
+    assert merge(CHARTER, {A: said, B: stopped}) == replace(merged, models=merged.models[:1])
+    assert [term.text for term in stopped.terms] == [""]
+    assert differing(merged, CHARTER) == [*(term.name for term in said.terms)]
+
+
+def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
+    first, second = model(1, aliases=("m2", "other")), model(2)
+    charter = serving(first, second)
+
+    assert charter.find("") == charter.find("toy") == CHARTER
+    assert charter.find("m2") == second  # not the alias of the first
+    assert charter.find("other") == first
+    assert charter.find(second.key.hex()[:6]) == second
+    assert charter.find(second.key.hex()[:5]) is None
+    assert charter.find("m3") is None
+
+
+def test_a_stop_is_forgotten_when_nobody_else_serves_the_model() -> None:
+    served = amend(serving(model(1)), CHARTER, A, {})
+    assert served is not None
+    found = {A: served}
+
+    stopped = amend(CHARTER, merge(CHARTER, found), A, found)
+
+    assert stopped == Amendments((), version=2)
+    assert merge(CHARTER, {A: stopped}).models == ()
+
+
+def test_a_mesh_serves_no_more_models_than_all_can_agree_on() -> None:
+    most = [model(number) for number in range(1, MAX_SERVED + 3)]
+    both = {A: terms(*map(term_of, most[:9])), B: terms(*map(term_of, most[9:]))}
+
+    kept = merge(CHARTER, both).models
+
+    assert kept == tuple(sorted(most, key=lambda each: each.key)[: MAX_SERVED - 1])
+    assert merge(most[0], {A: terms(term_of(most[0]))}).models == ()  # the first one
+
+
+def test_all_models_of_one_author_fit_into_an_item() -> None:
+    crowd = tuple(NodeId(bytes([number]) * 32) for number in range(MAX_MEMBERS))
+    layers = 126  # of the largest published model, all of different sizes but for a few
+    shape = replace(
+        SHAPE,
+        layer_bytes=tuple(100 + at % 20 for at in range(layers)),
+        kv_bytes_per_token=(9,) * layers,
+    )
+    models = [
+        model(at, shape=replace(shape, name=f"{at:02}" + "n" * 200), aliases=("a" * 64, "b" * 64))
+        for at in range(1, MAX_SERVED)
+    ]
+    wanted = replace(serving(*models), exclude=crowd, prefer=crowd, entries=crowd)
+
+    said = amend(wanted, CHARTER, A, {})
+
+    assert said is not None
+    assert differing(wanted, merge(CHARTER, {A: said}, A)) == []
+    assert len(merge(CHARTER, {A: said}).models) == MAX_SERVED - 1
+    assert len(said.encode()) < MAX_ITEM_BYTES - 1024
+
+
+def test_a_model_that_is_too_large_to_describe_is_left_out() -> None:
+    shape = replace(
+        SHAPE, layer_bytes=tuple(range(1, MAX_KINDS + 2)), kv_bytes_per_token=(9,) * (MAX_KINDS + 1)
+    )
+    wanted = serving(model(1, shape=shape))
+
+    assert amend(wanted, CHARTER, A, {}) is None
+    assert len(differing(wanted, CHARTER)) == 1
+
+
+def test_a_node_does_not_set_more_terms_than_others_accept() -> None:
+    found = {A: terms(*((f"tariff {number}", 1, "") for number in range(MAX_TERMS)))}
+    # Terms of later versions that say nothing are not needed.
+    assert amend(serving(model(1)), merge(CHARTER, found), A, found) is not None
+
+    found = {A: terms(*((f"tariff {number}", 1, "x") for number in range(MAX_TERMS)))}
+    assert amend(serving(model(1)), merge(CHARTER, found), A, found) is None
+
+
+@pytest.mark.parametrize("word", ["bfloat16", "none", "auto"])
+def test_a_model_with_unknown_names_is_an_obstacle(word: str) -> None:
+    name, version, text = term_of(model(1))
+    data = b85decode(text).replace(word.encode(), b"x" * len(word))
+
+    merged = merge(CHARTER, {A: terms((name, version, b85encode(data).decode()))})
+
+    assert f"a model with {_WHAT[word]} `{'x' * len(word)}`" in merged.obstacle
+    assert merged.models == ()
+
+
+def test_models_share_the_obstacle_of_the_mesh() -> None:
+    merged = merge(CHARTER, {A: terms(term_of(model(1)), ("tariff", 1, "night"))})
+
+    assert merged.models[0].obstacle == merged.obstacle != ""
+
+
+@pytest.mark.parametrize("name", ["model.xyz", f"model.{'A' * 16}", "0" * 16])
+def test_another_form_of_a_term_of_models_is_unknown(name: str) -> None:
+    found = Amendments.decode(terms((name, 1, "later")).encode())
+
+    assert f"term `{name}`" in merge(CHARTER, {A: found}).obstacle
+
+
+_WHAT = {"bfloat16": "dtype", "none": "quantisation", "auto": "policy"}
 
 
 def test_concurrent_changes_of_different_terms_are_both_kept() -> None:

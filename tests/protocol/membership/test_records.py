@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
-from meshllm.names import NodeId, Span
+from meshllm.names import GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.membership.records import (
     MAX_ADDRESS_BYTES,
     MAX_ADDRESSES,
@@ -64,11 +64,24 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
         record.decode(record.encode()[:-1])
 
 
-@pytest.mark.parametrize("missing", [1, 3], ids=["offers", "faulty nodes"])
+@pytest.mark.parametrize("missing", [2, 3, 5], ids=["group", "offers", "faulty nodes"])
 def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     state = StateRecord(links=((A, 9),), obstacle="busy")
 
     assert StateRecord.decode(state.encode()[:-missing]) == state
+
+
+def test_a_profile_of_an_earlier_version_names_no_models() -> None:
+    profile = Profile("desk", "1", (), 9, machine=bytes(16))
+
+    assert Profile.decode(profile.encode()[:-2]) == profile
+
+
+def test_a_group_and_models_are_bounded() -> None:
+    with pytest.raises(PeerFault, match="10 bytes"):
+        StateRecord.decode(StateRecord(group=GroupId(bytes(10))).encode())
+    with pytest.raises(PeerFault, match="end of its models"):
+        Profile.decode(replace(PROFILE, models=(ModelKey(bytes(7)),)).encode())
 
 
 @pytest.mark.parametrize("code", [0, 5, 255])
