@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshllm.names import Digest, NodeId, Span
+from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId, Span
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter
@@ -62,6 +62,8 @@ class World:
     removed: Collection[NodeId] = ()
     faulty: Mapping[NodeId, tuple[NodeId, ...]] = field(default_factory=dict)
     """Nodes that each node refuses as neighbours."""
+    groups: Mapping[NodeId, GroupId] = field(default_factory=dict)
+    """Nodes that take part in other groups than the first."""
 
     def view(self, me: NodeId, author: NodeId | None = None) -> MeshView:
         """Return the view of a node; the author of the charter is the lowest id unless given."""
@@ -96,4 +98,5 @@ class World:
             plan.encode() if plan else b"",
             may_change=node not in self.busy,
             faulty=self.faulty.get(node, ()),
+            group=self.groups.get(node, FIRST_GROUP),
         )

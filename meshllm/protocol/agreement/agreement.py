@@ -24,17 +24,25 @@ followed: a given set of items never makes plans flap. The epoch of a new plan e
 epoch, even those of departed nodes. Standbys are not part of a plan's bytes, because they may come
 and go without changing the ring.
 
+In a mesh of several rings, see `groups`, each node agrees on the plan of its own: a plan uses the
+nodes of one group, and is followed by them alone. Who is alive is a question of all links.
+
 A node that does not understand some part of the charter agrees to no plan, publishes this obstacle
 in its state, and is not a candidate for the others.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from meshllm.errors import PeerFault, UserError
+from meshllm.errors import UserError
 from meshllm.names import NodeId, Span
-from meshllm.protocol.agreement.candidates import MeshView, count_lacking, find_candidates
+from meshllm.protocol.agreement.candidates import (
+    MeshView,
+    count_lacking,
+    find_candidates,
+    followed_plans,
+    is_of_group,
+)
 from meshllm.protocol.agreement.relaxation import (
     Best,
     PlanningInput,
@@ -46,7 +54,7 @@ from meshllm.protocol.agreement.relaxation import (
     to_numbers,
 )
 from meshllm.protocol.planning.explain import standby_reasons
-from meshllm.protocol.planning.plan import MAX_EPOCH, Links, Offer, Plan, Standby
+from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.trust.identity import short
@@ -63,6 +71,7 @@ class Agreement:
     reason: str
     """A phrase: why this plan was chosen, or why there is none."""
     alive: frozenset[NodeId]
+    """The living nodes of its group."""
     refused: Mapping[NodeId, str]
     """Living nodes that are incompatible with the others, and why."""
     standbys: tuple[Standby, ...]
@@ -82,13 +91,14 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     The planner's input changes rarely: if it equals that of ``before``, an earlier result, its
     planning work is reused. This never changes the result.
     """
-    here = view.alive()
+    here = frozenset(node for node in view.alive() if view.group_of(node) == view.group)
     if why := view.charter.obstacle:
         return Agreement(None, why, here, {view.me: why}, (), (), Links())
-    followed = _followed(view)
+    known = followed_plans(view)
+    epoch = 1 + max((plan.epoch for plan in known.values()), default=0)
+    followed = {node: plan for node, plan in known.items() if is_of_group(view, plan)}
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
-    epoch = 1 + max((plan.epoch for plan in followed.values()), default=0)
     found = find_candidates(view, here, nodes_of(incumbent) if incumbent else ())
     plan, best, standbys = None, None, found.waiting
     try:
@@ -111,18 +121,6 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         0 if followed else count_lacking(view, here),
         best,
     )
-
-
-def _followed(view: MeshView) -> dict[NodeId, Plan]:
-    """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
-    told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
-    plans: dict[bytes, Plan] = {}
-    for data in set(told.values()):
-        with suppress(PeerFault):
-            plan = Plan.decode(data)
-            if plan.epoch < MAX_EPOCH:
-                plans[data] = plan
-    return {node: plans[data] for node, data in told.items() if data in plans}
 
 
 def _decide(

@@ -1,9 +1,11 @@
 """Candidate nodes for a ring, and the latency of the links between them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from meshllm.names import NodeId, Span
+from meshllm.errors import PeerFault
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -13,7 +15,16 @@ from meshllm.protocol.membership.records import (
     StateRecord,
     alive,
 )
-from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, Links, LinkSpeed, ModelSizes, Offer
+from meshllm.protocol.planning.plan import (
+    MAX_EPOCH,
+    MAX_SECONDS,
+    Ends,
+    Links,
+    LinkSpeed,
+    ModelSizes,
+    Offer,
+    Plan,
+)
 from meshllm.protocol.trust.identity import short
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
@@ -32,12 +43,15 @@ class MeshView:
 
     me: NodeId
     charter: Charter
+    """Of the whole mesh, or of the model of one ring."""
     author: NodeId
     """The founder, who wrote the charter."""
     profiles: Mapping[NodeId, Profile]
     states: Mapping[NodeId, StateRecord]
     """While it runs, a node reports the plan that it followed last, even without a ring."""
     removed: Collection[NodeId] = ()
+    group: GroupId = FIRST_GROUP
+    """The ring to plan; a plan uses nodes that take part in it."""
 
     def alive(self) -> frozenset[NodeId]:
         """Return the members that are alive."""
@@ -45,6 +59,11 @@ class MeshView:
         state = states.get(self.me)
         is_here = self.me not in self.removed and not (state and state.lifecycle is Lifecycle.LEFT)
         return alive(states, self.me) if is_here else frozenset()
+
+    def group_of(self, node: NodeId) -> GroupId:
+        """Return the group in which a node takes part; that of this view if it is unknown."""
+        state = self.states.get(node)
+        return state.group if state else self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +83,23 @@ class Candidates:
     """Nodes that a new plan must not use."""
     faulty: Mapping[NodeId, str] = field(default_factory=dict)
     """Nodes that another one refuses as a neighbour, and why (a phrase)."""
+
+
+def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
+    """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
+    told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
+    plans: dict[bytes, Plan] = {}
+    for data in set(told.values()):
+        with suppress(PeerFault):
+            plan = Plan.decode(data)
+            if plan.epoch < MAX_EPOCH:
+                plans[data] = plan
+    return {node: plans[data] for node, data in told.items() if data in plans}
+
+
+def is_of_group(view: MeshView, plan: Plan) -> bool:
+    """Return whether no node of a plan takes part in another group than that of the view."""
+    return all(view.group_of(stage.node) == view.group for stage in plan.stages)
 
 
 def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[NodeId]) -> Candidates:

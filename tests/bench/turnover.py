@@ -1,0 +1,154 @@
+"""Nodes that join and leave a mesh of several models, and models that are stopped and served again.
+
+    python -m tests.bench.turnover --changes 10000
+
+After every change each node computes `assign`, and moves. Nothing else is simulated: how rings form
+is the matter of `tests.simulation`. It prints how many nodes moved, and how often a model had no
+ring although the memory for all models was there.
+"""
+
+import argparse
+from dataclasses import dataclass, replace
+from random import Random
+from time import perf_counter
+
+from meshllm.names import Digest, GroupId, NodeId
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import UNASSIGNED, assign, groups_of, shortage
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.planning.plan import ModelSizes
+from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+from meshllm.protocol.session.messages import DType
+
+NODES, MODELS = 50, 6
+LAYER = 80  # bytes
+SIZES = (200, 300, 500, 900, 1500)  # bytes of memory of a node
+ROOM = 10  # layers of a node that may be left over in each group: a node is not divided
+
+
+@dataclass
+class Report:
+    """What happened in a simulated mesh."""
+
+    changes: int = 0
+    moves: int = 0
+    """Nodes that moved after a node joined or left, other than the one that joined."""
+    most: int = 0
+    """Of one such change."""
+    unserved: int = 0
+    """Changes after which a model had no ring although there was memory."""
+    unstable: int = 0
+    """Changes after which assigning again moved a node."""
+    differing: int = 0
+    """Changes after which two nodes would have assigned differently."""
+
+
+class Turnover:
+    """A mesh under change, determined by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.models = [self._model(number) for number in range(MODELS)]
+        self.served = set(range(1, MODELS))
+        """The further ones that are served now."""
+        self.memory: dict[NodeId, int] = {}
+        self.places: dict[NodeId, GroupId] = {}
+        self.sizes = random.choice((SIZES, (500,)))
+        self.report = Report()
+
+    def run(self, changes: int) -> Report:
+        """Make changes."""
+        for _ in range(changes):
+            self._change()
+        return self.report
+
+    def _model(self, number: int) -> Charter:
+        random = self.random
+        layers = random.randint(2, 12)
+        sizes = ModelSizes(
+            f"m{number}", (LAYER,) * layers, (0,) * layers, 0, 0,
+            tied=False, hidden_size=1, itemsize=4, context=1,
+        )  # fmt: skip
+        digest, replicas = Digest(bytes([number]) * 32), random.choice((1, 1, 1, 2))
+        members = random.choice((None, None, 2))
+        charter = Charter(1, sizes, DType.FLOAT32, digest, members=members)
+        return replace(charter, replicas=replicas)
+
+    def _change(self) -> None:
+        newcomer, is_of_nodes = None, self.random.random() < 0.9
+        if is_of_nodes:
+            newcomer = self._come_or_go()
+        elif (number := self.random.randrange(1, MODELS)) in self.served:
+            self.served.remove(number)
+        else:
+            self.served.add(number)
+        view = self._view()
+        found = assign(view)
+        moved = [at for at, place in self.places.items() if found[at] != place and at != newcomer]
+        self.places = dict(found)
+        self._count(view, len(moved) if is_of_nodes else 0)
+
+    def _come_or_go(self) -> NodeId | None:
+        random, count = self.random, len(self.memory)
+        if count > 1 and (count == NODES or random.random() < 0.45):
+            gone = random.choice(sorted(self.memory))
+            del self.memory[gone], self.places[gone]
+            return None
+        node = NodeId(random.randbytes(32))
+        self.memory[node], self.places[node] = random.choice(self.sizes), UNASSIGNED
+        return node
+
+    def _view(self) -> MeshView:
+        others = tuple(sorted((self.models[at] for at in self.served), key=lambda each: each.key))
+        keys = tuple(model.key for model in self.models)
+        links = tuple((node, 1000) for node in self.memory)
+        return MeshView(
+            min(self.memory),
+            replace(self.models[0], models=others),
+            min(self.memory),
+            {at: Profile("", "", (), size, models=keys) for at, size in self.memory.items()},
+            {
+                at: StateRecord(Lifecycle.SERVING, links, group=place)
+                for at, place in self.places.items()
+            },
+        )
+
+    def _count(self, before: MeshView, moves: int) -> None:
+        report, view = self.report, self._view()
+        report.changes += 1
+        report.moves += moves
+        report.most = max(report.most, moves)
+        report.unstable += assign(view) != self.places
+        report.differing += assign(replace(before, me=max(self.memory))) != self.places
+        first = {group.id for group in groups_of(view.charter) if not group.replica}
+        report.unserved += self._suffices() and bool(first & shortage(view).keys())
+
+    def _suffices(self) -> bool:
+        """Return whether there is memory for each model, however the nodes are divided."""
+        usable = (size * (100 - HEADROOM_PERCENT) // 100 for size in self.memory.values())
+        served = [self.models[at] for at in (0, *self.served)]
+        needed = sum(model.shape.layers + ROOM for model in served)
+        return sum(size // LAYER for size in usable) >= needed
+
+
+def main() -> None:
+    """Run meshes of 500 changes each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--changes", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first mesh")
+    arguments = parser.parse_args()
+    start, reports, left, seed = perf_counter(), list[Report](), arguments.changes, arguments.seed
+    while left > 0:
+        reports.append(Turnover(seed).run(min(left, 500)))
+        left, seed = left - 500, seed + 1
+    changes = sum(each.changes for each in reports)
+    print(f"{changes} changes of {NODES} nodes and {MODELS} models, {perf_counter() - start:.0f} s")
+    print(f"moved besides the newcomer: {sum(each.moves for each in reports) / changes:.3f} nodes")
+    print(f"  for a node that joins or leaves, at most {max(each.most for each in reports)}")
+    for name in ("unserved", "unstable", "differing"):
+        print(f"{name}: {sum(getattr(each, name) for each in reports)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Which node takes part in which ring: filling groups, what they lack, and plans of each."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId, Quant, Span
+from meshllm.protocol.agreement.agreement import agree
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import (
+    UNASSIGNED,
+    assign,
+    find_group,
+    groups_of,
+    has_several,
+    holds,
+    plans_in_force,
+    ring_of,
+    shortage,
+)
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
+from meshllm.protocol.session.messages import DType
+from tests.bench.turnover import Turnover
+from tests.builders.offers import A, B, C, D, node
+from tests.builders.snapshots import World, profile
+
+MOST_MOVES = 8  # 10,000 changes by `tests.bench.turnover` need no more
+LAYER = 80  # bytes; a node with 100 of memory holds one
+
+
+def model(number: int, layers: int, *, ends: int = 0, **changes: Any) -> Charter:
+    sizes = ModelSizes(
+        f"m{number}", (LAYER,) * layers, (0,) * layers, ends, 0,
+        tied=False, hidden_size=4, itemsize=2, context=10,
+    )  # fmt: skip
+    return replace(Charter(1, sizes, DType.BFLOAT16, Digest(bytes([number]) * 32)), **changes)
+
+
+def mesh_of(*models: Charter, **terms: Any) -> Charter:
+    first, *others = (replace(each, **terms) for each in models)
+    return replace(first, models=tuple(sorted(others, key=lambda each: each.key)))
+
+
+def group(charter: Charter, number: int, replica: int = 0) -> GroupId:
+    """Return the group of the model of this number."""
+    found = [
+        each.id
+        for each in groups_of(charter)
+        if (each.charter.shape.name, each.replica) == (f"m{number}", replica)
+    ]
+    return found[0]
+
+
+def view_of(
+    charter: Charter,
+    layers: Mapping[NodeId, float],
+    places: Mapping[NodeId, GroupId] | None = None,
+    followed: Mapping[NodeId, Plan] | None = None,
+    **models: tuple[ModelKey, ...],
+) -> MeshView:
+    """View a fully linked mesh of nodes that hold some layers of any model."""
+    keys = tuple(each.key for each in charter.served)
+    profiles = {
+        at: Profile("n", "1", (), round(count * 100), models=models.get(_name(at), keys))
+        for at, count in layers.items()
+    }
+    states = {
+        at: StateRecord(
+            Lifecycle.SERVING,
+            tuple((peer, 1000) for peer in layers if peer != at),
+            group=(places or {}).get(at, UNASSIGNED),
+            followed=(followed or {})[at].encode() if at in (followed or {}) else b"",
+        )
+        for at in layers
+    }
+    return MeshView(min(layers), charter, min(layers), profiles, states)
+
+
+def _name(at: NodeId) -> str:
+    return at[:1].decode(errors="replace")
+
+
+def ring(model: str, *stages: tuple[NodeId, int, int], epoch: int = 1) -> Plan:
+    spans = tuple(PlanStage(at, Span(start, stop)) for at, start, stop in stages)
+    return Plan(epoch, model, Ends.ENTRY, spans)
+
+
+def test_the_groups_are_in_order_and_the_first_is_that_of_earlier_versions() -> None:
+    charter = mesh_of(model(1, 4, replicas=2), model(2, 4), model(3, 4, replicas=3))
+
+    groups = groups_of(charter)
+
+    order = {(each.charter.shape.name, each.replica): at for at, each in enumerate(groups)}
+    assert groups[0].id == FIRST_GROUP
+    assert len({each.id for each in groups}) == len(groups) == 6
+    assert {name for name, _ in list(order)[:3]} == {"m1", "m2", "m3"}
+    assert [name for name in order if name[1] == 2] == [("m3", 2)]
+    assert find_group(charter, groups[3].id) == groups[3]
+    assert find_group(charter, UNASSIGNED) is None
+
+
+def test_only_a_mesh_of_several_groups_moves_nodes() -> None:
+    one, two = mesh_of(model(1, 4)), mesh_of(model(1, 4), model(2, 4))
+
+    assert not has_several(view_of(one, {A: 4}, {A: FIRST_GROUP}))
+    assert has_several(view_of(one, {A: 4}, {A: group(two, 2)}))  # which was stopped
+    assert has_several(view_of(two, {A: 4}, {A: FIRST_GROUP}))
+
+
+def test_each_model_gets_the_nodes_that_it_needs() -> None:
+    charter = mesh_of(model(1, 4), model(2, 6))
+
+    places = assign(view_of(charter, {A: 4, B: 3, C: 3}))
+
+    assert places == {A: FIRST_GROUP, B: group(charter, 2), C: group(charter, 2)}
+
+
+def test_nodes_stay_where_they_are() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: group(charter, 2), B: FIRST_GROUP}
+
+    assert assign(view_of(charter, {A: 4, B: 4}, places)) == places
+
+
+def test_a_new_model_takes_standbys_before_nodes_that_a_ring_uses() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = dict.fromkeys((A, B, C), FIRST_GROUP)
+    used = ring("m1", (A, 0, 4))
+
+    found = assign(view_of(charter, {A: 4, B: 9, C: 4}, places, {A: used, B: used, C: used}))
+
+    assert found == places | {C: group(charter, 2)}  # the smallest that suffices
+
+
+def test_a_new_model_takes_what_a_ring_uses_and_does_not_need() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = dict.fromkeys((A, B), FIRST_GROUP)
+    used = ring("m1", (A, 0, 2), (B, 2, 4))
+
+    found = assign(view_of(charter, {A: 4, B: 4}, places, {A: used, B: used}))
+
+    assert sorted(found.values()) == sorted([FIRST_GROUP, group(charter, 2)])
+
+
+def test_a_ring_keeps_what_it_needs() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = dict.fromkeys((A, B), FIRST_GROUP)
+
+    assert assign(view_of(charter, {A: 2, B: 2}, places)) == places
+    assert shortage(view_of(charter, {A: 2, B: 2}, places)) == {group(charter, 2): 4 * LAYER}
+
+
+def test_a_ring_that_works_is_complete_whatever_the_estimate_says() -> None:
+    charter = mesh_of(model(1, 4), model(2, 2))
+    places = {A: FIRST_GROUP, B: FIRST_GROUP, C: group(charter, 2)}
+    used = ring("m1", (A, 0, 2), (B, 2, 4))
+    view = view_of(charter, {A: 2, B: 1, C: 2}, places, {A: used, B: used})
+
+    assert assign(view) == places
+    assert shortage(view) == {}
+
+
+def test_later_models_give_their_nodes_until_they_are_complete() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: FIRST_GROUP, B: group(charter, 2)}
+
+    found = assign(view_of(charter, {A: 2, B: 2}, places))
+
+    assert found == {A: FIRST_GROUP, B: FIRST_GROUP}
+
+
+def test_nodes_that_do_not_suffice_stay() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: FIRST_GROUP, B: group(charter, 2)}
+
+    assert assign(view_of(charter, {A: 2, B: 1}, places)) == places
+
+
+def test_a_model_is_served_once_before_another_is_served_twice() -> None:
+    charter = mesh_of(model(1, 4, replicas=2), model(2, 4))
+    places = {A: FIRST_GROUP, B: group(charter, 1, 1)}
+
+    found = assign(view_of(charter, {A: 4, B: 4}, places))
+
+    assert found == {A: FIRST_GROUP, B: group(charter, 2)}
+    more = assign(view_of(charter, {A: 4, B: 4, C: 4}, found))
+    assert more == {**found, C: group(charter, 1, 1)}
+
+
+def test_a_replica_that_is_short_does_not_take_from_its_equals() -> None:
+    charter = mesh_of(model(1, 4, replicas=3))
+    places = {A: FIRST_GROUP, B: group(charter, 1, 1)}
+
+    assert assign(view_of(charter, {A: 4, B: 4}, places)) == places
+    assert assign(view_of(charter, {B: 4}, places)) == {B: FIRST_GROUP}
+
+
+def test_the_requested_members_are_found_where_nobody_needs_them() -> None:
+    charter = mesh_of(model(1, 4, members=2), model(2, 4))
+    all_in_two = dict.fromkeys((A, B, C), group(charter, 2))
+
+    found = assign(view_of(charter, {A: 4, B: 4, C: 4}, all_in_two))
+
+    assert sorted(found.values()) == sorted([FIRST_GROUP, FIRST_GROUP, group(charter, 2)])
+    two = {A: FIRST_GROUP, B: group(charter, 2)}
+    assert assign(view_of(charter, {A: 4, B: 4}, two)) == two
+
+
+def test_the_largest_nodes_are_taken_first_and_none_in_vain() -> None:
+    charter = mesh_of(model(1, 1), model(2, 7))
+    layers = {A: 1, B: 1, C: 2, D: 7}
+    places = dict.fromkeys(layers, FIRST_GROUP)
+
+    assert assign(view_of(charter, layers, places)) == places | {D: group(charter, 2)}
+    more = {node(1): 5, node(2): 3, node(3): 3, A: 1}
+    found = assign(view_of(charter, more, dict.fromkeys(more, FIRST_GROUP)))
+    assert [at for at in more if found[at] != FIRST_GROUP] == [node(1), node(2)]
+
+
+def test_a_node_takes_part_only_for_a_model_that_it_has() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = find_group(charter, group(charter, 2))
+    assert second
+    view = view_of(charter, {A: 4, B: 4, C: 4}, a=(second.charter.key,), c=(ModelKey(bytes(8)),))
+
+    assert assign(view) == {A: group(charter, 2), B: FIRST_GROUP, C: UNASSIGNED}
+    moved = assign(
+        view_of(charter, {A: 4, B: 4}, dict.fromkeys((A, B), FIRST_GROUP), a=(second.charter.key,))
+    )
+    assert moved == {A: group(charter, 2), B: FIRST_GROUP}
+
+
+def test_what_remains_joins_the_ring_that_is_served_worst() -> None:
+    charter = mesh_of(model(1, 4), model(2, 8, replicas=2))
+    places = {A: FIRST_GROUP, B: group(charter, 2)}
+
+    found = assign(view_of(charter, {A: 6, B: 8, C: 1}, places))
+
+    assert found[C] == group(charter, 2)
+
+
+@pytest.mark.parametrize("lifecycle", [Lifecycle.LEAVING, Lifecycle.OTHER])
+def test_nodes_that_cannot_hold_layers_have_no_place(lifecycle: Lifecycle) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    view = view_of(charter, {A: 4, B: 4, C: 4})
+    states = {
+        **view.states,
+        B: replace(view.states[B], lifecycle=lifecycle),
+        C: replace(view.states[C], obstacle="it provides whole models"),
+    }
+
+    assert assign(replace(view, states=states)) == {A: FIRST_GROUP}
+    assert assign(replace(view, profiles={A: view.profiles[A]})) == {A: FIRST_GROUP}
+
+
+def test_excluded_nodes_hold_nothing() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4), exclude=(A,))
+
+    assert assign(view_of(charter, {A: 4, B: 4})) == {A: UNASSIGNED, B: FIRST_GROUP}
+
+
+def test_a_ring_needs_a_node_that_may_be_the_entry() -> None:
+    charter = mesh_of(model(1, 4, ends=30), model(2, 4, ends=30), entries=(B,))
+
+    assert assign(view_of(charter, {A: 5, B: 5}))[B] == FIRST_GROUP
+    assert shortage(view_of(charter, {A: 5}, {A: FIRST_GROUP})) == {
+        FIRST_GROUP: 4 * LAYER,
+        group(charter, 2): 4 * LAYER,
+    }
+
+
+def test_a_client_that_is_the_entry_holds_no_layers() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4), ends=Ends.CLIENT)
+    places = {A: FIRST_GROUP, B: FIRST_GROUP}
+
+    assert shortage(view_of(charter, {A: 4, B: 4}, places)) == {group(charter, 2): 4 * LAYER}
+    assert shortage(view_of(charter, {A: 9, B: 3}, places))[FIRST_GROUP] == LAYER
+
+
+def test_a_profile_of_one_ring_names_its_model_by_its_weights() -> None:
+    charter = model(1, 4)
+
+    assert holds(Profile("", "", (), 0, weights=(charter.config_digest[:16],)), charter)
+    assert not holds(Profile("", "", (), 0, weights=(bytes(16),)), charter)
+    assert not holds(Profile("", "", (), 0), charter)
+
+
+def test_a_plan_in_force_is_of_nodes_of_one_group() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: second, C: second, D: second}
+    old, new = ring("m2", (B, 0, 4), epoch=3), ring("m2", (B, 0, 2), (C, 2, 4), epoch=4)
+    foreign = ring("m1", (A, 0, 2), (B, 2, 4), epoch=9)
+
+    view = view_of(charter, dict.fromkeys(places, 4), places, {A: foreign, B: new, C: old, D: new})
+
+    assert plans_in_force(view) == {second: new}
+
+
+def test_every_ring_is_agreed_on_by_the_nodes_of_its_group() -> None:
+    charter = mesh_of(replace(World({A: profile(4)}).charter, replicas=2, quant=Quant.NONE))
+    second = groups_of(charter)[1].id
+    world = World(
+        dict.fromkeys((A, B, C, D), profile(2)), charter=charter, groups={C: second, D: second}
+    )
+    first_view = ring_of(world.view(A))
+    other_view = ring_of(replace(world.view(C), group=second))
+    assert first_view
+    assert other_view
+
+    first = agree(first_view)
+    assert first.plan
+    followed = replace(world, followed={A: first.plan, B: first.plan})
+    view = ring_of(replace(followed.view(C), group=second))
+    assert view
+    other = agree(view)
+
+    assert agree(other_view).plan
+    assert other.plan
+    assert {stage.node for stage in first.plan.stages} == first.alive == {A, B}
+    assert {stage.node for stage in other.plan.stages} == {C, D}
+    assert other.plan.epoch > first.plan.epoch
+    assert ring_of(replace(world.view(C), group=UNASSIGNED)) is None
+
+
+def test_a_ring_goes_on_without_a_node_that_has_moved() -> None:
+    charter = mesh_of(replace(World({A: profile(4)}).charter, replicas=2))
+    second = groups_of(charter)[1].id
+    world = World(dict.fromkeys((A, B, C), profile(3)), charter=charter)
+    view = ring_of(world.view(A))
+    assert view
+    both = agree(view).plan
+    assert both
+    gone = both.stages[-1].node
+
+    moved = replace(world, followed=dict.fromkeys((A, B, C), both), groups={gone: second})
+    view = ring_of(moved.view(min({A, B, C} - {gone})))
+    assert view
+    plan = agree(view).plan
+
+    assert plan
+    assert plan.rank(gone) is None
+    assert plan.epoch > both.epoch
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nodes_that_come_and_go_move_little_and_leave_no_model_unserved(seed: int) -> None:
+    report = Turnover(seed).run(60)
+
+    assert report.changes == 60
+    assert (report.unserved, report.unstable, report.differing) == (0, 0, 0)
+    assert report.most <= MOST_MOVES
