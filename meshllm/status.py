@@ -5,6 +5,7 @@ without a new `SCHEMA`: a reader ignores unknown fields and reads an unknown sta
 member of its enumeration.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from meshllm.strict_json import build, lay_out
 
 T = TypeVar("T")
 
+MIN_PREFIX = 6  # hexadecimal digits of a key that name its model
 SCHEMA = 1
 """Version of the JSON; incremented when a field is removed or changes its meaning."""
 
@@ -43,7 +45,7 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """The model of the mesh."""
+    """A model of the mesh."""
 
     name: str
     layers: int
@@ -59,6 +61,12 @@ class ModelStatus:
     """Names of the nodes that provide it with an engine of their own; empty for the ring's."""
     precision: str = ""
     """What a provider says of it; empty if unknown."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a request may give."""
+    key: str = ""
+    """Identifies it in this mesh: 16 hexadecimal digits, a prefix of which is a name too."""
+    replicas: int = 0
+    """Rings that are wanted; 0 for a model of providers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,27 @@ class RingStatus:
     """A change that would make the ring faster; may be empty."""
     standbys: tuple[Unplaced, ...] = ()
     refused: tuple[Unplaced, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRing:
+    """One of the rings of a mesh: a replica of a model."""
+
+    model: str
+    replica: int
+    """From 0."""
+    state: RingState
+    reason: str
+    """What it waits for; empty while it serves."""
+    is_own: bool = field(metadata={"json": "own"})
+    """Whether the reporting node takes part in it."""
+    epoch: int
+    entry: str | None
+    stages: tuple[StageStatus, ...]
+    standbys: tuple[Named, ...] = ()
+    """Nodes that take part without layers."""
+    lacks_bytes: int = 0
+    """Memory of further nodes that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +318,10 @@ class MeshStatus:
     """Conditions that need the owner's attention."""
     provided: tuple[ModelStatus, ...] = ()
     """Models of nodes with an engine of their own."""
+    rings: tuple[ServedRing, ...] = ()
+    """Every ring of the mesh, the reporting node's included."""
+    models: tuple[ModelStatus, ...] = ()
+    """The models of these rings, the first of the mesh first; `model` is that of the own ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +355,13 @@ class NewTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """The model that the mesh no longer serves: `DELETE /mesh/models`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Removed(Named):
     """The removed member: `/mesh/remove`."""
 
@@ -341,6 +381,17 @@ class Change:
     digest: str
     nodes: dict[str, NodeState]
     """The state of each node, by id."""
+
+
+def find_model(models: Sequence[ModelStatus], name: str) -> ModelStatus | None:
+    """Return the model of a name, an alias or a prefix of a key, in this order of precedence."""
+    tests: tuple[Callable[[ModelStatus], bool], ...] = (
+        lambda each: each.name == name,
+        lambda each: name in each.aliases,
+        lambda each: len(name) >= MIN_PREFIX and each.key.startswith(name),
+    )
+    found = (each for matches in tests for each in models if matches(each))
+    return next(found, None)
 
 
 def to_json(value: object) -> dict[str, Any]:

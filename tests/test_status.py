@@ -12,20 +12,22 @@ from meshllm.status import (
     Change,
     Members,
     MeshStatus,
+    ModelStatus,
     Named,
     NetworkStatus,
     NodeState,
     Removed,
     RingState,
     Unplaced,
+    find_model,
     from_json,
     to_json,
 )
-from tests.builders.status import member, node_id, status_of, with_node, with_ring
+from tests.builders.status import RINGS, member, node_id, status_of, with_node, with_ring
 
 NETWORK = NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:1", "registered"),))
 FULL = with_ring(
-    replace(status_of(2), networks=(NETWORK,), warnings=("no room",)),
+    replace(status_of(2), networks=(NETWORK,), warnings=("no room",), rings=RINGS),
     standbys=(Unplaced("abc", "barn", "its link adds 40 ms"),),
     refused=(Unplaced("def", "loft", "layer 3 differs"),),
 )
@@ -37,9 +39,12 @@ NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
 MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",
-         "providers", "precision"}  # fmt: skip
+         "providers", "precision", "aliases", "key", "replicas"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
-          "networks", "since_s", "memory", "warnings", "provided"}  # fmt: skip
+          "networks", "since_s", "memory", "warnings", "provided", "rings",
+          "models"}  # fmt: skip
+SERVED = {"model", "replica", "state", "reason", "own", "epoch", "entry", "stages", "standbys",
+          "lacks_bytes"}  # fmt: skip
 
 
 def sent(value: object) -> Any:
@@ -69,6 +74,7 @@ def test_the_names_in_json_are_stable() -> None:
     assert status["nodes"][1]["link"].keys() == LINK
     assert [each["self"] for each in status["nodes"]] == [True, False]
     assert status["model"].keys() == MODEL
+    assert all(each.keys() == SERVED for each in status["rings"])
     assert status["sessions"].keys() == {
         "active", "waiting", "served", "failed", "tokens", "losses", "recomputed",
     }  # fmt: skip
@@ -87,6 +93,20 @@ def test_the_names_in_json_are_stable() -> None:
         "relays": [["192.0.2.9:1", "registered"]],
     }  # fmt: skip
     assert sent(member(0)).keys() == {"node", "short", "name", "role", "state", "self", "hosts"}
+
+
+def test_a_model_is_found_by_name_alias_and_prefix_in_this_order() -> None:
+    one = ModelStatus("one", 1, 1, "", "", aliases=("two", "uno"), key="0123456789abcdef")
+    two = ModelStatus("two", 1, 1, "", "", key="fedcba9876543210")
+    provided = ModelStatus("fox", 0, 0, "", "")
+    models = (one, two, provided)
+
+    assert [find_model(models, name) for name in ("one", "two", "uno", "fox")] == [
+        one, two, one, provided,
+    ]  # fmt: skip
+    assert [find_model(models, name) for name in ("012345", "fedcba98", "01234", "cat", "")] == [
+        one, two, None, None, None,
+    ]  # fmt: skip
 
 
 def test_fields_of_a_newer_node_are_ignored() -> None:

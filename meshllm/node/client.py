@@ -87,18 +87,20 @@ class MeshClient:
             if not self.links.by_peer:
                 self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
 
-    async def entry(self) -> NodeId:
-        """Wait for a linked node; any can be the ingress."""
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
+        """Wait for a linked node; any can be the ingress for any model."""
+        _ = model
         while True:
             if self._bug is not None:
                 raise self._bug
             if node := next(iter(self.links.by_peer), None):
-                return node
+                return [node]
             self._linked.clear()
             await self._linked.wait()
 
-    def reason(self) -> str:
+    def reason(self, model: str = "") -> str:
         """Return why no node can serve a request."""
+        _ = model
         return "no node of the mesh answers"
 
     plan = None  # a client does not know it

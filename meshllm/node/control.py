@@ -1,20 +1,28 @@
 """The owner's control of a node: its status, from a snapshot, and the commands to it."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 
 from blake3 import blake3
 
 from meshllm.errors import Leaving, MeshError, UserError
-from meshllm.names import NodeId
+from meshllm.names import FIRST_GROUP, GroupId, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
+from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
 from meshllm.node.ring.memory import measure
-from meshllm.node.view import LinkView, NodeView
-from meshllm.protocol.membership.records import Lifecycle, ModelOffer, Profile, StateRecord
+from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    Lifecycle,
+    ModelOffer,
+    Profile,
+    StateRecord,
+)
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import predict
 from meshllm.protocol.planning.problem import room_tokens
@@ -41,8 +49,10 @@ from meshllm.status import (
     Removed,
     RingState,
     RingStatus,
+    ServedRing,
     SessionCounts,
     StageStatus,
+    Stopped,
     Unplaced,
 )
 
@@ -65,6 +75,8 @@ class NodeControl:
     answer: Callable[[Request], AsyncGenerator[Event, None]]
     measure: Callable[[], MemoryStatus]
     """Measures the memory of the process."""
+    add_model: Callable[[ModelOptions], Awaitable[Charter]]
+    stop_model: Callable[[str], None]
 
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
@@ -75,7 +87,7 @@ class NodeControl:
             node=show(view.me),
             name=view.name,
             version=view.version,
-            model=_model(view),
+            model=_model(view, view.charter) if view.charter else None,
             ring=self._ring(view),
             nodes=tuple(_node(view, each) for each in _known(view)),
             sessions=SessionCounts(
@@ -96,6 +108,8 @@ class NodeControl:
             memory=self.measure(),
             warnings=view.warnings,
             provided=_provided(view),
+            rings=tuple(_served_ring(view, each) for each in view.rings),
+            models=tuple(_model(view, each) for each in _served(view)),
         )
 
     def plan(self) -> RingStatus:
@@ -124,10 +138,19 @@ class NodeControl:
         return self.status()
 
     async def models(self) -> list[ModelStatus]:
-        """List the models that the mesh serves: that of the ring, and those of providers."""
+        """List the models that the mesh serves: those of rings, and those of providers."""
         view = self.snapshot()
-        model = _model(view)
-        return [*([model] if model else []), *_provided(view)]
+        return [*(_model(view, each) for each in _served(view)), *_provided(view)]
+
+    async def serve(self, asked: ModelOptions) -> ModelStatus:
+        """Let the mesh serve a model, or change how it does."""
+        charter = await self.add_model(asked)
+        return _model(self.snapshot(), charter)
+
+    def stop(self, model: str) -> Stopped:
+        """Let the mesh no longer serve a model."""
+        self.stop_model(model)
+        return Stopped(model)
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Create a ticket; 0 seconds or uses mean no limit."""
@@ -226,6 +249,8 @@ def control_of(node: MeshNode) -> NodeControl:
         node.ring_member.changes,
         node.router.generate,
         lambda: measure(node.ring_member.rank),
+        node.serve_model,
+        node.stop_model,
     )
 
 
@@ -256,10 +281,51 @@ def _member(
     )
 
 
-def _model(view: NodeView) -> ModelStatus | None:
-    charter = view.charter
-    if charter is None:
-        return None
+def _served(view: NodeView) -> list[Charter]:
+    """Return the charter of each model that rings serve."""
+    rings = {each.group.charter.key: each.group.charter for each in view.rings}
+    return list(rings.values())
+
+
+def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
+    plan, group = ring.plan, ring.group
+    nodes = [node for node in _known(view) if _group_of(view, node) == group.id]
+    standbys = [
+        node for node in nodes if node in view.alive and (plan is None or plan.rank(node) is None)
+    ]
+    state = RingState.FORMING if plan or standbys else RingState.WAITING
+    return ServedRing(
+        group.charter.shape.name,
+        group.replica,
+        RingState.SERVING if ring.is_served else state,
+        "" if ring.is_served else _waits_for(view, ring, standbys),
+        group.id == view.group,
+        plan.epoch if plan else 0,
+        show(plan.stages[0].node) if plan else None,
+        tuple(
+            StageStatus(rank, *_named(view, stage.node), stage.span)
+            for rank, stage in enumerate(plan.stages if plan else ())
+        ),
+        tuple(Named(*_named(view, each)) for each in standbys),
+        ring.lacks_bytes,
+    )
+
+
+def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
+    """Return what a ring waits for."""
+    if ring.group.id == view.group and view.plan is not None:
+        return view.reason
+    if ring.lacks_bytes:
+        return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
+    return "its nodes are loading and connecting" if nodes else "no node is free"
+
+
+def _group_of(view: NodeView, node: NodeId) -> GroupId:
+    state = view.states.get(node)
+    return state.group if state else FIRST_GROUP
+
+
+def _model(view: NodeView, charter: Charter) -> ModelStatus:
     shape = charter.shape
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
     return ModelStatus(
@@ -270,12 +336,15 @@ def _model(view: NodeView) -> ModelStatus | None:
         quant,
         shape.context,
         _fingerprint(view, charter.config_digest, f"{dtype} {quant}"),
+        aliases=charter.aliases,
+        key=charter.key.hex(),
+        replicas=charter.replicas,
     )
 
 
 def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
-    """Return the models of providers, each once, without that of the ring."""
-    ring = view.charter.shape.name if view.charter else ""
+    """Return the models of providers, each once, without those of rings."""
+    rings = {each.shape.name for each in _served(view)}
     offers: dict[str, list[tuple[str, ModelOffer]]] = {}
     for node in _known(view):
         state = view.states.get(node)
@@ -294,7 +363,7 @@ def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
             precision=_common({offer.precision for _, offer in found}),
         )
         for name, found in offers.items()
-        if name != ring
+        if name not in rings
     )
 
 
@@ -311,7 +380,8 @@ def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
 
 def _fingerprint(view: NodeView, config: bytes, precision: str) -> str:
     """Hash what decides the text of an answer; the same on every node that knows all weights."""
-    known = [each.weights for _, each in sorted(view.profiles.items()) if each.weights]
+    profiles = (each.weights for _, each in sorted(view.profiles.items()) if each.weights)
+    known = [each for each in profiles if each[-1] == config[:DIGEST_PART_BYTES]]
     longest = max(map(len, known), default=0)
     whole = zip(*(each for each in known if len(each) == longest), strict=True)
     parts = [next(filter(any, layer), b"") for layer in whole]  # zeros: weights it does not hold
@@ -330,7 +400,8 @@ def _digest(view: NodeView) -> str:
 
 
 def _node(view: NodeView, node: NodeId) -> NodeStatus:
-    profile, plan, link = view.profiles.get(node, _UNKNOWN), view.plan, view.links.get(node)
+    profile, link = view.profiles.get(node, _UNKNOWN), view.links.get(node)
+    plan = _plan_of(view, node)
     rank = plan.rank(node) if plan else None
     state, reason = _state(view, node)
     is_self = node == view.me
@@ -365,12 +436,21 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
         return NodeState.LEAVING, "finishing requests"
     if state.lifecycle is Lifecycle.JOIN:
         return NodeState.JOINING, "loading and benchmarking the model"
-    if view.plan and view.plan.rank(node) is not None:
+    plan = _plan_of(view, node)
+    if plan and plan.rank(node) is not None:
         if state.is_loaded:
             return NodeState.SERVING, ""
         return NodeState.LOADING, view.trouble if node == view.me else ""
     reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
     return NodeState.STANDBY, reasons.get(node, "")
+
+
+def _plan_of(view: NodeView, node: NodeId) -> Plan | None:
+    """Return the plan of the ring in which a node takes part."""
+    group = _group_of(view, node)
+    if node == view.me or group == view.group:
+        return view.plan
+    return next((each.plan for each in view.rings if each.group.id == group), None)
 
 
 def _link(link: LinkView) -> LinkStatus:

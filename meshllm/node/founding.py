@@ -1,16 +1,24 @@
 """Creating and amending the charter of a mesh from the options of a node."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
 from meshllm.names import Digest, NodeId, Quant
-from meshllm.node.options import NodeOptions
+from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
-from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.membership.charter import (
+    MAX_ALIAS_BYTES,
+    MAX_ALIASES,
+    MAX_REPLICAS,
+    MAX_SERVED,
+    Charter,
+)
+from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
 from meshllm.protocol.planning.policies import find_policy
+from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import parse_node, show
 
@@ -90,6 +98,8 @@ def amend(
         changes["policy"] = options.policy
     if options.members is not None:
         changes["members"] = options.members
+    if options.replicas is not None:
+        changes["replicas"] = options.replicas
     if options.exclude is not None:
         changes["exclude"] = _nodes(options.exclude, profiles, charter.exclude)
     if options.prefer is not None:
@@ -100,6 +110,98 @@ def amend(
         changes["shape"] = replace(charter.shape, context=min(options.context, longest))
     changed = replace(charter, **changes)  # type: ignore[arg-type]  # names and types as above
     return charter if changed == charter else replace(changed, version=charter.version + 1)
+
+
+def serve(charter: Charter, model: Charter, asked: ModelOptions) -> Charter:
+    """Return the charter of a mesh that serves a model as asked, whether new or served already.
+
+    Raises:
+        UserError: an option is out of range, a name is taken, or the mesh serves too many models.
+    """
+    changes = _changes(model, asked)
+    if model.key == charter.key:
+        return replace(charter, **changes, version=charter.version + 1)
+    others = tuple(each for each in charter.models if each.key != model.key)
+    if len(others) + 2 > MAX_SERVED:
+        raise UserError(
+            f"The mesh serves {MAX_SERVED} models, the most that it can",
+            hint="stop one with `meshllm model stop NAME`",
+        )
+    changed = replace(model, **changes)
+    _check_names(changed, (*others, charter))
+    return replace(charter, models=tuple(sorted((*others, changed), key=lambda each: each.key)))
+
+
+def stop(charter: Charter, name: str) -> Charter:
+    """Return the charter of a mesh that serves a model no more.
+
+    Raises:
+        ModelError: the mesh does not serve it.
+        UserError: it is the first model of the mesh.
+    """
+    found = charter.find(name) if name else None
+    if found is None:
+        raise not_served(charter, name)
+    if found.key == charter.key:
+        raise UserError(
+            f"`{name}` is the first model of the mesh, which it always serves",
+            hint="begin a new mesh without it",
+        )
+    return replace(charter, models=tuple(each for each in charter.models if each.key != found.key))
+
+
+def not_served(charter: Charter, name: str) -> ModelError:
+    """Return the error that a mesh does not serve a model."""
+    listed = ", ".join(f"`{each.shape.name}`" for each in charter.served)
+    return ModelError(f"The mesh does not serve `{name[:100]}`", hint=f"served: {listed}")
+
+
+def _changes(model: Charter, asked: ModelOptions) -> dict[str, Any]:
+    """Return the changes of the charter of a model."""
+    changes: dict[str, Any] = {}
+    if asked.policy is not None:
+        find_policy(asked.policy)
+        changes["policy"] = asked.policy
+    if asked.members is not None:
+        changes["members"] = _within("members", asked.members, MAX_MEMBERS)
+    if asked.replicas is not None:
+        changes["replicas"] = _within("replicas", asked.replicas, MAX_REPLICAS)
+    if asked.context is not None:
+        context = _within("tokens of context", asked.context, MAX_POSITION)
+        changes["shape"] = replace(model.shape, context=context)
+    if asked.aliases is not None:
+        _check_aliases(asked.aliases)
+        changes["aliases"] = asked.aliases
+    return changes
+
+
+def _within(what: str, value: int, most: int) -> int:
+    if not 1 <= value <= most:
+        raise UserError(f"{value} {what} are out of range", hint=f"from 1 to {most}")
+    return value
+
+
+def _check_aliases(aliases: Collection[str]) -> None:
+    if len(aliases) > MAX_ALIASES:
+        raise UserError(f"{len(aliases)} aliases of one model", hint=f"at most {MAX_ALIASES}")
+    for alias in aliases:
+        if (
+            not alias.isprintable()
+            or "," in alias
+            or not 0 < len(alias.encode()) <= MAX_ALIAS_BYTES
+        ):
+            raise UserError(
+                f"Invalid alias `{alias[:100]}`",
+                hint=f"at most {MAX_ALIAS_BYTES} printable bytes without commas",
+            )
+
+
+def _check_names(model: Charter, others: Iterable[Charter]) -> None:
+    """Raise `UserError` if a name of a model is that of another one."""
+    taken = {name for each in others for name in (each.shape.name, *each.aliases)}
+    for name in (model.shape.name, *model.aliases):
+        if name in taken:
+            raise UserError(f"The mesh serves another model as `{name}`", hint="see `/v1/models`")
 
 
 def refuse_other(

@@ -6,6 +6,10 @@ The mesh links feed the membership machine. Whenever its records change, the nod
 agreement off the event loop, and the ring runtime follows the resulting plan: it loads its span,
 connects to its neighbours and serves. The node publishes the progress. Requests go to the router,
 which finds the entry. There is no leader: every node computes the same plan from the same records.
+
+A mesh that serves several models, or replicas, has a ring for each, and every node takes part in
+one. If the records name another ring than its own, a node leaves its ring, which goes on without
+it, and begins again with the other model.
 """
 
 import asyncio
@@ -13,7 +17,7 @@ import logging
 import platform
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +25,17 @@ from typing import TypeVarTuple
 
 from meshllm import __version__
 from meshllm.config import cache_path
-from meshllm.errors import MeshError, NotAuthorised, OutOfMemory
-from meshllm.names import MeshId, NodeId
+from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised, OutOfMemory, UserError
+from meshllm.names import FIRST_GROUP, GroupId, MeshId, ModelKey, NodeId, Quant
 from meshllm.node.compute.worker import Worker, compute_thread
-from meshllm.node.founding import amend, names_in, resolve_names, with_own_entry
+from meshllm.node.founding import (
+    amend,
+    names_in,
+    resolve_names,
+    serve,
+    stop,
+    with_own_entry,
+)
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
@@ -36,17 +47,20 @@ from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
-from meshllm.node.options import NodeOptions
+from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.planner import Planner
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.shape import CONTEXT
 from meshllm.node.ring_member import PROVIDES, RingMember
 from meshllm.node.supervisor import Supervisor
-from meshllm.node.view import LinkView, NodeView
+from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of, has_several, shortage
 from meshllm.protocol.membership.charter import Charter, differing
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
@@ -62,6 +76,7 @@ __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
+MOVE_S = 10.0  # s that a node waits for the end of its sessions before it moves to another ring
 SAVE_S = 1.0  # s; changes within it are written to disk together
 REDIAL_S = 2.0  # s between two dials of known addresses while no node is linked
 REDIAL_LINKED_S = 30.0  # s between two dials of members that are not linked
@@ -120,8 +135,7 @@ class MeshNode:
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = False
-        self._options = options
-        self._own = own
+        self._options, self._own = options, own
         self._preparation = preparation
         self._profile = Profile(
             self.name, __version__, endpoints.addresses, memory_bytes=0, machine=here.tag(self.me)
@@ -135,6 +149,9 @@ class MeshNode:
         self._names = resolve_names((), {})
         self._twin = Twin()
         self._charter_known = asyncio.Event()
+        self._moving = asyncio.Event()
+        self._target: GroupId | None = None  # the group in which to take part soon
+        self._unable: set[ModelKey] = set()  # models that could not be opened
         self._beacon: Beacon | None = None
         self._context = copy_context()  # of the supervisor, for callbacks from other contexts
         self._jobs = asyncio.TaskGroup()
@@ -177,7 +194,7 @@ class MeshNode:
             is_leaving=self.is_leaving,
             addresses=self.endpoints.addresses,
             networks=tuple(self.endpoints.survey()),
-            charter=machine.charter,
+            charter=ring_member.charter or machine.charter,
             profiles=dict(machine.profiles),
             states=dict(machine.states),
             hosts={node: machine.hosts(node) for node in machine.profiles},
@@ -206,8 +223,27 @@ class MeshNode:
             sessions=ring_member.sessions,
             recomputed=ring_member.recomputed,
             counts=replace(self.router.counts),
+            group=ring_member.group,
+            rings=self._rings(),
             execution=str(ring_member.rank.runners[0].execution) if ring_member.rank else "",
             warnings=(self.trouble,) if self.trouble else (),
+        )
+
+    def _rings(self) -> tuple[RingView, ...]:
+        """Return all rings of the mesh."""
+        view, member = self._view(), self.ring_member
+        if view is None:
+            return ()
+        lacking = shortage(view) if has_several(view) else {}
+        return tuple(
+            RingView(
+                group,
+                plan := member.plan if group.id == member.group else member.plan_of(group.id),
+                is_served=plan is not None
+                and (group.id != member.group or member.serving_entry() is not None),
+                lacks_bytes=lacking.get(group.id, 0),
+            )
+            for group in groups_of(view.charter)
         )
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
@@ -229,6 +265,43 @@ class MeshNode:
         self.links.act(self.machine.remove(removal, self.now()))
         save_records(self.store, self._records())  # on disk before the caller returns
 
+    async def serve_model(self, asked: ModelOptions) -> Charter:
+        """Let the mesh serve a model, or change how it does; return the charter of the model.
+
+        Raises:
+            MeshError: this node does not have the model, or the mesh cannot serve it.
+        """
+        whole = self._known_charter()
+        model = whole.find(asked.model)
+        if model is None or asked.quant not in {None, str(model.quant)}:
+            quant = _quant(asked.quant or str(Quant.NONE))
+            context = asked.context or CONTEXT
+            model = await self._preparation.describe(asked.model, quant, context)
+            whole = self._known_charter()  # it may have changed
+            model = next((each for each in whole.served if each.key == model.key), model)
+        key = model.key
+        self._amend_models(serve(whole, model, asked), f"model.{key.hex()}")
+        return next(each for each in self._known_charter().served if each.key == key)
+
+    def stop_model(self, name: str) -> None:
+        """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
+        self._amend_models(stop(self._known_charter(), name), "models")
+
+    def _known_charter(self) -> Charter:
+        if self.machine.charter is None:
+            raise LinkLost("This node is not in contact with the mesh yet", hint="retry later")
+        return self.machine.charter
+
+    def _amend_models(self, wanted: Charter, what: str) -> None:
+        """Publish another charter; raise `MeshError` if the mesh cannot take it."""
+        self.links.act(self.machine.publish(charter=wanted, now=self.now()))
+        if differing(wanted, self._known_charter()):
+            raise MeshError(
+                f"The mesh cannot store the change of `{what}`",
+                hint="stop models on the node that served them, or begin a new mesh",
+            )
+        self.changed()
+
     def leave(self) -> None:
         """Leave the ring, finish the requests of its clients, leave the mesh, and stop.
 
@@ -248,6 +321,7 @@ class MeshNode:
                 self.planner.run,
                 self._redial,
                 self._provide if self.ring_member.provider else self._serve,
+                self._survey,
                 self._save,
                 self._watch,
             ):
@@ -328,12 +402,13 @@ class MeshNode:
             return None
         return MeshView(
             self.me, machine.charter, machine.author, dict(machine.profiles),
-            dict(machine.states), tuple(machine.removals),
+            dict(machine.states), tuple(machine.removals), self.ring_member.group,
         )  # fmt: skip
 
     def _agreed(self) -> None:
         self.ring_member.agreement = self.agreement
         self._schedule_follow()
+        self._schedule_move()
         self._amend()
         self.ring_member.publish()
 
@@ -359,9 +434,29 @@ class MeshNode:
         runtime.follow(plan)
         self.ring_member.publish()
 
+    def _schedule_move(self) -> None:
+        """Schedule the move to another group once it has been wanted for a while."""
+        target = self.planner.groups.get(self.me)
+        if target == self._target or self.ring_member.provider:
+            return
+        self._target = target
+        if target not in {None, self.ring_member.group}:
+            self._call_later(SETTLE_S, self._move, target, self.now() + MOVE_S)
+
+    def _move(self, target: GroupId, latest: float) -> None:
+        """Move to another group; if that may wait, only when no session is in progress."""
+        if target != self._target or self.is_leaving:
+            return
+        if self.ring_member.sessions and self.now() < latest:
+            self._call_later(SETTLE_S, self._move, target, latest)
+            return
+        self._moving.set()
+
     def _amend(self) -> None:
         """Amend the charter if the names in the options resolve to other nodes now."""
         charter, model = self.machine.charter, self.ring_member.model
+        if self.ring_member.group != FIRST_GROUP:
+            return
         if self._names.is_complete or charter is None or model is None:
             return
         if self._resolve_options():
@@ -388,7 +483,8 @@ class MeshNode:
             return PROVIDES if self.links.by_peer else "no contact with the mesh yet"
         if self.agreement is not None and self.agreement.plan is not None:
             if lacking := self.agreement.lacking:
-                members = self.machine.charter.members if self.machine.charter else None
+                charter = self.ring_member.charter
+                members = charter.members if charter else None
                 here = f"{(members or lacking) - lacking} of {members or lacking} members"
                 return f"{here} are ready, up to {GATHER_S:.0f} s for the others"
             return "the nodes are agreeing on a plan"
@@ -463,29 +559,105 @@ class MeshNode:
                 self._offer(is_open=True)
 
     async def _serve(self) -> None:
-        """Load and profile the model, publish the offer, and run the ring runtime."""
-        machine, preparation = self.machine, self._preparation
+        """Serve in one ring after the other, each with its model."""
+        machine, found = self.machine, None
         if machine.charter is None and self._own.is_founder:
-            model, charter = await preparation.found()
+            found, charter = await self._preparation.found()
+            self._publish(charter=charter)
         else:
             await self._charter_known.wait()
             assert machine.charter is not None  # never unset
-            model = await preparation.join(machine.charter)
-            longest = model.shape.context
-            charter = amend(machine.charter, self._options, dict(machine.profiles), longest)
-        if charter != machine.charter:
-            self._publish(charter=charter)
-        self._resolve_options()
-        for name in self._names.unknown:
-            logger.warning("no node is named `%s` yet", name)
+            if len(groups_of(machine.charter)) > 1:
+                self._regroup(UNASSIGNED)
+        while True:
+            serving = asyncio.ensure_future(self._serve_ring(found))
+            moving = asyncio.ensure_future(self._moving.wait())
+            try:
+                await asyncio.wait({serving, moving}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()
+                    await moving
+            finally:
+                for task in (serving, moving):
+                    task.cancel()
+                await asyncio.gather(serving, moving, return_exceptions=True)
+            found, target = None, self._target
+            self._regroup(self.ring_member.group if target is None else target)
+
+    def _regroup(self, group: GroupId) -> None:
+        """Take part in another group, and retract the offer of the last one."""
+        self._moving.clear()
+        self._pending = None
+        self._retry_s = FIRST_RETRY_S
+        self._measured = self._profile = replace(self._profile, weights=(), layer_s=(), model="")
+        self._publish(profile=self._profile)
+        self.ring_member.end(group)
+        self.planner.move()
+
+    async def _serve_ring(self, model: ModelRuntime | None) -> None:
+        """Load and profile the model, publish the offer, and run the ring runtime."""
+        preparation, ring = self._preparation, self.ring_member.charter
+        if ring is None:
+            return  # until there is a ring for this node
+        if model is None:
+            try:
+                model = await preparation.join(ring)
+            except ModelError as error:
+                if not self._profile.models:
+                    raise
+                self._give_up(ring.key, error)
+                return
+        if self.ring_member.group == FIRST_GROUP:
+            self._amend_first(model)
         offered = await preparation.offer(model, self._profile)
-        self._measured = offered
+        self._measured = offered = replace(offered, models=self._profile.models)
         self._profile = replace(offered, addresses=self.endpoints.addresses)  # may have changed
         self._publish(profile=self._profile)
         runtime = self.ring_member.begin(model)
         self._pending = None  # follow the plan that was agreed on before
         self.changed()
         await runtime.run()
+
+    def _amend_first(self, model: ModelRuntime) -> None:
+        """Amend the charter by the options of this node."""
+        machine = self.machine
+        assert machine.charter is not None  # never unset
+        longest = model.shape.context
+        charter = amend(machine.charter, self._options, dict(machine.profiles), longest)
+        if charter != machine.charter:
+            self._publish(charter=charter)
+        self._resolve_options()
+        for name in self._names.unknown:
+            logger.warning("no node is named `%s` yet", name)
+
+    def _give_up(self, model: ModelKey, error: ModelError) -> None:
+        """Publish that this node cannot hold a model, so that it gets another one."""
+        logger.warning("this node cannot serve in its ring: %s", error)
+        self._unable.add(model)
+        self._profile = replace(
+            self._profile, models=tuple(each for each in self._profile.models if each != model)
+        )
+        self._publish(profile=self._profile)
+
+    async def _survey(self) -> None:
+        """Publish which models of the mesh this node has, whenever it serves others."""
+        known: tuple[ModelKey, ...] = ()
+        async with aclosing(self.ring_member.changes()) as changes:
+            async for _ in changes:
+                charter = self.machine.charter
+                if charter is None or self.ring_member.provider:
+                    continue
+                keys = tuple(each.key for each in charter.served)
+                if keys == known or not (self._profile.models or len(groups_of(charter)) > 1):
+                    continue
+                known = keys
+                held = await self._preparation.held(charter.served)
+                models = tuple(each for each in held if each not in self._unable)
+                if not self._profile.memory_bytes:
+                    self._profile = await self._preparation.room(self._profile)
+                self._profile = replace(self._profile, models=models)
+                self._measured = replace(self._measured, models=models)
+                self._publish(profile=self._profile)
 
     async def _provide(self) -> None:
         """Publish what the engine of this node serves, instead of layers."""
@@ -578,6 +750,13 @@ class MeshNode:
     def now() -> float:
         """Return the time of the event loop, in seconds."""
         return asyncio.get_running_loop().time()
+
+
+def _quant(text: str) -> Quant:
+    try:
+        return Quant(text)
+    except ValueError:
+        raise UserError(f"Unknown quantisation `{text[:100]}`", hint=", ".join(Quant)) from None
 
 
 @asynccontextmanager

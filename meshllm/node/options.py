@@ -51,6 +51,8 @@ class NodeOptions:
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     model: str | None = None
     """`builtin`, a folder or a Hugging Face name; None is the model of the mesh."""
+    more_models: tuple[str, ...] = ()
+    """Further models that this node can hold; without ``model``, those of the mesh that it has."""
     transports: tuple[str, ...] = ("websocket", "quic")
     listen: tuple[str, ...] = ()
     """At most one address per transport; without any, each transport chooses its own."""
@@ -65,6 +67,7 @@ class NodeOptions:
     """Hold exactly this span."""
     policy: str | None = None
     members: int | None = None
+    replicas: int | None = None
     exclude: tuple[str, ...] | None = None
     """Names or ids of nodes."""
     prefer: tuple[str, ...] | None = None
@@ -75,3 +78,20 @@ class NodeOptions:
     discovery: bool = True
     context: int | None = None
     """Context length of one session that the ring must hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a mesh serves a model; None keeps the value, or takes the default for a new model."""
+
+    model: str
+    """A model that this node has locally, or a name under which it is served already."""
+    quant: str | None = None
+    """Of a new model: another quantisation is another model."""
+    policy: str | None = None
+    members: int | None = None
+    replicas: int | None = None
+    """Rings of the model, if there are nodes for them."""
+    context: int | None = None
+    aliases: tuple[str, ...] | None = None
+    """Other names of the model in requests."""

@@ -1,4 +1,4 @@
-"""The planner of a node: computes the agreement off the event loop.
+"""The planner of a node: computes its group and the agreement of its ring, off the event loop.
 
 Planning takes up to a second with many nodes, during which the event loop must keep serving tokens
 and heartbeats. Its input is the latest snapshot when it begins. A result is discarded if its input
@@ -7,12 +7,14 @@ planned with still gets an agreement.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from meshllm.names import GroupId, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import assign, has_several, ring_of
 
 QUIET_S = 0.5  # s without a new agreement before advice is computed
 
@@ -28,7 +30,9 @@ class Planner:
         ``agreed`` is called after each change of `agreement`.
         """
         self.agreement: Agreement | None = None
-        """The latest; None before the first."""
+        """The latest of the group of this node; None before the first."""
+        self.groups: Mapping[NodeId, GroupId] = {}
+        """The group in which each node should take part; empty while the mesh has one."""
         self.advice = ""
         """A change that would make the ring faster; may be of the agreement before the latest."""
         self._view = view
@@ -36,6 +40,11 @@ class Planner:
         self._off_loop = run
         self._invalidated = asyncio.Event()
         self._new_agreement = asyncio.Event()
+
+    def move(self) -> None:
+        """Forget the agreement: this node takes part in another group."""
+        self.agreement, self.advice = None, ""
+        self.invalidate()
 
     def invalidate(self) -> None:
         """Plan again: the input may have changed."""
@@ -54,10 +63,15 @@ class Planner:
             self._invalidated.clear()
             if (view := self._view()) is None:
                 continue
-            agreement = await self._off_loop(agree, view, self.agreement)
-            was_dropped = not was_dropped and self._invalidated.is_set() and self._view() != view
+            groups = await self._off_loop(assign, view) if has_several(view) else {}
+            ring, agreement = ring_of(view), None
+            if ring is not None:
+                agreement = await self._off_loop(agree, ring, self.agreement)
+            now = self._view() if self._invalidated.is_set() else view
+            has_moved = now is not None and now.group != view.group
+            was_dropped = has_moved or (not was_dropped and now != view)
             if not was_dropped:
-                self.agreement = agreement
+                self.agreement, self.groups = agreement, groups
                 self._new_agreement.set()
                 self._agreed()
 

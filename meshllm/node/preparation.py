@@ -1,18 +1,21 @@
 """Profiling of a node: resolve its model, hash its weights, measure its speed."""
 
 import asyncio
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from meshllm.model.device import CPU
+from meshllm.errors import ModelError
+from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
-from meshllm.names import Digest
+from meshllm.names import Digest, ModelKey, Quant
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_other
 from meshllm.node.options import InferenceConfig, NodeOptions
@@ -23,6 +26,8 @@ from meshllm.protocol.membership.records import Profile
 RUNTIME_BYTES = 256 << 20  # overhead of a serving process, whatever the model
 FIRST_MODEL = "builtin"  # of a mesh whose founder gives no `--model`
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
@@ -32,6 +37,8 @@ class Preparation:
     worker: Worker
     cache: Path
     """Folder of cached digests and measurements."""
+    described: list[str] = field(default_factory=list)
+    """Models that the owner of this node let the mesh serve, which it can hold too."""
 
     async def found(self) -> tuple[ModelRuntime, Charter]:
         """Open the model of a new mesh, and create its charter.
@@ -45,19 +52,50 @@ class Preparation:
         return model, amend(charter, self.options, {}, model.shape.context)
 
     async def join(self, charter: Charter) -> ModelRuntime:
-        """Open the model of the mesh.
+        """Open the model of a ring.
 
         The charter may be amended meanwhile, but its model does not change.
 
         Raises:
-            ModelError: the model is not found locally, or the options name a different one.
+            ModelError: the model is not found locally, or the options name different ones.
         """
-        own = self.options.model
-        source = await self._resolve(own or charter.shape.name, is_own=own is not None)
-        inference = self.options.inference
-        refuse_other(charter, source.name, await self._digest(source), inference.quant)
+        source, inference = await self._find(charter), self.options.inference
         config = replace(inference, dtype=charter.dtype.name.lower(), quant=charter.quant)
         return await self._open(source, config)
+
+    async def held(self, charters: Sequence[Charter]) -> tuple[ModelKey, ...]:
+        """Return the keys of those models that this node has locally, and may hold."""
+        keys = []
+        for charter in charters:
+            try:
+                await self._find(charter)
+            except ModelError as error:
+                logger.debug("cannot hold `%s`: %s", charter.shape.name, error)
+            else:
+                keys.append(charter.key)
+        return tuple(keys)
+
+    async def room(self, profile: Profile) -> Profile:
+        """Complete the profile by the memory for a model that is yet to be chosen."""
+        options = self.options.inference
+        device = await self.worker.run(choose, options.device, torch.float32, Quant.NONE)
+        memory, own = self._memory(device)
+        return replace(profile, memory_bytes=memory, reserve_bytes=own)
+
+    async def describe(self, name: str, quant: Quant, context: int) -> Charter:
+        """Return the charter of a further model for the mesh.
+
+        Raises:
+            ModelError: the model is not found locally, or cannot be run.
+        """
+        source = await self._resolve(name)
+        inference = replace(self.options.inference, quant=quant, dtype=None, draft=None)
+        shape = (await self._open(source, inference)).shape
+        asked = replace(self.options, context=context, inference=inference)
+        charter = found_charter(asked, shape, await self._digest(source))
+        if name not in self.described:
+            self.described.append(name)
+        return charter
 
     async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
         """Measure the speed and memory that this node offers; return its completed profile."""
@@ -67,9 +105,7 @@ class Preparation:
         dtype: torch.dtype = getattr(torch, model.shape.dtype)
         what = model.source, dtype, self.cache, model.quant, model.device
         speed = await run(measure_speed, *what)
-        own = process_memory() + RUNTIME_BYTES if model.device == CPU else 0
-        limit = options.inference.memory_bytes
-        memory = memory_budget(limit=limit, device=model.device, own=own)
+        memory, own = self._memory(model.device)
         return replace(
             profile,
             memory_bytes=max(0, memory - (model.draft.bytes if model.draft else 0)),
@@ -80,6 +116,32 @@ class Preparation:
             model=model.source.name,
             weights=weights,
         )
+
+    def _memory(self, device: torch.device) -> tuple[int, int]:
+        """Return the memory for models on a device, and what of it the process takes already."""
+        own = process_memory() + RUNTIME_BYTES if device == CPU else 0
+        limit = self.options.inference.memory_bytes
+        return memory_budget(limit=limit, device=device, own=own), own
+
+    async def _find(self, charter: Charter) -> Source:
+        """Find the model of a charter: one of the node's own, or without any by its name.
+
+        Raises:
+            ModelError: it is not found, or none of the node's own has its configuration.
+        """
+        options, error = self.options, None
+        own = (options.model, *options.more_models) if options.model else ()
+        for name in (*own, *self.described, *(() if own else (charter.shape.name,))):
+            try:
+                source = await self._resolve(name, is_own=name in {*own, *self.described})
+                digest = await self._digest(source)
+                refuse_other(charter, source.name, digest, options.inference.quant)
+            except ModelError as found:
+                error = error or found
+            else:
+                return source
+        assert error is not None  # of the first one
+        raise error
 
     async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
         draft = await self._resolve(config.draft) if config.draft else None

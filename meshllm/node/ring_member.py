@@ -12,6 +12,9 @@ A neighbour that sends invalid data again and again is published as faulty, and 
 plan that does not load its span in time, and a neighbour that has and does not link: a plan with a
 node that only claims to take part would wait for it without end. No plan makes the two neighbours
 again until `FAULTS_S` have passed.
+
+In a mesh of several rings a node takes part in that of its group. It knows from the states which
+other rings serve, and who their entries are.
 """
 
 import asyncio
@@ -19,9 +22,10 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
+from functools import lru_cache
 
-from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.names import LossCause, NodeId
+from meshllm.errors import LinkLost, MeshError, PeerFault, UserError
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
@@ -32,6 +36,8 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.stage import StageNode
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.groups import find_group, groups_of
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
@@ -58,6 +64,8 @@ class RingMember:
     def __init__(self, machine: Mesh, links: MeshLinks, plan_reason: Callable[[], str]) -> None:
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
+        self.group: GroupId = FIRST_GROUP
+        """The ring in which this node takes part; see `groups`."""
         self.provider: Provider | None = None
         """Instead of layers, this node provides whole models."""
         self.agreement: Agreement | None = None
@@ -87,6 +95,13 @@ class RingMember:
         return self.runtime.plan if self.runtime else None
 
     @property
+    def charter(self) -> Charter | None:
+        """The charter of the model of its ring; None if that is unknown."""
+        whole = self._machine.charter
+        group = find_group(whole, self.group) if whole else None
+        return group.charter if group else None
+
+    @property
     def rank(self) -> EntryNode | StageNode | None:
         """The running entry or stage; None while this node does not serve."""
         return (self.runtime.entry or self.runtime.stage) if self.runtime else None
@@ -107,6 +122,14 @@ class RingMember:
         self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)
         return self.runtime
 
+    def end(self, group: GroupId) -> None:
+        """Release the model, after its runtime has ended, and take part in another group."""
+        if self.model is not None:
+            self.model.release()
+        self.model = self.runtime = self.agreement = self.trouble = self._loaded = None
+        self.group = group
+        self.publish()
+
     def publish(self) -> None:
         """Publish the state record if it changed; wake the waiters for a change."""
         if self.has_left:
@@ -122,6 +145,7 @@ class RingMember:
             obstacle=PROVIDES if self.provider else "",
             faulty=self._faults.out(self._now()),
             offers=self.provider.offers if self.provider else (),
+            group=self.group,
         )
         if state != self._state:
             self._state = state
@@ -152,7 +176,7 @@ class RingMember:
     def is_provided(self, model: str) -> bool:
         """Return whether a request for a model is one for a provider, not for the ring."""
         charter = self._machine.charter
-        return bool(model) and (charter is None or model != charter.shape.name)
+        return bool(model) and (charter is None or charter.find(model) is None)
 
     def providers(self, model: str) -> list[NodeId]:
         """Return the nodes that provide a model now."""
@@ -169,16 +193,46 @@ class RingMember:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
         return tuple(show(find_node(name, self._machine.profiles)) for name in names)
 
-    async def entry(self) -> NodeId:
-        """Wait until a ring serves; return its entry."""
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
+        """Wait until a ring serves a model; return the entries of all rings that do."""
         while True:
             news = self._changed
-            if (entry := self.serving_entry()) is not None:
-                return entry
+            if entries := self.serving_entries(model):
+                return entries
             await news.wait()
 
-    def reason(self) -> str:
-        """Return why there is no ring."""
+    def serving_entries(self, model: str = "") -> Sequence[NodeId]:
+        """Return the entries of the rings that serve a model now, as far as known here."""
+        charter = self._machine.charter
+        wanted = charter.find(model) if charter else None
+        if charter is None or wanted is None:
+            return [entry] if (entry := self.serving_entry()) else []
+        groups = [group.id for group in groups_of(charter) if group.charter.key == wanted.key]
+        entries = (
+            self.serving_entry()
+            if group == self.group and self.runtime is not None
+            else self._entry_of(group)
+            for group in groups
+        )
+        return [entry for entry in entries if entry is not None]
+
+    def plan_of(self, group: GroupId) -> Plan | None:
+        """Return the plan that all nodes of another ring have loaded; None if there is none."""
+        machine = self._machine
+        loaded = {
+            state.followed
+            for node, state in machine.states.items()
+            if state.group == group and state.is_loaded and node in machine.alive
+        }
+        plans = [plan for each in loaded if (plan := _decoded(each)) and self._is_formed(plan)]
+        return max(plans, key=lambda plan: plan.precedence, default=None)
+
+    def reason(self, model: str = "") -> str:
+        """Return why there is no ring of a model."""
+        charter, own = self._machine.charter, self.charter
+        wanted = charter.find(model) if charter else None
+        if wanted is not None and (own is None or own.key != wanted.key):
+            return f"the ring of `{wanted.shape.name}` does not serve"
         if self.trouble or self.plan is None:
             return str(self.trouble or self._plan_reason())
         nodes = [stage.node for stage in self.plan.stages]
@@ -207,6 +261,7 @@ class RingMember:
                 raise LinkLost(f"This node does not provide `{model[:100]}`")
             yield self.provider
             return
+        self._check_ring(model)
         self._count_requests(1)
         try:
             entry, plan, own = await self._own_ring()
@@ -227,7 +282,7 @@ class RingMember:
 
     def times(self, plan: Plan) -> RingTimes | None:
         """Predict the times of the ranks of a plan from the latest offers."""
-        agreement, charter = self.agreement, self._machine.charter
+        agreement, charter = self.agreement, self.charter
         if agreement is None or charter is None:
             return None
         try:
@@ -237,7 +292,7 @@ class RingMember:
 
     def rooms(self, plan: Plan) -> list[int] | None:
         """Return the bytes that each rank has for KV caches, from the latest offers."""
-        agreement, charter = self.agreement, self._machine.charter
+        agreement, charter = self.agreement, self.charter
         if agreement is None or charter is None:
             return None
         try:
@@ -261,6 +316,19 @@ class RingMember:
         profile = self._machine.profiles.get(node)
         return profile.name if profile and profile.name else short(node)
 
+    def _entry_of(self, group: GroupId) -> NodeId | None:
+        """Return the entry of another ring, if it serves and a link leads there."""
+        plan = self.plan_of(group)
+        entry = plan.stages[0].node if plan else None
+        return entry if entry in self._links.by_peer else None
+
+    def _check_ring(self, model: str) -> None:
+        """Raise `LinkLost` if the ring of this node serves another model: it may have moved."""
+        charter, own = self._machine.charter, self.charter
+        wanted = charter.find(model) if charter else None
+        if wanted is not None and (own is None or own.key != wanted.key):
+            raise LinkLost(f"This node does not serve `{wanted.shape.name}` now")
+
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
             return Lifecycle.LEAVING
@@ -271,7 +339,7 @@ class RingMember:
 
     def _watch(self, plan: Plan) -> None:
         """Start the time in which the other nodes of a new plan must load their spans."""
-        charter = self._machine.charter
+        charter = self.charter
         if plan == self._watched or charter is None:
             return
         self._watched, sizes, loop = plan, charter.shape.layer_bytes, asyncio.get_running_loop()
@@ -339,3 +407,12 @@ class RingMember:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+@lru_cache(64)
+def _decoded(followed: bytes) -> Plan | None:
+    """Decode the plan of a state record; None if it is malformed."""
+    try:
+        return Plan.decode(followed)
+    except PeerFault:
+        return None

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshllm.names import MeshId, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, MeshId, NodeId
 from meshllm.node.requests.router import Counts
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.groups import Group
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
@@ -33,6 +34,18 @@ class LinkView:
 
 
 @dataclass(frozen=True, slots=True)
+class RingView:
+    """One ring of the mesh, as known to a node."""
+
+    group: Group
+    plan: Plan | None
+    """The plan that its nodes have loaded; of the own ring, the one that it follows."""
+    is_served: bool
+    lacks_bytes: int = 0
+    """Memory that it lacks; 0 if its nodes have enough."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
     """A node, its ring and its mesh, as known to it."""
 
@@ -47,6 +60,7 @@ class NodeView:
     addresses: tuple[str, ...]
     networks: tuple[Network, ...]
     charter: Charter | None
+    """Of the own ring; of the first model while it has none."""
     profiles: Mapping[NodeId, Profile]
     states: Mapping[NodeId, StateRecord]
     hosts: Mapping[NodeId, tuple[NodeId, ...]]
@@ -69,6 +83,10 @@ class NodeView:
     recomputed: int
     """Running on this rank."""
     counts: Counts
+    group: GroupId = FIRST_GROUP
+    """The ring in which it takes part."""
+    rings: tuple[RingView, ...] = ()
+    """All rings of the mesh, its own included, in their order."""
     execution: str = ""
     """The execution mode of its model, and why."""
     warnings: tuple[str, ...] = ()

@@ -12,12 +12,14 @@ from meshllm.status import (
     MemberStatus,
     MeshStatus,
     ModelStatus,
+    Named,
     NodeState,
     NodeStatus,
     Planned,
     PlannedTimes,
     RingState,
     RingStatus,
+    ServedRing,
     SessionCounts,
     StageStatus,
 )
@@ -85,6 +87,21 @@ def waiting(reason: str) -> MeshStatus:
         measured=None, advice="", digest="",
     )  # fmt: skip
     return with_node(status, 0, state=NodeState.JOINING, layers=None, rank=None)
+
+
+RINGS = (
+    ServedRing(
+        "Qwen/Qwen3-0.6B", 0, RingState.SERVING, "", is_own=True, epoch=3, entry=node_id(0),
+        stages=(StageStatus(0, node_id(0), NAMES[0], Span(0, 10)),
+                StageStatus(1, node_id(1), NAMES[1], Span(10, 20))),
+    ),
+    ServedRing(
+        "big", 1, RingState.FORMING, "lacks 2.10 GiB: one more node with the model", is_own=False,
+        epoch=0, entry=None, stages=(), standbys=(Named(node_id(2), NAMES[2]),),
+        lacks_bytes=2254857830,
+    ),
+)  # fmt: skip
+"""A replica that serves, and one of another model that lacks memory."""
 
 
 def with_ring(status: MeshStatus, **changes: Any) -> MeshStatus:

@@ -5,7 +5,8 @@ from typing import Any
 
 from meshllm.names import NodeId
 from meshllm.node.requests.router import Counts
-from meshllm.node.view import LinkView, NodeView
+from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey
@@ -53,6 +54,7 @@ def view_of(**changes: Any) -> NodeView:
         trouble="",
         sessions=0,
         counts=Counts(),
+        rings=(RingView(groups_of(world.charter)[0], agreement.plan, is_served=False),),
     )
     return replace(view, **changes)
 

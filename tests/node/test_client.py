@@ -43,10 +43,10 @@ class Inn(House):
     asked = 0
     pause_s = 0.1
 
-    async def entry(self) -> NodeId:
-        return self.me
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
+        return [self.me]
 
-    def reason(self) -> str:
+    def reason(self, model: str = "") -> str:
         return ""
 
     plan = None

@@ -11,7 +11,9 @@ import pytest
 from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.control import MAX_LASTS_S, NodeControl
+from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Lifecycle, Profile
 from meshllm.protocol.trust.credential import Removal, Role
 from meshllm.protocol.trust.identity import short, show
@@ -33,12 +35,14 @@ from meshllm.status import (
     Unplaced,
 )
 from tests.builders.fake_ring import answer_of
+from tests.builders.snapshots import CONFIG, charter
 from tests.builders.view import CLIENT, KEYS, A, B, C, D, plan_of, view_of, with_state
 
 
 def _holding(weights: bytes) -> Profile:
     """Return the profile of a node with a digest of one byte for each part of the weights."""
-    return Profile("", "", (), 0, weights=tuple(bytes([each]) for each in weights))
+    parts = (bytes([each]) for each in weights)
+    return Profile("", "", (), 0, weights=(*parts, CONFIG[:16]) if weights else ())
 
 
 class Owned:
@@ -49,14 +53,20 @@ class Owned:
         self.invited: list[tuple[Role, float | None, int | None]] = []
         self.expelled: list[Removal] = []
         self.is_full = False
+        self.asked: list[ModelOptions] = []
+        self.stopped: list[str] = []
         self.control = NodeControl(
             lambda: self.view, KEYS[0], self.invite, self.expel, self.changes, self.answer,
-            MemoryStatus,
+            MemoryStatus, self.add_model, self.stopped.append,
         )  # fmt: skip
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
         self.invited.append((role, lasts_s, uses))
         return "ticket"
+
+    async def add_model(self, asked: ModelOptions) -> Charter:
+        self.asked.append(asked)
+        return charter()
 
     def expel(self, removal: Removal) -> None:
         self.expelled.append(removal)
@@ -94,7 +104,10 @@ def test_the_status_is_that_of_the_node(node: Owned) -> None:
 
     assert (status.mesh, status.node) == (node.view.mesh.hex(), show(A))
     assert (status.name, status.version, status.since_s) == ("here", "1.0", 3.0)
-    assert status.model == ModelStatus("tiny", 4, 4, "bfloat16", "none", 10, "fp_1a7ab2161d6c")
+    key = charter().key.hex()
+    assert status.model == ModelStatus(
+        "tiny", 4, 4, "bfloat16", "none", 10, "fp_1a7ab2161d6c", key=key, replicas=1
+    )
     assert status.listening == ("loopback:a",)
     assert status.networks == (
         NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:8790", "registered"),)),
@@ -126,7 +139,7 @@ def test_a_forming_ring_is_reported(node: Owned) -> None:
 
 
 def test_without_a_plan_it_waits(node: Owned) -> None:
-    node.see(plan=None, agreement=None, charter=None, profiles={})
+    node.see(plan=None, agreement=None, charter=None, profiles={}, rings=())
 
     status = node.control.status()
 

@@ -1,5 +1,6 @@
 """The charter that follows from the options of a node."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from meshllm.node.founding import (
     names_in,
     refuse_other,
     resolve_names,
+    serve,
+    stop,
     with_own_entry,
 )
-from meshllm.node.options import NodeOptions
-from meshllm.protocol.membership.charter import Charter
+from meshllm.node.options import ModelOptions, NodeOptions
+from meshllm.protocol.membership.charter import MAX_SERVED, Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import NodeKey, show
@@ -169,3 +172,67 @@ def test_an_unknown_node_is_not_found(text: str) -> None:
 def test_an_ambiguous_name_is_reported() -> None:
     with pytest.raises(UserError, match="2 nodes match `attic`"):
         find_node("attic", PROFILES)
+
+
+def named(name: str, **changes: Any) -> Charter:
+    base = charter()
+    return replace(base, shape=replace(base.shape, name=name), **changes)
+
+
+def test_a_mesh_serves_another_model_and_changes_it() -> None:
+    asked = ModelOptions("fox", None, "throughput", 2, 3, 77, ("f",))
+
+    both = serve(charter(), named("fox"), asked)
+
+    (fox,) = both.models
+    assert (fox.policy, fox.members, fox.replicas, fox.aliases) == ("throughput", 2, 3, ("f",))
+    assert fox.shape.context == 77
+    (changed,) = serve(both, fox, ModelOptions("f", replicas=1)).models
+    assert changed == replace(fox, replicas=1)
+    assert stop(both, "f") == charter()
+
+
+def test_the_first_model_is_changed_and_always_served() -> None:
+    first = charter()
+
+    changed = serve(first, first, ModelOptions("tiny", replicas=2, aliases=("t",)))
+
+    assert (changed.replicas, changed.aliases, changed.models) == (2, ("t",), ())
+    assert changed.version == first.version + 1
+    with pytest.raises(UserError, match="first model of the mesh"):
+        stop(first, "tiny")
+    for unknown in ("fox", ""):
+        with pytest.raises(ModelError, match=f"does not serve `{unknown}`"):
+            stop(first, unknown)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"members": 65}, "65 members"),
+        ({"replicas": 0}, "0 replicas"),
+        ({"context": 0}, "0 tokens"),
+        ({"policy": "greenest"}, "greenest"),
+        ({"aliases": tuple("abcde")}, "5 aliases"),
+        ({"aliases": ("a,b",)}, "Invalid alias"),
+        ({"aliases": ("",)}, "Invalid alias"),
+        ({"aliases": ("a" * 65,)}, "Invalid alias"),
+        ({"aliases": ("a\n",)}, "Invalid alias"),
+        ({"aliases": ("tiny",)}, "another model as `tiny`"),
+    ],
+)
+def test_invalid_options_of_a_model_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        serve(charter(), named("fox"), ModelOptions("fox", **changes))
+
+
+def test_names_are_of_one_model_and_models_are_limited() -> None:
+    mesh = charter()
+    for number in range(MAX_SERVED - 1):
+        mesh = serve(mesh, named(f"m{number}"), ModelOptions(f"m{number}"))
+
+    with pytest.raises(UserError, match=f"serves {MAX_SERVED} models"):
+        serve(mesh, named("fox"), ModelOptions("fox"))
+    with pytest.raises(UserError, match="another model as `m1`"):
+        serve(stop(mesh, "m2"), named("m1", quant=Quant.INT8), ModelOptions("m1"))
+    assert serve(mesh, mesh.models[0], ModelOptions("m0", replicas=2)).models[0].replicas == 2

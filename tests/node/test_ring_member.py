@@ -225,12 +225,12 @@ def test_waiters_for_changes_are_woken() -> None:
 def test_the_entry_is_known_when_it_serves() -> None:
     async def story() -> None:
         place = Place()
-        waiting = asyncio.ensure_future(place.ring_member.entry())
+        waiting = asyncio.ensure_future(place.ring_member.entries())
         place.serve()
         await asyncio.sleep(1)
         assert not waiting.done()
         place.work()
-        assert await waiting == ENTRY
+        assert await waiting == [ENTRY]
 
     run(story)
 

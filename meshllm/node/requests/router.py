@@ -11,7 +11,11 @@ serves the `Generate` of a node, so no request is forwarded in a circle.
 An ingress has at most `MAX_FORWARDED` requests at the entry. Further ones wait their turn here, in
 the order of arrival, and when `MAX_WAITING` wait, the next is refused.
 
-A request for another model than that of the ring goes to a node that provides it with an engine of
+Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses. An
+entry that has moved to another model refuses the request, which is repeated elsewhere, as after the
+loss of a ring.
+
+A request for a model that no ring serves goes to a node that provides it with an engine of
 its own, to the next one if it fails before its first event. Between the trusted nodes that provide
 it the ingress chooses the one with the fewest of its requests.
 
@@ -44,6 +48,7 @@ from meshllm.errors import (
 from meshllm.names import LossCause, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
+from meshllm.node.requests.replica_choice import ReplicaChoice
 from meshllm.node.requests.request_json import (
     REQUEST_BYTES,
     error_to_json,
@@ -80,11 +85,11 @@ logger = logging.getLogger(__name__)
 class Ring(Protocol):
     """What the router needs from the ring in force."""
 
-    async def entry(self) -> NodeId:
-        """Wait for an open ring, and return its entry."""
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
+        """Wait for a ring of a model, the first if it is empty; return the entries of all."""
         ...
 
-    def reason(self) -> str:
+    def reason(self, model: str = "") -> str:
         """Return why there is none."""
         ...
 
@@ -103,7 +108,7 @@ class Ring(Protocol):
         """Return the local entry or provider as a context, for an asker; None is the owner.
 
         Raises:
-            LinkLost: this node is not the entry, or does not provide the model.
+            LinkLost: this node is not the entry of a ring of the model, or does not provide it.
         """
         ...
 
@@ -184,6 +189,7 @@ class RequestRouter:
         self.trusted: tuple[str, ...] | None = None
         """Names of the nodes that may see the owner's prompts; None are all members."""
         self._asks_ingress = asks_ingress
+        self._replicas = ReplicaChoice()
         self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
         self._chosen: Counter[NodeId] = Counter()  # requests to providers so far
         self._longest = longest
@@ -235,10 +241,10 @@ class RequestRouter:
         self, request: Request, asker: NodeId | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
-        failover, pause = Failover(request), _Pause(self._ring)
+        failover, pause, failed = Failover(request), _Pause(self._ring), list[NodeId]()
         while True:
             try:
-                async with self._answering(failover.request, asker) as events:
+                async with self._answering(failover.request, asker, failed) as events:
                     pause.attempt()
                     async for event in events:
                         if new := failover.take(event):
@@ -347,18 +353,22 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _answering(
-        self, request: Request, asker: NodeId | None
+        self, request: Request, asker: NodeId | None, failed: list[NodeId]
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        """Open the event stream of the entry, local or remote; close it at the end."""
-        entry = await self._entry()
+        """Open the event stream of an entry, local or remote; close it at the end.
+
+        The entry is noted in ``failed`` if it fails, and avoided if it was the last that did.
+        """
+        entry = await self._entry(request, failed)
         async with AsyncExitStack() as stack:
             if entry != self._me:
                 await stack.enter_async_context(self._slot())
-                entry = await self._entry()  # it may have changed
+                entry = await self._entry(request, failed)  # it may have changed
             if not (self._asks_ingress or _is_trusted(entry, request)):
                 raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
+            stack.enter_context(self._replicas.asking(entry, failed))
             if entry == self._me:
-                backend = await stack.enter_async_context(self._ring.backend(asker))
+                backend = await stack.enter_async_context(self._ring.backend(asker, request.model))
                 events = backend.generate(request)
             else:
                 events = self._remote.generate(entry, request)
@@ -387,14 +397,17 @@ class RequestRouter:
         finally:
             self._slots.release()
 
-    async def _entry(self) -> NodeId:
+    async def _entry(self, request: Request, failed: Sequence[NodeId]) -> NodeId:
         try:
             async with asyncio.timeout(RING_S):
-                return await self._ring.entry()
+                entries = await self._ring.entries(request.model)
         except TimeoutError:
             raise TimedOut(
-                f"There is no ring: {self._ring.reason()}", hint="see `meshllm ring status`"
+                f"There is no ring: {self._ring.reason(request.model)}",
+                hint="see `meshllm ring status`",
             ) from None
+        trusted = [entry for entry in entries if _is_trusted(entry, request)]
+        return self._replicas.choose(trusted or entries, request, failed)
 
     def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
         if why := self._objection(peer, request_id, is_client=is_client):

@@ -12,6 +12,7 @@ import pytest
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.requests import remote
+from meshllm.node.requests.replica_choice import ReplicaChoice
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import (
     CLIENT_TOKENS,
@@ -73,13 +74,16 @@ class FakeRing:
     """Who provides each model."""
     closed: int = 0
 
-    async def entry(self) -> NodeId:
+    replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
+    """The entries of the rings of each model that several serve."""
+
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
         if self.at is None:
             await asyncio.Event().wait()
         assert self.at is not None
-        return self.at
+        return self.replicas.get(model, (self.at,))
 
-    def reason(self) -> str:
+    def reason(self, model: str = "") -> str:
         return "they sleep"
 
     plan = None
@@ -89,7 +93,7 @@ class FakeRing:
         return LossCause.NODE_LOST, "they slept"
 
     def is_provided(self, model: str) -> bool:
-        return bool(model)
+        return bool(model) and model not in self.replicas
 
     def providers(self, model: str) -> list[NodeId]:
         return list(self.provided.get(model, ()))
@@ -941,3 +945,53 @@ def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
         assert text_of(await all_of(client, replace(REQUEST, trusted=("me",)))) == TEXT
 
     world.run(story)
+
+
+TWINS: dict[str, tuple[NodeId, ...]] = {"fox": (ENTRY, OTHER)}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
+    first = ReplicaChoice().choose(TWINS["fox"], FOX)
+    (second,) = {ENTRY, OTHER} - {first}
+    router = world.add(ME, FakeRing(replicas=TWINS))
+    world.add(first, FakeRing(replicas=TWINS, attempts=[[*answer()[:cut], GONE]]))
+    world.add(second, FakeRing(replicas=TWINS, attempts=[answer()]))
+
+    async def story() -> None:
+        assert text_of(await all_of(router, FOX)) == TEXT
+
+    world.run(story)
+
+    assert world.rings[first].models == world.rings[second].models == ["fox"]
+    assert len(world.rings[second].asked[0].given) == max(0, cut - 1)
+
+
+def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
+    router = world.add(ME, FakeRing(replicas=TWINS))
+    for entry in (ENTRY, OTHER):
+        world.add(entry, FakeRing(replicas=TWINS, attempts=[answer()] * 8))
+
+    async def story() -> None:
+        texts = await asyncio.gather(*(all_of(router, FOX) for _ in range(8)))
+        assert [text_of(each) for each in texts] == [TEXT] * 8
+        assert [text_of(await all_of(router, FOX)) for _ in range(2)] == [TEXT] * 2
+
+    world.run(story)
+
+    asked = sorted(len(world.rings[entry].asked) for entry in TWINS["fox"])
+    assert asked in ([4, 6], [5, 5], [3, 7])  # alike beginnings, but for the margin
+
+
+def test_a_prompt_goes_to_a_replica_with_a_trusted_entry(world: World) -> None:
+    router = world.add(ME, FakeRing(replicas=TWINS))
+    world.add(ENTRY, FakeRing(replicas=TWINS))
+    world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
+
+    async def story() -> None:
+        for number in range(9):
+            request = replace(FOX, raw=f"{number}", trusted=("other",))
+            assert text_of(await all_of(router, request)) == TEXT
+
+    world.run(story)
+    assert world.rings[ENTRY].asked == []

@@ -1,0 +1,85 @@
+"""Whole nodes in one process that serve several models, and replicas of one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshllm.bench.ring_table import random_model
+from meshllm.errors import ModelError
+from meshllm.node.compute.worker import compute_thread
+from meshllm.node.control import NodeControl, control_of
+from meshllm.node.node import MeshNode
+from meshllm.node.options import ModelOptions
+from meshllm.request import Answer, Request
+from meshllm.status import RingState, ServedRing
+from tests.node.test_node import PATIENCE_S, Mesh, until
+
+PROMPT = Request(raw="A ring is", max_tokens=8)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with compute_thread() as worker, AsyncExitStack() as stack:
+        yield Mesh(tmp_path, stack, worker)
+
+
+@pytest.fixture(scope="module")
+def random() -> Iterator[str]:
+    """The folder of a model of 12 random layers."""
+    with random_model("tiny", torch.float32, layers=12) as folder:
+        yield str(folder)
+
+
+def rings(node: MeshNode) -> dict[tuple[str, int], ServedRing]:
+    return {(each.model, each.replica): each for each in control_of(node).status().rings}
+
+
+def serving(node: MeshNode) -> set[tuple[str, int]]:
+    return {name for name, ring in rings(node).items() if ring.state is RingState.SERVING}
+
+
+async def ask(node: MeshNode, **changes: Any) -> tuple[int, ...]:
+    control: NodeControl = control_of(node)
+    request = Request(raw="A ring is", max_tokens=8, ignores_end=True, **changes)
+    async with asyncio.timeout(PATIENCE_S):
+        *_, last = [event async for event in control.generate(request)]
+    assert isinstance(last, Answer)
+    return last.tokens
+
+
+async def both(nodes: list[MeshNode], claim: Callable[[MeshNode], bool]) -> None:
+    for node in nodes:
+        await until(lambda node=node: claim(node), node)  # type: ignore[misc]  # a closure
+
+
+async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> None:
+    own = random
+    a = await mesh.start("a", model="builtin", more_models=(own,))
+    b = await mesh.start("b", join=a.ticket, model="builtin", more_models=(own,))
+    nodes = [a, b]
+    await both(nodes, lambda node: serving(node) == {("builtin", 0)})
+    first = await ask(b)
+
+    served = await control_of(a).serve(ModelOptions(own, aliases=("tiny",)))
+
+    both_models = {("builtin", 0), (own, 0)}
+    await both(nodes, lambda node: serving(node) == both_models)
+    assert {ring.is_own for ring in rings(a).values()} == {True, False}
+    assert [each.name for each in await control_of(b).models()] == ["builtin", own]
+    assert [await ask(node) for node in nodes] == [first] * 2
+    answers = {await ask(node, model=name) for node in nodes for name in (own, "tiny", served.key)}
+    assert len(answers) == 1
+    assert answers != {first}
+    with pytest.raises(ModelError, match="No node provides"):
+        await ask(a, model="tin")
+
+    control_of(b).stop("tiny")
+
+    await both(nodes, lambda node: list(rings(node)) == [("builtin", 0)])
+    await both(nodes, lambda node: serving(node) == {("builtin", 0)})
+    assert [await ask(node) for node in nodes] == [first] * 2
