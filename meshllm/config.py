@@ -40,6 +40,7 @@ MAX_FILE_BYTES = 1 << 20
 _RANGES: dict[str, tuple[float, float]] = {
     "nodes": (1, 1024),  # more than any model has layers
     "members": (1, 64),
+    "replicas": (1, 16),
     "context": (16, 10_000_000),
     "threads": (1, 4096),
     "max_tokens": (1, 10_000_000),
@@ -109,6 +110,8 @@ class Settings:
     """Objective by which the ring is planned."""
     members: int | None = None
     """Number of ring nodes; the policy chooses when not set."""
+    replicas: int | None = None
+    """Number of rings of the model, if there are nodes; else 1."""
     exclude: str | None = None
     """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None

@@ -12,8 +12,9 @@ from meshllm.api.metrics import exposition
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError
+from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
-from meshllm.status import SCHEMA, Models, NewTicket, to_json
+from meshllm.status import SCHEMA, Models, NewTicket, Stopped, to_json
 
 NDJSON = "application/x-ndjson"
 METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
@@ -40,6 +41,8 @@ def routes(node: NodePort) -> list[Route]:
         Route("/mesh/plan", mesh.plan),
         Route("/mesh/members", mesh.members),
         Route("/mesh/models", mesh.models),
+        Route("/mesh/models", mesh.serve, methods=["POST"]),
+        Route("/mesh/models", mesh.stop, methods=["DELETE"]),
         Route("/mesh/events", mesh.events),
         Route("/mesh/ticket", mesh.ticket, methods=["POST"]),
         Route("/mesh/remove", mesh.remove, methods=["POST"]),
@@ -63,6 +66,12 @@ class _Mesh:
 
     async def models(self, _: Request) -> Response:
         return _object(Models(tuple(await self.node.models())))
+
+    async def serve(self, request: Request) -> Response:
+        return _object(await self.node.serve(await read(request, ModelOptions)))
+
+    async def stop(self, request: Request) -> Response:
+        return _object(self.node.stop((await read(request, Stopped)).model))
 
     async def metrics(self, _: Request) -> Response:
         return PlainTextResponse(exposition(self.node.status()), media_type=METRICS)

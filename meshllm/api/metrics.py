@@ -47,6 +47,17 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         [_Sample({"state": s}, states[s]) for s in NodeState],
     )
     yield from _ring(status.ring)
+    yield _gauge(
+        "served_ring",
+        "Whether a ring of the mesh serves.",
+        [
+            _Sample(
+                {"model": each.model, "replica": each.replica},
+                float(each.state is RingState.SERVING),
+            )
+            for each in status.rings
+        ],
+    )
     yield from _links(status.nodes)
     counts = status.sessions
     yield _gauge(

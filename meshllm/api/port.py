@@ -3,8 +3,9 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from meshllm.node.options import ModelOptions
 from meshllm.request import Backend
-from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingStatus
+from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingStatus, Stopped
 
 
 class ModelPort(Backend, Protocol):
@@ -41,6 +42,16 @@ class NodePort(ModelPort, Protocol):
         Raises:
             UserError: an id is unknown.
         """
+
+    async def serve(self, asked: ModelOptions) -> ModelStatus:
+        """Let the mesh serve a model, or change how it does.
+
+        Raises:
+            MeshError: this node does not have the model, or the mesh cannot serve it.
+        """
+
+    def stop(self, model: str) -> Stopped:
+        """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
 
     def events(self) -> AsyncGenerator[Change, None]:
         """Yield the state at once and after each change; missed changes are merged into one."""

@@ -17,6 +17,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import Change, MeshStatus, RingStatus, from_json, to_json
@@ -45,6 +46,20 @@ async def test_a_ticket_is_created_with_its_limits(
         {"schema": 1, "ticket": "meshllm1abc"},
         [("client", 60, 3)],
     )
+
+
+async def test_a_model_is_served_and_stopped(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    asked = {"model": "org/m", "quant": "int8", "replicas": 2, "aliases": ["m"]}
+
+    said = await client.post("/mesh/models", json=asked)
+    stopped = await client.request("DELETE", "/mesh/models", json={"model": "m"})
+    strange = await client.post("/mesh/models", json={"model": "org/m", "colour": "red"})
+
+    wish = ModelOptions("org/m", quant="int8", replicas=2, aliases=("m",))
+    assert (said.json()["name"], said.json()["replicas"]) == ("org/m", 2)
+    assert stopped.json() == {"schema": 1, "model": "m"}
+    assert door.calls == [("serve", wish), ("stop", "m")]
+    assert (strange.status_code, "colour" in strange.text) == (400, True)
 
 
 async def test_a_node_is_removed(client: httpx2.AsyncClient, door: FakeNode) -> None:

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import httpx2
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from meshllm.api.metrics import exposition
 from meshllm.status import RingState
 from tests.builders.fake_node import FakeNode, told
-from tests.builders.status import with_link, with_ring
+from tests.builders.status import RINGS, with_link, with_ring
 
 LINE = re.compile(
     r"# (HELP|TYPE) meshllm_[a-z_]+ .+"
@@ -74,3 +75,11 @@ async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNo
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert said.text == exposition(door.status())
+
+
+def test_every_ring_of_the_mesh_has_a_sample() -> None:
+    text = exposition(replace(told(), rings=RINGS))
+
+    assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} True\n' not in text
+    assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} 1.0\n' in text
+    assert 'meshllm_served_ring{model="big",replica="1"} 0.0\n' in text

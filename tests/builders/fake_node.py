@@ -8,6 +8,7 @@ from typing import Any
 
 from meshllm.errors import MeshError
 from meshllm.names import LossCause
+from meshllm.node.options import ModelOptions
 from meshllm.request import Backend, Event, Piece, Prefilled, Request
 from meshllm.status import (
     Change,
@@ -23,6 +24,7 @@ from meshllm.status import (
     RingState,
     RingStatus,
     SessionCounts,
+    Stopped,
 )
 from tests.builders.fake_ring import answer_of
 from tests.builders.status import member, node_id, status_of, with_link, with_node, with_ring
@@ -102,6 +104,14 @@ class FakeNode:
     def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
         self.calls.append((node, *spare))
         return Removed(node, "desk", (Named("def", "attic"),))
+
+    async def serve(self, asked: ModelOptions) -> ModelStatus:
+        self.calls.append(("serve", asked))
+        return replace(FOX, name=asked.model, replicas=asked.replicas or 1)
+
+    def stop(self, model: str) -> Stopped:
+        self.calls.append(("stop", model))
+        return Stopped(model)
 
     async def events(self) -> AsyncGenerator[Change, None]:
         self.begun.set()

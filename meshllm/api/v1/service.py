@@ -18,7 +18,7 @@ from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
-from meshllm.status import ModelStatus
+from meshllm.status import ModelStatus, find_model
 from meshllm.traces.recorder import Recorder
 
 DAY_S = 86_400
@@ -71,9 +71,8 @@ class Service:
     async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
         """Return a model by name; raise `Refused` if it is not served, or not to this key."""
         served = await self.models(key)
-        for each in served:
-            if each.name == name:
-                return each
+        if found := find_model(served, name):
+            return found
         listed = ", ".join(f"`{each.name}`" for each in served) or "nothing yet"
         raise Refused(
             f"The model `{name[:100]}` is not served here",
@@ -101,7 +100,7 @@ class Service:
             with self._counted(key):
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
-                name = model.name if model.providers else ""
+                name = model.name if model.providers or model.key else ""  # the only one
                 streams = [backend.generate(replace(each, model=name)) for each in asked]
                 async with aclosing(merge(streams, MAX_TOGETHER)) as events:
                     async for place, event in events:

@@ -13,7 +13,7 @@ from meshllm.errors import UserError
 from meshllm.request import Backend, Event, Request
 
 if TYPE_CHECKING:
-    from meshllm.status import MeshStatus
+    from meshllm.status import MeshStatus, ModelStatus, ServedRing
 
 _RING_SETTINGS = (
     "transport", "ends", "dtype", "quant", "device", "threads", "speculation", "draft",
@@ -64,14 +64,17 @@ def _running(
     if quiet and not shows_model and flags["model"] is None:
         return open_client, change(chosen, {"model": "the running node"}), _NODE
     status = _fetch_status(chosen)
-    provided = next((each for each in status.provided if each.name == flags["model"]), None)
-    reader = f"{_listed(provided.providers)} of the mesh" if provided else _reader_of(status)
+    model = _model_of(status, flags["model"])
+    is_provided = bool(model and model.providers)
+    reader = _reader_of(status, model)
+    if model and is_provided:
+        reader = f"{_listed(model.providers)} of the mesh"
     if not quiet and reader:
         _announce(reader)
-    if provided:
-        shown = change(chosen, {"model": provided.name})
-        return _asking(open_client, provided.name), shown, reader or _NODE
-    return open_client, _as_served(status, chosen, flags), reader or _NODE
+    opener = (
+        open_client if model is None or not flags["model"] else _asking(open_client, model.name)
+    )
+    return opener, _as_served(status, chosen, model), reader or _NODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +125,21 @@ def _inviter(ticket: str) -> str:
     return short(parse_ticket(ticket).inviter)
 
 
-def _reader_of(status: "MeshStatus") -> str | None:
-    """Name the mesh, and its entry, that reads a prompt in place of the running node."""
+def _reader_of(status: "MeshStatus", model: "ModelStatus | None") -> str | None:
+    """Name the mesh, and the entries, that read a prompt in place of the running node."""
     others = {each.node: each.name for each in status.nodes if not each.is_self}
-    if not others or status.ring.entry == status.node:
+    entries = [ring.entry for ring in _rings_of(status, model)] or [status.ring.entry]
+    if not others or set(entries) == {status.node}:
         return None
-    entry = others.get(status.ring.entry or "")
+    named = [f"`{_one_line(others[entry])}`" for entry in entries if entry in others]
     mesh = f"mesh {status.mesh[:12]}"
-    return f"the entry `{_one_line(entry)}` of {mesh}" if entry else mesh
+    if not named:
+        return mesh
+    return f"{'the entry' if len(entries) == 1 else 'an entry, such as'} {named[0]} of {mesh}"
+
+
+def _rings_of(status: "MeshStatus", model: "ModelStatus | None") -> list["ServedRing"]:
+    return [ring for ring in status.rings if model and ring.model == model.name and ring.entry]
 
 
 def _one_line(name: str) -> str:
@@ -142,18 +152,30 @@ def _fetch_status(chosen: Settings) -> "MeshStatus":
     return asyncio.run(NodeClient(socket_path(chosen)).status())
 
 
-def _as_served(status: "MeshStatus", chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
-    """Take model and number of nodes from the running node."""
-    if status.model is None:
-        return chosen
-    served = status.model.name
-    if flags["model"] not in {None, served}:
-        listed = ", ".join(f"`{each}`" for each in (served, *(e.name for e in status.provided)))
+def _model_of(status: "MeshStatus", name: Scalar) -> "ModelStatus | None":
+    """Return the model that is asked: the first of the mesh unless named."""
+    from meshllm.status import find_model
+
+    of_rings = status.models or ((status.model,) if status.model else ())
+    served = (*of_rings, *status.provided)
+    if name is None or not served:
+        return served[0] if served else None
+    if (found := find_model(served, str(name))) is None:
+        listed = ", ".join(f"`{each.name}`" for each in served)
         raise UserError(
-            f"The running node serves {listed}, not `{flags['model']}`",
+            f"The running node serves {listed}, not `{name}`",
             hint="omit `--model`, or add `--nodes 1` to run a ring in this process",
         )
-    return change(chosen, {"model": served, "nodes": len(status.ring.stages) or 1})
+    return found
+
+
+def _as_served(status: "MeshStatus", chosen: Settings, model: "ModelStatus | None") -> Settings:
+    """Take model and number of nodes from the mesh of the running node."""
+    if model is None:
+        return chosen
+    stages = [len(ring.stages) for ring in _rings_of(status, model)] or [len(status.ring.stages)]
+    nodes = 1 if model.providers else stages[0] or 1
+    return change(chosen, {"model": model.name, "nodes": nodes})
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

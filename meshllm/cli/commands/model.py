@@ -1,4 +1,4 @@
-"""`meshllm model`: list, inspect, verify and download models."""
+"""`meshllm model`: list, inspect, verify, download and serve models."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshllm.cli.shared import complete
+from meshllm.cli.commands import serving
+from meshllm.cli.commands.serving import Model
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 CONTEXT = 4096  # tokens of KV cache assumed for one session
 
 app = typer.Typer(
-    help="List, inspect, verify and download models.",
+    help="List, inspect, verify, download and serve models.",
     rich_markup_mode=None,
     epilog="""\b
 Examples:
@@ -35,17 +36,11 @@ Examples:
   meshllm model show builtin
   meshllm model verify builtin
   meshllm model pull Qwen/Qwen3-0.6B --layers 0:14
+  meshllm model serve Qwen/Qwen3-0.6B --replicas 2
 """,
 )
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Use `builtin`, a folder, or a Hugging Face name.",
-        autocompletion=complete.models,
-    ),
-]
+app.command("serve", epilog=serving.EXAMPLES)(serving.serve)
+app.command("stop")(serving.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,11 @@ Transports = Annotated[
 SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a token by 5 ms
 
 _POLL_S = 0.02
-_PASSED_ON = ("model", "join", "name", "policy", "members", "discovery", "context")
+_PASSED_ON = ("join", "name", "policy", "members", "replicas", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
-    "members", "exclude", "prefer", "entry", "trust", "dtype", "quant", "device", "threads",
-    "speculation", "draft", "exact", "wire", "prefix_cache", "context", "state", "serve",
+    "members", "replicas", "exclude", "prefer", "entry", "trust", "dtype", "quant", "device",
+    "threads", "speculation", "draft", "exact", "wire", "prefix_cache", "context", "state", "serve",
     *DOOR_SETTINGS, "log_format",
 )  # fmt: skip
 
@@ -83,7 +83,8 @@ def node(
 ) -> None:
     """Run a node that holds layers and serves requests.
 
-    Without `--join` it returns to its last mesh, or founds one. It prints a ticket and the command
+    Without `--join` it returns to its last mesh, or founds one. `--model A,B` names the models that
+    this node can hold; a new mesh serves the first of them. It prints a ticket and the command
     for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM lets the other
     nodes take its layers over, finishes the requests of its clients and leaves the mesh; the
     second exits at once.
@@ -282,8 +283,12 @@ def _options(config: Config) -> "NodeOptions":
     given: dict[str, Any] = {
         name: current(chosen, name) for name in _PASSED_ON if config.origins[name] != DEFAULT
     }
+    named = config.origins["model"] != DEFAULT
+    model, *more = (listed(chosen.model) or ()) if named else (None,)
     return NodeOptions(
         state=state_path(chosen),
+        model=model,
+        more_models=tuple(more),
         inference=inference_config(chosen, of_mesh=config.origins["quant"] == DEFAULT),
         layers=None if chosen.layers is None else Span.parse(chosen.layers),
         transports=transports_of(config),

@@ -55,6 +55,7 @@ def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
         _nodes(status, columns),
         _links(status),
         _hops(status.ring),
+        _rings(status, columns),
         _provided(status),
         _foot(status, columns),
     ]
@@ -225,6 +226,30 @@ def _totals(ring: RingStatus) -> Iterator[str]:
     rooms = [stage.room_tokens for stage in ring.stages if stage.room_tokens is not None]
     if rooms:
         yield f"{'capacity':<10}{min(rooms)} tokens of KV cache for all sessions"
+
+
+def _rings(status: MeshStatus, columns: int) -> str:
+    """Lay out all rings of a mesh that has several, and what they wait for."""
+    if len(status.rings) < 2:
+        return ""
+    rows = [
+        (
+            "*" if each.is_own else "",
+            cut(each.model),
+            each.replica + 1,
+            each.state,
+            ", ".join(f"{cut(stage.name)} {stage.layers}" for stage in each.stages) or None,
+            len(each.standbys) or None,
+        )
+        for each in status.rings
+    ]
+    header = ("", "ring of", "replica", "state", "layers", "standby")
+    lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
+    for each in status.rings:
+        if each.reason:
+            why = f"{cut(each.model)} ({each.replica + 1}): {each.reason}"
+            lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
+    return "\n".join(lines)
 
 
 def _provided(status: MeshStatus) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ from meshllm.request import Answer, Event, Request
 if TYPE_CHECKING:
     from httpx2 import Response
 
+    from meshllm.node.options import ModelOptions
     from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed
 
 Fields = dict[str, Any]  # an undecoded JSON object
 
 START = "start one with `meshllm node`"
+DESCRIBE_S = 600.0  # s; hashing the weights of a large model from a disk takes minutes
 REPLY_S = 30.0  # s; these requests need no inference, and the event loop runs none
 
 
@@ -89,6 +91,21 @@ class NodeClient:
             Removed, await self._post("/mesh/remove", {"node": node, "spare": list(spare)})
         )
 
+    async def serve(self, asked: "ModelOptions") -> "ModelStatus":
+        """Let the mesh serve a model, or change how it does."""
+        from meshllm.status import ModelStatus, from_json
+
+        body = json.dumps(
+            {name: value for name, value in asdict(asked).items() if value is not None}
+        )
+        # The node may read and hash its weights first.
+        reply = await self._fetch("POST", "/mesh/models", body.encode(), timeout_s=DESCRIBE_S)
+        return from_json(ModelStatus, _object(reply))
+
+    async def stop(self, model: str) -> None:
+        """Let the mesh no longer serve a model."""
+        await self._fetch("DELETE", "/mesh/models", json.dumps({"model": model}).encode())
+
     async def events(self) -> AsyncGenerator["Change", None]:
         """Yield changes of the mesh as they happen."""
         from meshllm.status import Change, from_json
@@ -125,8 +142,10 @@ class NodeClient:
                 for line in filter(None, lines):
                     yield line
 
-    async def _fetch(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        async with self._open(method, path, body, timeout_s=REPLY_S) as response:
+    async def _fetch(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = REPLY_S
+    ) -> bytes:
+        async with self._open(method, path, body, timeout_s=timeout_s) as response:
             return await response.aread()
 
     @asynccontextmanager

@@ -5,7 +5,7 @@ import pytest
 from meshllm.cli.ring.status import clean, duration, lay_out, ms
 from meshllm.names import Span
 from meshllm.status import NodeState
-from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
+from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
 
 def test_the_layout_of_a_ring() -> None:
@@ -36,6 +36,18 @@ def test_the_layout_of_a_ring() -> None:
     assert text.endswith(
         "\nadvice    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
     )
+
+
+def test_all_rings_are_shown_if_there_are_several() -> None:
+    text = lay_out(replace(status_of(3), rings=RINGS), 80)
+
+    assert "ring of" not in lay_out(replace(status_of(3), rings=RINGS[:1]), 80)
+    assert (
+        "\n   ring of          replica  state    layers                  standby\n"
+        "*  Qwen/Qwen3-0.6B        1  serving  attic 0:10, desk 10:20        -\n"
+        "   big                    2  forming  -                             1\n"
+        "   big (2): lacks 2.10 GiB: one more node with the model\n"
+    ) in text
 
 
 def test_clock_skew_is_shown_at_the_end() -> None:

@@ -13,6 +13,7 @@ from meshllm.cli.shared import client as module
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
+from meshllm.node.options import ModelOptions
 from meshllm.request import Event, Piece, Prefilled, Request
 from tests.builders.fake_node import CHANGE, FakeNode
 from tests.builders.fake_ring import answer_of
@@ -88,6 +89,15 @@ async def test_requests_reach_the_node(client: NodeClient, node: FakeNode) -> No
     assert await client.remove("abc") == node.remove("abc")
 
     assert node.calls == [("node", 3600, 2), ("abc",), ("abc",)]
+
+
+async def test_models_are_served_and_stopped(client: NodeClient, node: FakeNode) -> None:
+    asked = ModelOptions("org/m", members=2, aliases=("m", "n"))
+
+    assert (await client.serve(asked)).name == "org/m"
+    await client.stop("m")
+
+    assert node.calls == [("serve", asked), ("stop", "m")]
 
 
 async def test_changes_come_one_by_one(client: NodeClient, node: FakeNode) -> None:

@@ -1,0 +1,75 @@
+"""`meshllm model serve` and `stop`, before a fake client of the node."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.cli.shared.client import NodeClient
+from meshllm.node.options import ModelOptions
+from meshllm.status import ModelStatus
+from tests.cli.conftest import Invoke
+
+SERVED = ModelStatus("org/m", 12, 64, "bfloat16", "none", replicas=2, key="00" * 8)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the node is asked for."""
+    found: list[object] = []
+
+    async def serve(_: NodeClient, asked: ModelOptions) -> ModelStatus:
+        found.append(asked)
+        return replace(SERVED, name=asked.model, replicas=asked.replicas or 1)
+
+    async def stop(_: NodeClient, model: str) -> None:
+        found.append(model)
+
+    monkeypatch.setattr(NodeClient, "serve", serve)
+    monkeypatch.setattr(NodeClient, "stop", stop)
+    return found
+
+
+def test_only_given_options_are_changed(meshllm: Invoke, calls: list[object]) -> None:
+    plain = meshllm("model", "serve", "org/m")
+    full = meshllm(
+        "model", "serve", "org/m", "--quant", "int8", "--members", "3", "--replicas", "2",
+        "--policy", "throughput", "--context", "99", "--alias", "a", "--alias", "b",
+    )  # fmt: skip
+
+    assert (plain.stdout, full.stdout) == ("org/m\n", "org/m\n")
+    assert "served by a ring of 12 layers" in plain.stderr
+    assert "served by up to 2 rings" in full.stderr
+    assert calls == [
+        ModelOptions("org/m"),
+        ModelOptions("org/m", "int8", "throughput", 3, 2, 99, ("a", "b")),
+    ]
+
+
+def test_a_folder_is_named_for_a_process_in_another_one(
+    meshllm: Invoke, calls: list[object], tmp_path: Path
+) -> None:
+    (tmp_path / "qwen").mkdir()
+
+    meshllm("model", "serve", "qwen")
+    meshllm("model", "stop", "qwen")
+
+    assert calls == [ModelOptions(str(tmp_path / "qwen")), str(tmp_path / "qwen")]
+
+
+def test_json(meshllm: Invoke, calls: list[object]) -> None:
+    served = json.loads(meshllm("model", "serve", "org/m", "--json").stdout)
+    stopped = json.loads(meshllm("model", "stop", "org/m", "--json").stdout)
+
+    assert (served["schema"], served["name"], served["layers"]) == (1, "org/m", 12)
+    assert stopped == {"schema": 1, "model": "org/m"}
+    assert meshllm("model", "stop", "org/m").stderr == "org/m is no longer served\n"
+
+
+def test_without_a_node_there_is_nothing_to_serve(meshllm: Invoke) -> None:
+    done = meshllm("model", "serve", "org/m")
+
+    assert done.exit_code == 3
+    assert "No node is running" in done.stderr
+    assert "hint: start one with `meshllm node`" in done.stderr
