@@ -551,8 +551,10 @@ class MeshNode:
             logger.warning("%s: this node retracts its offer until it responds", self._hang)
             self._offer(is_open=False)
             self.ring_member.publish()
-            while worker.hung_s:  # noqa: ASYNC110  # a hung thread sets no event
+            while worker.hung_s:  # a hung thread sets no event
                 await asyncio.sleep(WATCH_S)
+                if self._profile.layer_s:  # offered again, for another ring
+                    self._offer(is_open=False)
             self._hang = ""
             logger.warning("the compute thread responds again")
             if not self.ring_member.trouble:

@@ -10,10 +10,12 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.names import LossCause, NodeId
+from meshllm.names import Digest, GroupId, LossCause, NodeId
 from meshllm.node.ring_member import CALM_S, FORM_S, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.groups import groups_of
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.planning.chunking import ring_times
@@ -418,5 +420,81 @@ def test_begin_creates_a_runtime() -> None:
         runtime = place.ring_member.begin(model)
         assert (place.ring_member.runtime, place.ring_member.model) == (runtime, model)
         assert runtime.plan is None
+
+    run(story)
+
+
+def several() -> tuple[Charter, GroupId, GroupId]:
+    """A mesh of two replicas of its first model, and another model."""
+    first = replace(charter(), replicas=2)
+    other = replace(charter(), config_digest=Digest(b"o" * 32))
+    other = replace(other, shape=replace(other.shape, name="other"))
+    whole = replace(first, models=(other,))
+    _, third, second = (group.id for group in groups_of(whole))
+    return whole, second, third
+
+
+def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
+    whole, second, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        plan = replace(ALONE, epoch=7, stages=(replace(ALONE.stages[0], node=STAGE),))
+        place.states[STAGE] = replace(loaded(plan), group=second)
+        place.ring_member.publish()
+        assert place.ring_member.serving_entries() == []
+        place.links.by_peer[STAGE] = None
+        assert place.ring_member.serving_entries("tiny") == [STAGE]
+        place.serve()
+        place.work()
+        assert await place.ring_member.entries() == [ENTRY, STAGE]
+        assert place.ring_member.serving_entries("other") == []
+        assert place.ring_member.plan_of(second) == plan
+        place.states[STAGE] = replace(place.states[STAGE], followed=b"garbage")
+        assert place.ring_member.plan_of(second) is None
+        place.states[STAGE] = replace(loaded(replace(plan, model="other")), group=third)
+        assert place.ring_member.serving_entries("other") == [STAGE]
+        assert place.ring_member.serving_entries() == [ENTRY]
+
+    run(story)
+
+
+def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        async with place.ring_member.backend(None, "tiny") as backend:
+            assert isinstance(backend, RingBackend)
+        with pytest.raises(LinkLost, match="does not serve `other` now"):
+            async with place.ring_member.backend(STAGE, "other"):
+                pass
+        assert place.ring_member.reason("other") == "the ring of `other` does not serve"
+
+    run(story)
+
+
+def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
+    whole, _, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        released: list[bool] = []
+        model = SimpleNamespace(release=lambda: released.append(True))
+        place.ring_member.model = cast("Any", model)
+        place.ring_member.end(third)
+        state = place.told[-1]
+        assert (state.group, state.lifecycle, state.is_loaded) == (third, Lifecycle.JOIN, False)
+        assert state.followed == PLAN.encode()
+        assert released == [True]
+        assert place.ring_member.plan is None
+        assert place.ring_member.charter
+        assert place.ring_member.charter.shape.name == "other"
 
     run(story)

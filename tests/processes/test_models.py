@@ -77,3 +77,13 @@ def test_a_mesh_serves_replicas_and_another_model_and_any_node_may_die(
     for node in fleet.nodes.values():
         assert ask(node, PROMPT) == answer
         assert say(node, "twelve") == say(node, other) == random
+
+    victim = rings(door)["builtin 0"]["entry"]
+    name = next(each["name"] for each in door.status()["nodes"] if each["node"] == victim)
+    if name == door.name:
+        door = fleet.node(NAMES[2])
+    fleet.node(name).kill()
+
+    assert [ask(door, PROMPT), say(door, "twelve"), ask(door, PROMPT)] == [answer, random, answer]
+    serve(fleet, {"builtin 0", "builtin 1", "random 0"})
+    assert [ask(door, PROMPT), say(door, "twelve")] == [answer, random]

@@ -9,7 +9,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 15, 5, 8, 4  # of an idle node
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 18, 5, 8, 4  # of an idle node
 FOLLOW_S = 5  # s at most that a node follows a plan that it knows to be outdated
 WRITES = 4  # disk writes at most, before a node publishes which plan it follows
 
@@ -39,6 +39,8 @@ class Checks:
         world, nodes = self._world, self._world.nodes
         plan, rival = nodes[one].ring_member.plan, nodes[other].ring_member.plan
         if plan is None or rival is None or plan == rival or plan.epoch != rival.epoch:
+            return False
+        if nodes[one].ring_member.group != nodes[other].ring_member.group:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
             return False

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from multiprocessing import Pool
@@ -62,7 +62,7 @@ def shortcuts() -> Iterator[None]:
         yield
 
 
-def simulate(seed: int) -> World:
+def simulate(seed: int, make: Callable[[World, int], Schedule] = Schedule) -> World:
     """Run one schedule; the world records what went wrong."""
 
     async def run() -> World:
@@ -73,7 +73,7 @@ def simulate(seed: int) -> World:
         logger.addHandler(handler)
         try:
             with world.plans.watched(), world.members.watched(), patch("time.time", time_of_day):
-                await Schedule(world, seed).run()
+                await make(world, seed).run()
         finally:
             logger.removeHandler(handler)
         return world

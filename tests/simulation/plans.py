@@ -9,7 +9,8 @@ epoch and digest, and the links of a ring compare both. Invariants of every hist
 - a new plan has an epoch above each that its maker knows of, so two of one epoch exist only if
   their makers were not connected, and never without faults;
 - no plan names a node that its maker knows to be removed;
-- a node never goes back to a plan of lower precedence than one that it followed in the same run;
+- a node never goes back to a plan of lower precedence than one that it followed in the same run, in
+  the same ring;
 - the spans of every followed plan tile the layers;
 - an answer was computed by the nodes, in the order and with the spans of one plan, which each of
   them followed at some time meanwhile.
@@ -47,7 +48,8 @@ def tiles(spans: list[Span]) -> bool:
 def know_same(view: MeshView) -> Hashable:
     """Return what is equal for nodes with the same knowledge."""
     profiles, states = frozenset(view.profiles.items()), frozenset(view.states.items())
-    return view.charter, view.author, profiles, states, frozenset(view.removed), view.alive()
+    removed, alive = frozenset(view.removed), view.alive()
+    return view.charter, view.author, profiles, states, removed, alive, view.group
 
 
 @lru_cache(1024)
@@ -62,7 +64,7 @@ class Plans:
     def __init__(self, fault: Callable[[str], None]) -> None:
         self._fault = fault
         self._by_view: dict[Hashable, Plan | None] = {}
-        self._last: dict[Process, Plan] = {}
+        self._last: dict[tuple[Process, RingRuntime], Plan] = {}
         self._until: dict[tuple[NodeId, bytes], float] = {}
         """Time when a node stopped following a plan."""
         self._of_epoch: defaultdict[int, set[bytes]] = defaultdict(set)
@@ -86,7 +88,7 @@ class Plans:
 
         def following(runtime: RingRuntime, plan: Plan | None) -> None:
             if plan != runtime.plan:
-                self._follows(runtime._me, runtime.plan, plan)
+                self._follows(runtime, plan)
             follow(runtime, plan)
 
         async def generating(backend: RingBackend, request: Request) -> AsyncGenerator[Event, None]:
@@ -117,7 +119,8 @@ class Plans:
         if plan.encode() not in told and plan.epoch <= known:
             self._fault(f"{plan} is new, and there is an epoch {known}")
 
-    def _follows(self, me: NodeId, before: Plan | None, plan: Plan | None) -> None:
+    def _follows(self, runtime: RingRuntime, plan: Plan | None) -> None:
+        me, before = runtime._me, runtime.plan
         if before is not None:
             self._until[me, before.encode()] = asyncio.get_running_loop().time()
         if plan is None:
@@ -126,10 +129,10 @@ class Plans:
         assert process is not None
         if process.is_gone:  # a timer of a node that has ended
             return
-        last = self._last.get(process)
+        last = self._last.get((process, runtime))
         if last is not None and (last.epoch, last.digest) > (plan.epoch, plan.digest):
             self._fault(f"{process.number} goes back from {last} to {plan}")
-        self._last[process] = plan
+        self._last[process, runtime] = plan
         self._until[me, plan.encode()] = inf
         self._of_epoch[plan.epoch].add(plan.encode())
         if not tiles([stage.span for stage in plan.stages]):

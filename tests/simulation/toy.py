@@ -25,7 +25,7 @@ from meshllm.model.steps.runner import Runner
 from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.tokenizer import Text
 from meshllm.model.wire.payload import RowFormat
-from meshllm.names import Digest, Span
+from meshllm.names import Digest, ModelKey, Quant, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.preparation import Preparation
@@ -61,7 +61,18 @@ SHAPE = ModelShape(
     state_bytes=(0,) * LAYERS,
 )
 CONFIG = Digest(bytes(range(32)))
-MANIFEST = (CONFIG[:DIGEST_PART_BYTES],) * (LAYERS + ENDS)
+SALTS = {"toy": 0, "toy2": 1}
+"""The models, and what tells them apart."""
+
+
+def config_of(name: str) -> Digest:
+    """Return the digest of the configuration of a model."""
+    return Digest(bytes([SALTS[name], *CONFIG[1:]]))
+
+
+def manifest_of(name: str) -> tuple[bytes, ...]:
+    """Return the digests of the parts of a model."""
+    return (config_of(name)[:DIGEST_PART_BYTES],) * (LAYERS + ENDS)
 
 
 class ToyCache:
@@ -111,8 +122,11 @@ class ToyRunner:
         """Record nothing."""
         return iter(())
 
-    def __init__(self, span: Span, *, embed: bool = False, head: bool = False) -> None:
+    def __init__(
+        self, span: Span, *, embed: bool = False, head: bool = False, salt: int = 0
+    ) -> None:
         self.span = span
+        self.salt = salt
         self.embed = embed
         self.head = head
         self.shard = self
@@ -133,7 +147,7 @@ class ToyRunner:
             assert layers == self.span.start, f"a row behind {layers} layers in {self.span}"
         values = [value for _, value in marked]
         if self.embed:
-            values = [(97 * token + 5) % PRIME for token in values]
+            values = [(97 * token + 5 + self.salt) % PRIME for token in values]
         if cache is not None:
             cache.add(len(values))
             values = [_through(value, cache) for value in values]
@@ -175,10 +189,10 @@ class ToyText(Text):
 class ToyModel(ModelRuntime):
     """Holds spans of the toy model."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, name: str = "toy") -> None:
         verdict = Verdict("toy", equal=True, reason="", chunkable=True, croppable=True)
-        source = Source("toy", Path(), cast("PreTrainedConfig", None))
-        super().__init__(source, worker, SHAPE, verdict)
+        source = Source(name, Path(), cast("PreTrainedConfig", None))
+        super().__init__(source, worker, replace(SHAPE, name=name), verdict)
         self.divides_head = False
         self._text = ToyText()
 
@@ -196,11 +210,12 @@ class ToyLoader(SpanLoader):
     def _build(
         self, span: Span, *, embed: bool = False, head: bool = False, **_more: object
     ) -> Runner:
-        return cast("Runner", ToyRunner(span, embed=embed, head=head))
+        salt = SALTS[self._source.name]
+        return cast("Runner", ToyRunner(span, embed=embed, head=head, salt=salt))
 
 
 class ToyPreparation(Preparation):
-    """Takes the toy model, at once."""
+    """Takes a toy model, at once."""
 
     async def found(self) -> tuple[ModelRuntime, Charter]:
         engine = ToyModel(self.worker)
@@ -208,7 +223,17 @@ class ToyPreparation(Preparation):
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
     async def join(self, charter: Charter) -> ModelRuntime:
-        return ToyModel(self.worker)
+        return ToyModel(self.worker, charter.shape.name)
+
+    async def held(self, charters: Sequence[Charter]) -> tuple[ModelKey, ...]:
+        return tuple(each.key for each in charters)
+
+    async def room(self, profile: Profile) -> Profile:
+        return replace(profile, memory_bytes=self.options.inference.memory_bytes or 0)
+
+    async def describe(self, name: str, quant: Quant, context: int) -> Charter:
+        options = replace(self.options, context=context)
+        return found_charter(options, ToyModel(self.worker, name).shape, config_of(name))
 
     async def offer(self, engine: ModelRuntime, profile: Profile) -> Profile:
         return replace(
@@ -216,8 +241,8 @@ class ToyPreparation(Preparation):
             memory_bytes=self.options.inference.memory_bytes or 0,
             layer_s=((1, 0.05),),  # s; far more than a round trip, so that rings do not flap
             head_s=0.001,
-            model="toy",
-            weights=MANIFEST,
+            model=engine.source.name,
+            weights=manifest_of(engine.source.name),
         )
 
 
@@ -229,7 +254,8 @@ def memory_for(layers: int) -> int:
 @lru_cache(1024)
 def reference(request: Request) -> tuple[str, tuple[int, ...]]:
     """Return text and tokens of an answer, by the whole model in one piece."""
-    text, whole = ToyText(), ToyRunner(Span(0, LAYERS), embed=True, head=True)
+    salt = SALTS[request.model or "toy"]
+    text, whole = ToyText(), ToyRunner(Span(0, LAYERS), embed=True, head=True, salt=salt)
     prompt = text.encode(request.raw or "")
     cache, history, new = whole.new_cache(), list(prompt), list(prompt)
     while len(history) - len(prompt) < request.max_tokens and len(history) < SHAPE.context:

@@ -12,7 +12,7 @@ from meshllm.errors import MeshError, NotAuthorised
 from meshllm.node.compute.worker import Worker
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
-from meshllm.node.options import InferenceConfig, NodeOptions
+from meshllm.node.options import InferenceConfig, ModelOptions, NodeOptions
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import show
 from meshllm.testing.clock import InlineExecutor
@@ -128,6 +128,10 @@ class World:
         """Names of nodes; several may be equal."""
         self.prefer: tuple[str, ...] | None = None
         self.exclude: tuple[str, ...] | None = None
+        self.models: tuple[str, ...] = ("",)
+        """The models for which nodes are asked."""
+        self.replicas: int | None = None
+        """Of the first model."""
         self.think_s = 0.0
         """How long nodes plan."""
         self.disk_s = 0.0
@@ -195,6 +199,7 @@ class World:
             members=self.ring_size if number == 0 else None,
             prefer=self.prefer if number == 0 else None,
             exclude=self.exclude if number == 0 else None,
+            replicas=self.replicas if number == 0 else None,
         )
         seat = self.network.seat(process)
         try:
@@ -322,6 +327,21 @@ class World:
         assert at.node is not None
         return Ticket(at.call(at.node.invite, Role.NODE, lasts_s, uses), inviter, uses)
 
+    def serve(self, number: int, asked: ModelOptions) -> None:
+        """Let a node serve another model."""
+        at = self.running[number]
+        if at.node is not None and at.buggy_s is None:
+            self.note(f"{number} serves {asked}")
+            self.models = ("", asked.model)
+            work = self._serve(at.node, asked)
+            at.asked.append(self.loop.create_task(work, context=at.process.context.copy()))
+
+    async def _serve(self, node: MeshNode, asked: ModelOptions) -> None:
+        try:
+            await node.serve_model(asked)
+        except MeshError as error:
+            self.note(f"it is not served: {error}")
+
     def remove(self, number: int, gone: int) -> None:
         """Let a node remove another, if it knows of it."""
         at, key = self.running[number], member(gone)[0].node
@@ -380,7 +400,7 @@ class World:
         at = self.running.get(number)
         if at is None or at.node is None:
             return
-        request = draw_request(self.random)
+        request = draw_request(self.random, self.models)
         may_cancel = may_cancel and self.random.random() < 0.25
         cancel_at = self.random.randint(0, 4) if may_cancel else None
         asked = Asked(len(self.asked) + 1, number, at.process, request, cancel_at)

@@ -1,0 +1,99 @@
+"""Whole nodes that serve two models, with replicas: faults as in `schedule`, and checks by ring."""
+
+from meshllm.node.node import MeshNode
+from meshllm.node.options import ModelOptions
+from meshllm.protocol.agreement.groups import UNASSIGNED, assign, groups_of, shortage
+from tests.simulation.checks import Checks
+from tests.simulation.schedule import Schedule
+from tests.simulation.toy import LAYERS
+from tests.simulation.world import World
+
+OTHER = "toy2"
+
+
+class RingChecks(Checks):
+    """Checks each ring of a world."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the nodes can hold each model that is served, however they are divided."""
+        charters = [node.machine.charter for node in self.here.values()]
+        served = len(charters[0].served) if charters and charters[0] else 1
+        room = sum(self._world.capacity[number] for number in self.here)
+        return room >= served * (LAYERS + max(self._world.capacity.values()) - 1)
+
+    def _no_ring(self) -> str | None:
+        for number, node in self.here.items():
+            view = node._view()
+            if view is None:
+                return f"{number} knows no charter"
+            place = assign(view).get(node.me, UNASSIGNED)
+            if place != node.ring_member.group:
+                return f"{number} is in {node.ring_member.group.hex()}, not {place.hex()}"
+        first = next(iter(self.here.values()))
+        view = first._view()
+        assert view is not None
+        lacking = shortage(view)
+        for group in groups_of(view.charter):
+            ring = {
+                number: node
+                for number, node in self.here.items()
+                if node.ring_member.group == group.id
+            }
+            if group.id in lacking and not group.replica:
+                return f"{group.charter.shape.name} lacks {lacking[group.id]} bytes"
+            if group.id not in lacking and (why := self._no_ring_of(ring)):
+                return f"{group.charter.shape.name}, replica {group.replica}: {why}"
+        return None
+
+    def _no_ring_of(self, ring: dict[int, MeshNode]) -> str | None:
+        here = {node.me for node in ring.values()}
+        plans = {node.ring_member.plan for node in ring.values()}
+        (plan, *others) = plans or {None}
+        if plan is None or others:
+            return f"{sorted(ring)} follow {len(plans)} plans"
+        if not {stage.node for stage in plan.stages} <= here:
+            return f"{sorted(ring)} follow {plan}"
+        for number, node in ring.items():
+            runtime, rank = node.ring_member.runtime, plan.rank(node.me)
+            if not runtime or (rank is not None) is not bool(runtime.entry or runtime.stage):
+                return f"{number} {'is not' if rank is not None else 'is'} at work"
+        entry = plan.stages[0].node
+        model = node.ring_member.charter
+        assert model is not None
+        for number, other in self.here.items():
+            if entry not in other.ring_member.serving_entries(model.shape.name):
+                return f"{number} does not know its entry"
+        return None
+
+
+class SeveralSchedule(Schedule):
+    """A world that serves a second model, or replicas of the first, after a while."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__(world, seed)
+        random = self.random
+        self.checks = RingChecks(world)
+        self.count = random.choice((3, 4, 5))
+        world.capacity = {number: random.choice((2, 3, 4, 4)) for number in range(self.count)}
+        world.newcomers = {each for each in world.newcomers if each < self.count}
+        world.names, world.prefer, world.exclude = {}, None, None
+        world.replicas = random.choice((None, None, 2))
+        world.ring_size = random.choice((None, None, 2))
+        world.is_calm = False  # rings that know nothing of each other choose the same epochs
+        replicas, members = random.choice((None, 2)), random.choice((None, None, 2))
+        self.asked = ModelOptions(OTHER, replicas=replicas, members=members)
+        world.loop.call_later(random.uniform(2, 8), self._serve)
+
+    def _serve(self) -> None:
+        awake = [each for each in self._awake() if self.world.nodes[each].machine.charter]
+        if awake:
+            self.world.serve(self.random.choice(awake), self.asked)
+        elif not self.is_healed:
+            self.world.loop.call_later(1.0, self._serve)
+
+    async def _ask_all(self) -> None:
+        charters = [node.machine.charter for node in self.checks.here.values()]
+        if not any(charter and charter.models for charter in charters):
+            self.world.models = ("",)  # the node that served it died before it told anyone
+        await super()._ask_all()

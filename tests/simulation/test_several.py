@@ -1,0 +1,52 @@
+"""Whole nodes that serve two models and replicas, under all kinds of faults."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.several import SeveralSchedule
+from tests.simulation.test_nodes import told
+
+BLOCK = 10  # schedules
+FOUND = (144,)  # a node whose compute thread hung offered layers of another model
+BLOCKS = [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 20))]
+
+
+@pytest.fixture(autouse=True)
+def _fast() -> Iterator[None]:
+    with shortcuts():
+        yield
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_ring_recovers_from_every_fault(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        world = simulate(seed, SeveralSchedule)
+
+        assert not world.wrong, f"seed {seed}: {told(world)}"
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
+    world = simulate(seed, SeveralSchedule)
+
+    assert not world.wrong, told(world)
+
+
+@pytest.mark.parametrize(
+    ("target", "broken", "fault"),
+    [
+        ("meshllm.node.planner.assign", lambda _: {}, "is in 00, not "),
+        ("meshllm.node.planner.ring_of", lambda view: view, "replica 0: "),
+    ],
+    ids=["nobody moves", "rings of the first model only"],
+)
+def test_broken_nodes_are_found(target: str, broken: Callable[[Any], object], fault: str) -> None:
+    with patch(target, broken):
+        worlds = (simulate(seed, SeveralSchedule) for seed in range(2, 9))
+        found = next(world.wrong for world in worlds if world.wrong)
+
+    assert fault in found[0]
