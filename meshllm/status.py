@@ -195,6 +195,31 @@ class ServedRing:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanTerms:
+    """Terms of the mesh to try out: the body of `POST /mesh/plan`; null is what is in force."""
+
+    policy: str | None = None
+    members: int | None = None
+    """Nodes of the ring; 0 lets the policy choose."""
+    exclude: tuple[str, ...] | None = None
+    """Ids of nodes that hold no layers."""
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    """By the id of a node: instead of what it offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRing:
+    """The ring that other terms would give: the reply of `POST /mesh/plan`."""
+
+    policy: str
+    reason: str
+    """Why there is none; empty if there is one."""
+    stages: tuple[StageStatus, ...]
+    predicted: Planned | None
+    standbys: tuple[Unplaced, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LinkStatus:
     """The link from the reporting node to another."""
 

@@ -1,8 +1,7 @@
 """The ASGI applications of a node: one for its owner, and the public one, which it includes."""
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.routing import Mount
 
 from meshllm.api import failure, mesh
 from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
@@ -11,30 +10,30 @@ from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, completions, embeddings, messages, models, responses
 from meshllm.api.v1.service import Service
-from meshllm.errors import MeshError
-
-_ERRORS = (MeshError, HTTPException, ClientDisconnect, Exception)
 
 
 def owner_application(node: NodePort) -> Starlette:
     """Build the application of a node's owner: `/mesh/*`, `/metrics` and the public routes."""
     application = Starlette(
-        routes=mesh.routes(node), exception_handlers=dict.fromkeys(_ERRORS, on_error)
+        routes=mesh.routes(node), exception_handlers=dict.fromkeys(failure.ERRORS, on_error)
     )
     application.router.default = public_application(Service(node))
     return application
 
 
-def public_application(service: Service, policy: AccessPolicy | None = None) -> Starlette:
+def public_application(
+    service: Service, policy: AccessPolicy | None = None, owner: Starlette | None = None
+) -> Starlette:
     """Build the application for everybody who may use the model: `/v1/*`, and the page at `/`.
 
     The files of the page are the same for everybody and need no key, what it shows does. Without a
-    ``policy`` the application is for the owner, who needs no key.
+    ``policy`` the application is for the owner, who needs no key. ``owner`` is the application of
+    the owner's views, which checks its keys by itself.
     """
     is_public = policy is not None and policy.needs_key
-    handlers = dict.fromkeys(_ERRORS, failure.on_error)
+    handlers = dict.fromkeys(failure.ERRORS, failure.on_error)
     application = Starlette(
-        routes=page.file_routes(),
+        routes=[*page.file_routes(), *([Mount("/owner", owner)] if owner else [])],
         middleware=site_guards(policy) if policy else [],
         exception_handlers=handlers,
     )

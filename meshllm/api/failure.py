@@ -27,6 +27,8 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 RETRY_S = 2  # s; generations end every few seconds, and a ring forms in about as much
 JSON = "application/json"
+ERRORS = (MeshError, HTTPException, ClientDisconnect, Exception)
+"""What an application responds to by `on_error`."""
 MESSAGES = "/v1/messages"
 _KINDS = {
     400: "invalid_request_error",

@@ -14,7 +14,7 @@ from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
-from meshllm.status import SCHEMA, Models, NewTicket, Stopped, to_json
+from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, Stopped, to_json
 
 NDJSON = "application/x-ndjson"
 METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
@@ -39,6 +39,7 @@ def routes(node: NodePort) -> list[Route]:
     return [
         Route("/mesh/status", mesh.status),
         Route("/mesh/plan", mesh.plan),
+        Route("/mesh/plan", mesh.try_plan, methods=["POST"]),
         Route("/mesh/members", mesh.members),
         Route("/mesh/models", mesh.models),
         Route("/mesh/models", mesh.serve, methods=["POST"]),
@@ -60,6 +61,9 @@ class _Mesh:
 
     async def plan(self, _: Request) -> Response:
         return _object(self.node.plan())
+
+    async def try_plan(self, request: Request) -> Response:
+        return _object(await self.node.try_plan(await read(request, PlanTerms)))
 
     async def members(self, _: Request) -> Response:
         return _object(self.node.members())

@@ -5,7 +5,17 @@ from typing import Protocol
 
 from meshllm.node.options import ModelOptions
 from meshllm.request import Backend
-from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingStatus, Stopped
+from meshllm.status import (
+    Change,
+    Members,
+    MeshStatus,
+    ModelStatus,
+    PlannedRing,
+    PlanTerms,
+    Removed,
+    RingStatus,
+    Stopped,
+)
 
 
 class ModelPort(Backend, Protocol):
@@ -18,7 +28,19 @@ class ModelPort(Backend, Protocol):
         """Return the status of the node, its ring and its mesh."""
 
 
-class NodePort(ModelPort, Protocol):
+class DoorPort(ModelPort, Protocol):
+    """What a door needs: the public API, and plans to try out for the owner's views."""
+
+    async def try_plan(self, terms: PlanTerms) -> PlannedRing:
+        """Plan with other terms; nothing moves.
+
+        Raises:
+            Busy: another trial runs, or there is nothing to plan yet.
+            UserError: a term is invalid.
+        """
+
+
+class NodePort(DoorPort, Protocol):
     """A node, as its owner controls it.
 
     All methods that are not asynchronous return at once, a snapshot of the node's own records.

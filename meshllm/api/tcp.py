@@ -15,7 +15,8 @@ from meshllm.api.access.accounts import Accounts
 from meshllm.api.access.gate import LOOPBACK, MAX_KEY_CHARS, AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
-from meshllm.api.port import ModelPort
+from meshllm.api.page.owner import owner_views
+from meshllm.api.port import DoorPort
 from meshllm.api.serve import run_server
 from meshllm.api.v1.service import Service
 from meshllm.errors import UserError
@@ -71,10 +72,12 @@ class Door:
         """Whether others on the network can read what is sent."""
         return not (self.tls or ip_address(self.bound.getsockname()[0]).is_loopback)
 
-    async def serve(self, node: ModelPort) -> None:
+    async def serve(self, node: DoorPort) -> None:
         """Serve until cancelled."""
+        service = Service(node, self.accounts, self.recorder)
+        owner = owner_views(node, self.accounts, self.policy)
         await run_server(
-            public_application(Service(node, self.accounts, self.recorder), self.policy),
+            public_application(service, self.policy, owner),
             self.bound,
             http=PublicProtocol,
             limit_concurrency=2 * MAX_OPEN,  # idle ones are closed before

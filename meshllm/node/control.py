@@ -1,13 +1,14 @@
 """The owner's control of a node: its status, from a snapshot, and the commands to it."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from blake3 import blake3
 
-from meshllm.errors import Leaving, MeshError, UserError
+from meshllm.errors import Busy, Leaving, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
@@ -15,6 +16,7 @@ from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -24,7 +26,7 @@ from meshllm.protocol.membership.records import (
     StateRecord,
 )
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.planning.prediction import predict
+from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.planning.problem import room_tokens
 from meshllm.protocol.trust.credential import Removal, Role, remove
 from meshllm.protocol.trust.identity import NodeKey, short, show
@@ -45,7 +47,9 @@ from meshllm.status import (
     NodeState,
     NodeStatus,
     Planned,
+    PlannedRing,
     PlannedTimes,
+    PlanTerms,
     Removed,
     RingState,
     RingStatus,
@@ -77,6 +81,7 @@ class NodeControl:
     """Measures the memory of the process."""
     add_model: Callable[[ModelOptions], Awaitable[Charter]]
     stop_model: Callable[[str], None]
+    _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
@@ -117,6 +122,18 @@ class NodeControl:
         view = self.snapshot()
         ring = self._ring(view)
         return replace(ring, reason=view.agreement.reason) if view.agreement else ring
+
+    async def try_plan(self, terms: PlanTerms) -> PlannedRing:
+        """Plan with other terms, off the event loop; nothing moves."""
+        view = self.snapshot()
+        if view.agreement is None:
+            raise Busy("There is nothing to plan yet", hint="the mesh is forming; try again")
+        if self._trial.locked():
+            raise Busy("A plan is being tried out", hint="try again")
+        wanted = _trial_terms(view, terms)
+        async with self._trial:
+            found = await asyncio.to_thread(try_out, view.agreement, wanted)
+        return _planned_ring(view, found)
 
     def members(self) -> Members:
         """List the members of the mesh, as far as known to this node."""
@@ -483,7 +500,10 @@ def _predicted(view: NodeView) -> Planned | None:
     offered = {offer.node for offer in agreement.offers}
     if not offered.issuperset(stage.node for stage in plan.stages):
         return None  # a member has left, and a new plan will follow
-    found = predict(plan, agreement.offers, agreement.links, charter.shape)
+    return _planned(predict(plan, agreement.offers, agreement.links, charter.shape))
+
+
+def _planned(found: Prediction) -> Planned:
     return Planned(
         ms_per_token=found.seconds_per_token * 1e3,
         ttft_ms=found.ttft_s * 1e3,
@@ -492,6 +512,30 @@ def _predicted(view: NodeView) -> Planned | None:
             PlannedTimes(rank, hop.compute_s * 1e3, hop.wire_s * 1e3)
             for rank, hop in enumerate(found.hops)
         ),
+    )
+
+
+def _trial_terms(view: NodeView, terms: PlanTerms) -> TrialTerms:
+    exclude = terms.exclude
+    return TrialTerms(
+        terms.policy,
+        terms.members,
+        None if exclude is None else tuple(find_node(each, view.profiles) for each in exclude),
+        {find_node(each, view.profiles): size for each, size in terms.memory_bytes.items()},
+    )
+
+
+def _planned_ring(view: NodeView, found: Trial) -> PlannedRing:
+    stages = found.plan.stages if found.plan else ()
+    return PlannedRing(
+        found.policy,
+        "" if found.plan else found.missing,
+        tuple(
+            StageStatus(rank, *_named(view, stage.node), stage.span)
+            for rank, stage in enumerate(stages)
+        ),
+        _planned(found.prediction) if found.prediction else None,
+        tuple(Unplaced(*_named(view, node), why) for node, why in found.standbys.items()),
     )
 
 

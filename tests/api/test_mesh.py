@@ -20,7 +20,15 @@ from meshllm.errors import (
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
-from meshllm.status import Change, MeshStatus, RingStatus, from_json, to_json
+from meshllm.status import (
+    Change,
+    MeshStatus,
+    PlannedRing,
+    PlanTerms,
+    RingStatus,
+    from_json,
+    to_json,
+)
 from tests.builders.fake_node import CHANGE, FakeNode
 from tests.builders.fake_ring import answer_of
 
@@ -187,3 +195,15 @@ async def test_only_the_type_of_a_bug_is_sent(
     assert said.status_code == 500
     assert said.json()["error"]["message"] == "This is a bug in meshllm: KeyError"
     assert "canary" not in said.text
+
+
+async def test_other_terms_are_tried(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    asked = {"policy": "throughput", "members": 2, "memory_bytes": {"abc": 9}}
+    found = await client.post("/mesh/plan", json=asked)
+    wrong = await client.post("/mesh/plan", json={"policy": "bad"})
+    unknown = await client.post("/mesh/plan", json={"planet": "mars"})
+
+    assert from_json(PlannedRing, found.json()).policy == "throughput"
+    assert door.calls[0] == (PlanTerms("throughput", 2, None, {"abc": 9}),)
+    assert (wrong.status_code, unknown.status_code) == (400, 400)
+    assert "Unknown policy" in wrong.json()["error"]["message"]

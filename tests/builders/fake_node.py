@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshllm.errors import MeshError
+from meshllm.errors import MeshError, UserError
 from meshllm.names import LossCause
 from meshllm.node.options import ModelOptions
 from meshllm.request import Backend, Event, Piece, Prefilled, Request
@@ -20,6 +20,8 @@ from meshllm.status import (
     Named,
     NodeState,
     Planned,
+    PlannedRing,
+    PlanTerms,
     Removed,
     RingState,
     RingStatus,
@@ -96,6 +98,13 @@ class FakeNode:
     async def models(self) -> list[ModelStatus]:
         status = self.status()
         return [*([status.model] if status.model else []), *status.provided]
+
+    async def try_plan(self, terms: PlanTerms) -> PlannedRing:
+        self.calls.append((terms,))
+        if terms.policy == "bad":
+            raise UserError("Unknown policy `bad`")
+        ring = told().ring
+        return PlannedRing(terms.policy or "auto", "", ring.stages, ring.predicted)
 
     def invite(self, role: str, expires_s: int, uses: int) -> str:
         self.calls.append((role, expires_s, uses))

@@ -29,6 +29,8 @@ from meshllm.status import (
     NetworkStatus,
     NodeState,
     NodeStatus,
+    PlannedRing,
+    PlanTerms,
     RingState,
     RingStatus,
     SessionCounts,
@@ -406,3 +408,49 @@ async def test_requests_are_served_until_the_node_leaves(node: Owned) -> None:
 
     with pytest.raises(Busy, match="is leaving"):
         node.control.generate(Request(raw="x"))
+
+
+async def test_other_terms_are_tried_without_moving(node: Owned) -> None:
+    before = node.view
+
+    found = await node.control.try_plan(
+        PlanTerms(members=1, exclude=(short(A),), memory_bytes={show(B): 400})
+    )
+
+    assert [(each.node, each.name, str(each.layers)) for each in found.stages] == [
+        (show(B), "there", "0:4")
+    ]
+    assert found.predicted
+    assert found.predicted.ms_per_token > 0
+    assert (found.reason, found.policy) == ("", "auto")
+    assert Unplaced(show(A), "here", "it is excluded") in found.standbys
+    assert node.view == before
+
+
+async def test_terms_without_a_ring_say_why(node: Owned) -> None:
+    terms = PlanTerms(memory_bytes={show(each): 0 for each in (A, B, C)})
+
+    found = await node.control.try_plan(terms)
+
+    assert (found.stages, found.predicted) == ((), None)
+    assert "lacks" in found.reason
+
+
+async def test_one_trial_runs_at_a_time(node: Owned) -> None:
+    done = await asyncio.gather(
+        *(node.control.try_plan(PlanTerms()) for _ in range(3)), return_exceptions=True
+    )
+
+    assert [type(each) for each in done] == [PlannedRing, Busy, Busy]
+
+
+async def test_a_trial_of_an_unknown_node_is_refused(node: Owned) -> None:
+    with pytest.raises(UserError):
+        await node.control.try_plan(PlanTerms(exclude=("nobody",)))
+
+
+async def test_before_the_mesh_has_formed_there_is_nothing_to_try(node: Owned) -> None:
+    node.see(agreement=None)
+
+    with pytest.raises(Busy, match="nothing to plan"):
+        await node.control.try_plan(PlanTerms())

@@ -6,6 +6,7 @@ Methods block on the disk; call them off the event loop.
 """
 
 import os
+import re
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -28,12 +29,13 @@ BUSY_S = 5.0  # s to wait for another process that writes
 
 Grouping: TypeAlias = Literal["key", "model", "day"]
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _CONTEXT = "meshllm 2026-11-25 API keys"  # of blake3's key derivation; changing it voids all keys
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
     name TEXT PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash BLOB NOT NULL, created_s INTEGER NOT NULL,
     expires_s INTEGER, models TEXT NOT NULL, concurrency INTEGER, tokens_per_day INTEGER,
-    revoked_s INTEGER
+    revoked_s INTEGER, owner INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS usage (
     day TEXT, key TEXT, model TEXT, requests INTEGER NOT NULL, errors INTEGER NOT NULL,
@@ -65,6 +67,8 @@ class ApiKey:
     created_s: int
     limits: KeyLimits = KeyLimits()
     revoked_s: int | None = None
+    is_owner: bool = False
+    """It also opens the owner's views: keys, usage and plans."""
 
     def state(self, now_s: float) -> str:
         """Return `active`, `expired` or `revoked`."""
@@ -72,6 +76,21 @@ class ApiKey:
             return "revoked"
         is_expired = self.limits.expires_s is not None and self.limits.expires_s <= now_s
         return "expired" if is_expired else "active"
+
+    def fields(self, now_s: float) -> dict[str, object]:
+        """Lay it out as JSON."""
+        return {
+            "name": self.name,
+            "id": self.id,
+            "state": self.state(now_s),
+            "owner": self.is_owner,
+            "created_s": self.created_s,
+            "expires_s": self.limits.expires_s,
+            "revoked_s": self.revoked_s,
+            "models": list(self.limits.models),
+            "concurrency": self.limits.concurrency,
+            "tokens_per_day": self.limits.tokens_per_day,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +126,23 @@ class Accounts:
         with closing(_connect(folder / FILE)) as database:
             yield cls(database, blake3(seed, derive_key_context=_CONTEXT).digest())
 
-    def create(self, name: str, limits: KeyLimits, now_s: float) -> str:
-        """Create a key and return it: it is not stored. Raise `UserError` if the name is taken."""
+    def create(self, name: str, limits: KeyLimits, now_s: float, *, is_owner: bool = False) -> str:
+        """Create a key and return it: it is not stored.
+
+        Raises:
+            UserError: the name is taken or invalid.
+        """
+        if not _NAME.fullmatch(name):
+            hint = "use 1 to 64 letters, digits, `.`, `_`, `@` and `-`, a letter or digit first"
+            raise UserError(f"Invalid name `{name[:100]}`", hint=hint)
         key_id = secrets.token_hex(ID_BYTES)
         key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
         row = (
             name, key_id, self._hash(key), int(now_s), limits.expires_s, "\n".join(limits.models),
-            limits.concurrency, limits.tokens_per_day,
+            limits.concurrency, limits.tokens_per_day, None, is_owner,
         )  # fmt: skip
         try:
-            self._database.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
+            self._database.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_VALUES})", row)
         except sqlite3.IntegrityError:
             hint = "choose another name; `meshllm key list` shows all"
             raise UserError(f"There is already a key `{name}`", hint=hint) from None
@@ -164,7 +190,9 @@ class Accounts:
         return blake3(key.encode(), key=self._hash_key).digest()
 
 
-_KEY = "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s"
+_KEY = "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner"
+_COLUMNS = _KEY.replace("id, ", "id, hash, ", 1)
+_VALUES = ", ".join("?" for _ in _COLUMNS.split(", "))
 _NAMES = [each.name for each in fields(KeyUsage)]
 _RECORD = (
     f"INSERT INTO usage VALUES (?, ?, ?, {', '.join('?' for _ in _NAMES)}) "
@@ -185,18 +213,37 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.executescript(_SCHEMA)
+        _add_owner(database)
     except sqlite3.Error as error:
         database.close()
         raise UserError(f"`{path}` cannot be used: {error}") from None
     return database
 
 
+def _add_owner(database: sqlite3.Connection) -> None:
+    """Add the column that files of earlier versions lack."""
+    if "owner" in {name for _, name, *_ in database.execute("PRAGMA table_info(keys)")}:
+        return
+    try:
+        database.execute("ALTER TABLE keys ADD COLUMN owner INTEGER NOT NULL DEFAULT 0")
+    except sqlite3.OperationalError as error:
+        if "duplicate column" not in str(error):  # else another process has just added it
+            raise
+
+
 def _key_of(row: Sequence[object]) -> ApiKey:
-    name, key_id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s = row
+    name, key_id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner = row
     limits = KeyLimits(
         expires_s,  # type: ignore[arg-type]  # the types of the columns
         tuple(filter(None, str(models).split("\n"))),
         concurrency,  # type: ignore[arg-type]
         tokens_per_day,  # type: ignore[arg-type]
     )
-    return ApiKey(str(name), str(key_id), created_s, limits, revoked_s)  # type: ignore[arg-type]
+    return ApiKey(
+        str(name),
+        str(key_id),
+        created_s,  # type: ignore[arg-type]
+        limits,
+        revoked_s,  # type: ignore[arg-type]
+        owner == 1,
+    )

@@ -7,6 +7,9 @@ model, so where no key is needed the Host must name this machine (against DNS re
 an Origin is sent it must be the server's own or one that the owner named. Where a key is needed, a
 page does not have it, and any Host will do. CORS headers go to named origins only.
 
+The owner's views need a key of the owner everywhere: other users of this machine reach the loopback
+address, too.
+
 A known key is refused when it has expired or was revoked, needed or not. Unknown ones are refused
 where one is needed; elsewhere clients send any text, as OpenAI's libraries insist on a key.
 """
@@ -32,6 +35,8 @@ MAX_KEY_CHARS = 256
 
 _SCOPE = "meshllm.key"
 _UNKNOWN = Failure(401, INVALID, "invalid_api_key")
+_NOT_OWNER = Failure(403, INVALID, "owner_key_required")
+_OWNER_HINT = "create one with `meshllm key create NAME --owner`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,11 @@ def key_guard(policy: AccessPolicy, accounts: Accounts | None) -> Middleware:
     return Middleware(_Gate, policy=policy, accounts=accounts)
 
 
+def owner_guard(policy: AccessPolicy, accounts: Accounts) -> Middleware:
+    """Return the middleware that requires a key of the owner, even on a loopback address."""
+    return Middleware(_Gate, policy=policy, accounts=accounts, is_owners=True)
+
+
 def key_of(request: Request) -> ApiKey | None:
     """Return the key of a request that has entered; None if it came without one."""
     key: ApiKey | None = request.scope.get(_SCOPE)
@@ -98,8 +108,16 @@ class _Site:
 class _Gate:
     """Identifies the key of a request, or refuses it."""
 
-    def __init__(self, app: ASGIApp, policy: AccessPolicy, accounts: Accounts | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        policy: AccessPolicy,
+        accounts: Accounts | None,
+        *,
+        is_owners: bool = False,
+    ) -> None:
         self._app, self._policy, self._accounts = app, policy, accounts
+        self._is_owners = is_owners
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its key, or refuse it."""
@@ -112,11 +130,13 @@ class _Gate:
 
     async def _identify(self, sent: str) -> ApiKey | None:
         key = await self._find(sent) if 0 < len(sent) <= MAX_KEY_CHARS else None
-        if key is None and self._policy.needs_key:
+        if key is None and (self._policy.needs_key or self._is_owners):
             text = "The API key is invalid" if sent else "An API key is required"
             raise Refused(text, _UNKNOWN, hint="send it as `Authorization: Bearer KEY`")
         if key is not None and (state := key.state(time.time())) != "active":
             raise Refused(f"The API key `{key.name}` is {state}", _UNKNOWN)
+        if self._is_owners and not (key and key.is_owner):
+            raise Refused("This needs a key of the owner", _NOT_OWNER, hint=_OWNER_HINT)
         return key
 
     async def _find(self, sent: str) -> ApiKey | None:

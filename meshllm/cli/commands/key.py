@@ -1,6 +1,5 @@
 """`meshllm key`: the keys of the API."""
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +12,10 @@ from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, state_path
-from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.api.access.accounts import Accounts, ApiKey
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _EMPTY = "no keys; create one with `meshllm key create NAME`"
 
 app = typer.Typer(help="Create, list and revoke keys of the API.", rich_markup_mode=None)
@@ -29,6 +26,7 @@ app = typer.Typer(help="Create, list and revoke keys of the API.", rich_markup_m
 Examples:
   meshllm key create laptop
   meshllm key create guest --expires 7d --concurrency 1 --tokens-per-day 100000
+  meshllm key create me --owner
   meshllm key create ci --models Qwen/Qwen3-0.6B --json
 """
 )
@@ -51,6 +49,12 @@ def create(
         int | None,
         typer.Option(min=1, metavar="N", help="Allow N tokens a day (UTC), read and written."),
     ] = None,
+    owner: Annotated[
+        bool,
+        typer.Option(
+            "--owner", help="Open the owner's views of the page, too: keys, usage, plans."
+        ),
+    ] = False,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
@@ -61,16 +65,13 @@ def create(
     """
     from meshllm.api.access.accounts import KeyLimits
 
-    if not _NAME.fullmatch(name):
-        hint = "use 1 to 64 letters, digits, `.`, `_`, `@` and `-`, a letter or digit first"
-        raise UserError(f"Invalid name `{name}`", hint=hint)
     now = time.time()
     expires_s = None if expires is None else int(now) + parse_duration(expires)
     limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day)
     with _accounts(settings(flags)) as accounts:
-        key = accounts.create(name, limits, now)
+        key = accounts.create(name, limits, now, is_owner=owner)
     if as_json:
-        render.dump({"name": name, "key": key, "expires_s": expires_s})
+        render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
         return
     render.out(key)
     render.talk("stored as a hash: it cannot be shown again")
@@ -84,18 +85,12 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
         found = accounts.list_keys()
     now = time.time()
     if as_json:
-        render.dump({"keys": [_fields(each, now) for each in found]})
+        render.dump({"keys": [each.fields(now) for each in found]})
     elif found:
         header = (
-            "name",
-            "id",
-            "state",
-            "created",
-            "expires",
-            "models",
-            "at a time",
+            "name", "id", "state", "role", "created", "expires", "models", "at a time",
             "tokens a day",
-        )
+        )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
         render.talk(_EMPTY)
@@ -121,27 +116,13 @@ def _accounts(chosen: Settings) -> "Iterator[Accounts]":
         yield accounts
 
 
-def _fields(key: "ApiKey", now: float) -> dict[str, object]:
-    limits = key.limits
-    return {
-        "name": key.name,
-        "id": key.id,
-        "state": key.state(now),
-        "created_s": key.created_s,
-        "expires_s": limits.expires_s,
-        "revoked_s": key.revoked_s,
-        "models": list(limits.models),
-        "concurrency": limits.concurrency,
-        "tokens_per_day": limits.tokens_per_day,
-    }
-
-
 def _row(key: "ApiKey", now: float) -> tuple[object, ...]:
     limits = key.limits
     expires = "never" if limits.expires_s is None else _date(limits.expires_s)
     return (
-        key.name, key.id, key.state(now), _date(key.created_s), expires,
-        ", ".join(limits.models) or "all", limits.concurrency, limits.tokens_per_day,
+        key.name, key.id, key.state(now), "owner" if key.is_owner else "user",
+        _date(key.created_s), expires, ", ".join(limits.models) or "all",
+        limits.concurrency, limits.tokens_per_day,
     )  # fmt: skip
 
 

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
     from meshllm.node.options import ModelOptions
-    from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed
+    from meshllm.status import (
+        Change,
+        Members,
+        MeshStatus,
+        ModelStatus,
+        PlannedRing,
+        PlanTerms,
+        Removed,
+    )
 
 Fields = dict[str, Any]  # an undecoded JSON object
 
@@ -75,6 +83,12 @@ class NodeClient:
         from meshllm.status import Members, from_json
 
         return from_json(Members, await self._get("/mesh/members"))
+
+    async def try_plan(self, terms: "PlanTerms") -> "PlannedRing":
+        """Plan with other terms; nothing moves."""
+        from meshllm.status import PlannedRing, from_json, to_json
+
+        return from_json(PlannedRing, await self._post("/mesh/plan", to_json(terms)))
 
     async def invite(self, role: str, expires_s: int, uses: int) -> str:
         """Request a ticket from the node."""

@@ -1,6 +1,7 @@
 import sqlite3
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,34 @@ def test_the_connection_is_closed_at_the_end(tmp_path: Path) -> None:
 
     with pytest.raises(sqlite3.ProgrammingError):
         accounts.list_keys()
+
+
+def test_a_key_of_the_owner_is_one(accounts: Accounts) -> None:
+    owners = accounts.create("me", KeyLimits(), NOW, is_owner=True)
+    users = accounts.create("guest", KeyLimits(), NOW)
+
+    found = [accounts.find(owners), accounts.find(users), *accounts.list_keys()]
+
+    assert [each and (each.name, each.is_owner) for each in found] == [
+        ("me", True), ("guest", False), ("guest", False), ("me", True),
+    ]  # fmt: skip
+    assert accounts.list_keys()[1].fields(NOW)["owner"] is True
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", "x" * 65])
+def test_an_invalid_name_is_refused(accounts: Accounts, name: str) -> None:
+    with pytest.raises(UserError, match="Invalid name"):
+        accounts.create(name, KeyLimits(), NOW)
+
+
+def test_keys_of_an_earlier_version_are_users(tmp_path: Path) -> None:
+    with Accounts.open(tmp_path) as accounts:
+        key = accounts.create("old", KeyLimits(), NOW)
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute("ALTER TABLE keys DROP COLUMN owner")
+
+    for _ in range(2):
+        with Accounts.open(tmp_path) as accounts:
+            found = accounts.find(key)
+            assert found
+            assert (found.name, found.is_owner) == ("old", False)

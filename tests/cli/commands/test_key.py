@@ -64,3 +64,11 @@ def test_what_cannot_be_done_is_said(meshllm: Invoke, words: tuple[str, ...], to
     result = meshllm("key", *words)
 
     assert (result.exit_code, told in result.stderr) == (2, True)
+
+
+def test_a_key_of_the_owner_says_so(meshllm: Invoke) -> None:
+    made = json.loads(meshllm("key", "create", "me", "--owner", "--json").stdout)
+    (listed,) = json.loads(meshllm("key", "list", "--json").stdout)["keys"]
+
+    assert (made["owner"], listed["owner"]) == (True, True)
+    assert "owner" in meshllm("key", "list").stdout.splitlines()[-1]

@@ -15,6 +15,7 @@ from meshllm.config import Settings
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.node.options import ModelOptions
 from meshllm.request import Event, Piece, Prefilled, Request
+from meshllm.status import PlanTerms
 from tests.builders.fake_node import CHANGE, FakeNode
 from tests.builders.fake_ring import answer_of
 
@@ -82,6 +83,13 @@ def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
 async def test_reports_are_fetched_unchanged(client: NodeClient, node: FakeNode) -> None:
     assert await client.status() == node.status()
     assert await client.members() == node.members()
+
+
+async def test_other_terms_are_tried(client: NodeClient, node: FakeNode) -> None:
+    found = await client.try_plan(PlanTerms("fastest", 2, ("abc",), {"def": 9}))
+
+    assert (found.policy, found.stages) == ("fastest", node.plan().stages)
+    assert node.calls == [(PlanTerms("fastest", 2, ("abc",), {"def": 9}),)]
 
 
 async def test_requests_reach_the_node(client: NodeClient, node: FakeNode) -> None:
