@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from meshllm.api.access.gate import key_of
 from meshllm.api.page.view import PageStatus, view_of
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import Stream
@@ -46,13 +47,15 @@ def file_routes() -> list[Route]:
 
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
-    """Return the routes of the page's data; ``is_public`` hides who takes part."""
+    """Return the routes of the page's data; ``is_public`` hides who takes part from guests."""
     watchers = asyncio.Semaphore(MAX_WATCHERS)
 
-    async def events(_: Request) -> Response:
+    async def events(request: Request) -> Response:
         if watchers.locked():
             return Response(status_code=503, headers={"retry-after": "5"})
-        return Stream(_changes(node, watchers, is_public=is_public), STREAM, _event, failure)
+        key = key_of(request)
+        is_guest = is_public and not (key and key.is_owner)
+        return Stream(_changes(node, watchers, is_public=is_guest), STREAM, _event, failure)
 
     return [Route("/page/events", events)]
 

@@ -1,15 +1,30 @@
-"""What the page shows of a mesh: no address, no key, and on a public door no name."""
+"""What the page shows of a mesh: no address, no key, and to guests of a public door no name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshllm.api.v1.precision import precision_of
 from meshllm.names import Span
-from meshllm.status import LossCounts, MeshStatus, NodeState, NodeStatus, RingState
+from meshllm.status import (
+    LossCounts,
+    Measured,
+    MemoryStatus,
+    MeshStatus,
+    ModelStatus,
+    NodeState,
+    NodeStatus,
+    Planned,
+    RingState,
+    RingStatus,
+)
+
+MEBIBYTE = 20  # bits
 
 
 @dataclass(frozen=True, slots=True)
 class PageNode:
     """A node."""
 
+    id: str
     name: str
     state: NodeState
     reason: str
@@ -24,14 +39,49 @@ class PageNode:
 
 
 @dataclass(frozen=True, slots=True)
-class PageHop:
-    """One rank of the ring, with times per token."""
+class PageTimes:
+    """Times of one rank per token; None is unknown."""
 
+    compute_ms: float | None = None
+    wire_ms: float | None = None
+    """To the next rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageHop:
+    """One rank of the ring."""
+
+    id: str
+    """Of the node, as `PageNode.id`."""
     name: str
     layers: Span
-    compute_ms: float | None
-    wire_ms: float | None
-    """To the next rank."""
+    measured: PageTimes
+    predicted: PageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class PageSpeed:
+    """The speed of the ring."""
+
+    ms_per_token: float
+    ttft_ms: float
+    """Time to the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageModel:
+    """A model that is served."""
+
+    name: str
+    precision: str
+    context: int
+    layers: int
+    """0 for a provider's."""
+    holders: tuple[str, ...]
+    """The ring in rank order, or the providers; hidden from guests."""
+    count: int
+    """Of the holders."""
+    is_provided: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +91,28 @@ class PageStatus:
     state: RingState
     reason: str
     epoch: int
+    policy: str
     model: str
+    precision: str
     layers: int
     context: int
-    precision: str
+    models: tuple[PageModel, ...]
     hops: tuple[PageHop, ...]
     nodes: tuple[PageNode, ...]
-    measured_ms: float | None
-    """Per token."""
-    predicted_ms: float | None
+    measured: PageSpeed | None
+    """Of the latest answer."""
+    predicted: PageSpeed | None
     advice: str
+    warnings: tuple[str, ...]
+    memory: MemoryStatus | None
+    """Of the reporting node."""
     active: int
+    waiting: int
     served: int
     tokens: int
     losses: tuple[LossCounts, ...]
     is_public: bool
-    """Names are hidden from those who ask."""
+    """Names, memory and reasons are hidden from this guest."""
 
 
 def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
@@ -65,41 +121,78 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
     names = {
         each.node: each.short if is_public else each.name or each.short for each in status.nodes
     }
-    measured = ring.measured
-    times = {hop.rank: hop for hop in measured.hops} if measured else {}
-    hops = tuple(
+    hops = _hops(ring, {each.node: (each.short, names[each.node]) for each in status.nodes})
+    held = tuple(hop.name for hop in hops)
+    served = [(model, held)] if model else []
+    models = [*served, *((each, each.providers) for each in status.provided)]
+    return PageStatus(
+        state=ring.state,
+        reason="" if is_public else ring.reason,
+        epoch=ring.epoch,
+        policy=ring.policy,
+        model=model.name if model else "",
+        precision=precision_of(model) if model else "",
+        layers=model.layers if model else 0,
+        context=model.context if model else 0,
+        models=tuple(_model(each, () if is_public else who, len(who)) for each, who in models),
+        hops=hops,
+        nodes=tuple(_node(each, names[each.node], is_public=is_public) for each in status.nodes),
+        measured=_speed(ring.measured),
+        predicted=_speed(ring.predicted),
+        advice="" if is_public else ring.advice,
+        warnings=() if is_public else status.warnings,
+        memory=None if is_public else _rounded(status.memory),
+        active=status.sessions.active,
+        waiting=status.sessions.waiting,
+        served=status.sessions.served,
+        tokens=status.sessions.tokens,
+        losses=status.sessions.losses,
+        is_public=is_public,
+    )
+
+
+def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop, ...]:
+    measured, predicted = (
+        {hop.rank: PageTimes(hop.compute_ms, hop.wire_ms) for hop in (times.hops if times else ())}
+        for times in (ring.measured, ring.predicted)
+    )
+    unknown = PageTimes()
+    return tuple(
         PageHop(
-            names.get(stage.node, stage.node[:7]),
+            *names.get(stage.node, (stage.node[:7], stage.node[:7])),
             stage.layers,
-            times[rank].compute_ms if rank in times else None,
-            times[rank].wire_ms if rank in times else None,
+            measured.get(rank, unknown),
+            predicted.get(rank, unknown),
         )
         for rank, stage in enumerate(ring.stages)
     )
-    return PageStatus(
-        ring.state,
-        "" if is_public else ring.reason,
-        ring.epoch,
-        model.name if model else "",
-        model.layers if model else 0,
-        model.context if model else 0,
-        f"{model.dtype}{'' if model.quant == 'none' else f', {model.quant}'}" if model else "",
-        hops,
-        tuple(_node(each, names[each.node], is_public=is_public) for each in status.nodes),
-        measured.ms_per_token if measured else None,
-        ring.predicted.ms_per_token if ring.predicted else None,
-        "" if is_public else ring.advice,
-        status.sessions.active,
-        status.sessions.served,
-        status.sessions.tokens,
-        status.sessions.losses,
-        is_public,
+
+
+def _rounded(memory: MemoryStatus) -> MemoryStatus:
+    """Round what changes all the time, so that no event is sent for it."""
+    return replace(memory, process=memory.process >> MEBIBYTE << MEBIBYTE)
+
+
+def _speed(times: Measured | Planned | None) -> PageSpeed | None:
+    return PageSpeed(times.ms_per_token, times.ttft_ms) if times else None
+
+
+def _model(model: ModelStatus, holders: tuple[str, ...], count: int) -> PageModel:
+    return PageModel(
+        model.name,
+        precision_of(model),
+        model.context,
+        model.layers,
+        holders,
+        count,
+        is_provided=bool(model.providers),
     )
 
 
 def _node(node: NodeStatus, name: str, *, is_public: bool) -> PageNode:
     link = node.link
     return PageNode(
+        node.short,
         name,
         node.state,
         "" if is_public else node.reason,

@@ -1,8 +1,9 @@
 from dataclasses import replace
 
-from meshllm.api.page.view import view_of
+from meshllm.api.page.view import PageModel, PageSpeed, PageTimes, view_of
 from meshllm.names import Span
-from meshllm.status import Measured, NodeState
+from meshllm.status import Measured, MemoryStatus, NodeState
+from tests.builders.fake_node import FOX
 from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
 
 
@@ -13,13 +14,19 @@ def test_the_owner_sees_names_and_times() -> None:
 
     assert [node.name for node in seen.nodes] == [node.name for node in status.nodes]
     assert [hop.layers for hop in seen.hops] == [stage.layers for stage in status.ring.stages]
-    assert seen.measured_ms == 9.0
+    assert seen.measured == PageSpeed(9.0, 30.0)
+    assert status.ring.predicted
+    assert seen.predicted == PageSpeed(status.ring.predicted.ms_per_token, 240.0)
+    assert [hop.predicted.compute_ms for hop in seen.hops] == [12.5, 13.5, 14.5]
+    assert [hop.id for hop in seen.hops] == [node.id for node in seen.nodes]
+    assert seen.memory == status.memory
     assert seen.losses == status.sessions.losses
 
 
 def test_a_public_door_hides_who_takes_part() -> None:
     status = with_node(status_of(3), 1, state=NodeState.REFUSED, reason="layer 3 of desk differs")
     status = with_ring(status, advice="`desk` is slow", reason="desk is gone")
+    status = replace(status, provided=(FOX,), warnings=("desk is slow",))
     seen = view_of(status, is_public=True)
 
     assert not {node.name for node in seen.nodes} & {node.name for node in status.nodes}
@@ -27,6 +34,23 @@ def test_a_public_door_hides_who_takes_part() -> None:
     assert not any(address in repr(seen) for node in status.nodes for address in node.addresses)
     assert [node.name for node in seen.nodes] == [node.short for node in status.nodes]
     assert {node.memory_bytes for node in seen.nodes} == {0}
+    assert (seen.memory, seen.warnings) == (None, ())
+    assert [(model.holders, model.count) for model in seen.models] == [((), 3), ((), 1)]
+
+
+def test_every_model_is_shown_with_its_holders() -> None:
+    seen = view_of(replace(status_of(2), provided=(FOX,)), is_public=False)
+
+    assert seen.models == (
+        PageModel("Qwen/Qwen3-0.6B", "bfloat16", 0, 20, ("attic", "desk"), 2, is_provided=False),
+        PageModel("fox", "bf16", 2048, 0, ("gpu",), 1, is_provided=True),
+    )
+
+
+def test_memory_is_rounded_so_that_no_event_is_sent_for_it() -> None:
+    status = replace(status_of(1), memory=MemoryStatus((5 << 20) + 1))
+
+    assert view_of(status, is_public=False).memory == MemoryStatus(5 << 20)
 
 
 def test_a_mesh_without_a_ring_shows_why() -> None:
@@ -41,7 +65,7 @@ def test_hops_without_measurement_have_no_times() -> None:
 
     seen = view_of(replace(status, model=None), is_public=False)
 
-    assert [(hop.compute_ms, hop.wire_ms) for hop in seen.hops] == [(None, None)] * 2
+    assert [hop.measured for hop in seen.hops] == [PageTimes()] * 2
     assert seen.nodes[1].round_trip_ms == 2.5
     assert (seen.model, seen.precision) == ("", "")
     assert isinstance(seen.hops[0].layers, Span)

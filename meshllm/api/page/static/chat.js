@@ -1,202 +1,315 @@
-// Conversations with the model, kept in this browser.
-import { element, headers } from "./door.js";
-import { render } from "./markdown.js";
+// The chat: conversations with a model, and the answers as they come.
+import { at, button, call, element, objects } from "./door.js";
+import { copy, render } from "./markdown.js";
+import { blank, forget, load, save, title } from "./talks.js";
 
-const at = (id) => document.getElementById(id);
-const kept = "meshllm-conversations";
+const seeds = 2 ** 32; // drawn here: the server's own are larger than the integers of JavaScript
+const alternatives = 4; // beside the token that was chosen
 let talks = [];
-let current = 0;
+let talk = null;
 let running = null;
 
 export function startChat() {
-  try {
-    talks = JSON.parse(localStorage.getItem(kept)) ?? [];
-  } catch {
-    talks = [];
-  }
-  if (!Array.isArray(talks) || !talks.length) talks = [{ system: "", turns: [] }];
-  current = talks.length - 1;
-  at("key").value = sessionStorage.getItem("key") ?? "";
-  at("key").addEventListener("change", () => sessionStorage.setItem("key", at("key").value.trim()));
+  talks = load();
+  talk = talks[0] ?? blank();
+  at("new").addEventListener("click", () => open(blank(talk.system)));
+  at("drop").addEventListener("click", drop);
+  at("toggle-talks").addEventListener("click", () => showTalks(at("aside").classList.toggle("open")));
   at("settings").addEventListener("submit", (happened) => happened.preventDefault());
   at("system").addEventListener("change", () => {
-    talk().system = at("system").value;
-    save();
-  });
-  at("talks").addEventListener("change", () => {
-    current = Number(at("talks").value);
-    draw();
-  });
-  at("new").addEventListener("click", () => {
-    talks.push({ system: at("system").value, turns: [] });
-    current = talks.length - 1;
-    save();
-    draw();
-    at("question").focus();
-  });
-  at("drop").addEventListener("click", () => {
-    talks.splice(current, 1);
-    if (!talks.length) talks = [{ system: "", turns: [] }];
-    current = Math.max(0, current - 1);
-    save();
-    draw();
+    talk.system = at("system").value;
+    keepTalk();
   });
   at("ask").addEventListener("submit", (happened) => {
     happened.preventDefault();
     const text = at("question").value.trim();
     if (!text || running) return;
     at("question").value = "";
-    talk().turns.push({ role: "user", content: text });
-    answer();
+    ask(text);
   });
-  at("question").addEventListener("keydown", (happened) => {
+  sendOnEnter(at("question"), () => at("ask").requestSubmit());
+  at("stop").addEventListener("click", () => running?.abort());
+  at("probable").addEventListener("change", draw);
+  addEventListener("storage", refresh);
+  addEventListener("key", listModels);
+  draw();
+  listModels();
+}
+
+function sendOnEnter(field, send) {
+  field.addEventListener("keydown", (happened) => {
     if (happened.key === "Enter" && !happened.shiftKey && !happened.isComposing) {
       happened.preventDefault();
-      at("ask").requestSubmit();
+      send();
     }
   });
-  at("stop").addEventListener("click", () => running?.abort());
-  at("again").addEventListener("click", () => {
-    talk().turns.pop();
-    answer();
-  });
-  at("edit").addEventListener("click", () => {
-    talk().turns.pop();
-    at("question").value = talk().turns.pop().content;
-    save();
-    draw();
-    at("question").focus();
-  });
+}
+
+async function listModels() {
+  let names = [];
+  try {
+    names = (await (await call("/v1/models")).json()).data.map((each) => each.id);
+  } catch {
+    return; // locked or away; asking will say so
+  }
+  const chosen = at("model").value;
+  at("model").replaceChildren(...names.map((name) => element("option", name)));
+  if (names.includes(chosen)) at("model").value = chosen;
+}
+
+// Another tab has changed its conversations.
+function refresh() {
+  if (running) return;
+  talks = load();
+  talk = talks.find(({ id }) => id === talk.id) ?? talk;
   draw();
 }
 
-const talk = () => talks[current];
+function open(chosen) {
+  running?.abort();
+  talk = chosen;
+  showTalks(false);
+  draw();
+  at("question").focus();
+}
 
-function save() {
-  try {
-    localStorage.setItem(kept, JSON.stringify(talks));
-  } catch {
-    // the storage is full or off: the conversation lasts as long as the page
-  }
+function showTalks(isOpen) {
+  at("aside").classList.toggle("open", isOpen);
+  at("toggle-talks").setAttribute("aria-expanded", isOpen);
+}
+
+function drop() {
+  running?.abort();
+  forget(talk);
+  talks = talks.filter((each) => each !== talk);
+  open(talks[0] ?? blank());
+}
+
+function keepTalk() {
+  if (!talks.includes(talk)) talks.unshift(talk);
+  at("storage").hidden = save(talk);
+  drawTalks();
 }
 
 function draw() {
-  const names = talks.map(({ turns }, place) => {
-    const option = element("option", turns[0]?.content.slice(0, 40) || "empty");
-    option.value = place;
-    option.selected = place === current;
-    return option;
-  });
-  at("talks").replaceChildren(...names);
-  at("system").value = talk().system;
-  at("turns").replaceChildren(...talk().turns.map(drawTurn));
+  at("system").value = talk.system ?? "";
+  drawTalks();
+  at("turns").replaceChildren(...talk.turns.map((turn, place) => drawTurn(turn, place)));
+  at("turns").scrollTop = at("turns").scrollHeight;
   mark();
 }
 
-function drawTurn(turn) {
+function drawTalks() {
+  const items = talks.map((each) => {
+    const made = element("li");
+    const opener = button(title(each), () => open(each));
+    if (each === talk) opener.setAttribute("aria-current", "true");
+    made.append(opener);
+    return made;
+  });
+  at("talks").replaceChildren(...items);
+}
+
+function mark() {
+  at("stop").hidden = running === null;
+  at("send").hidden = running !== null;
+  at("turns").setAttribute("aria-busy", running !== null);
+  at("empty").hidden = talk.turns.length > 0;
+}
+
+function drawTurn(turn, place) {
   const made = element("article", undefined, "turn", turn.role);
   made.setAttribute("aria-label", turn.role === "user" ? "You" : "Answer");
-  if (turn.role === "user") made.append(turn.content);
-  else if (turn.tokens) made.append(...turn.tokens.map(drawToken));
-  else made.append(...render(turn.content));
+  made.append(...content(turn));
   if (turn.error) made.append(element("p", turn.error, "error"));
+  if (!running || turn !== talk.turns.at(-1)) made.append(actions(turn, place, made));
   return made;
+}
+
+function content(turn) {
+  if (turn.role === "user") return [element("div", turn.content, "text")];
+  const made = [];
+  if (turn.reasoning) {
+    const box = element("details");
+    box.append(element("summary", "Reasoning"), ...render(turn.reasoning));
+    made.push(box);
+  }
+  return [...made, ...(turn.tokens && at("probable").checked ? [drawTokens(turn.tokens)] : render(turn.content))];
+}
+
+function actions(turn, place, shown) {
+  const made = element("div", undefined, "actions");
+  made.append(button("Copy", (happened) => copy(turn.content, happened.target)));
+  if (turn.role === "user") made.append(button("Edit", () => edit(turn, place, shown)));
+  else if (place === talk.turns.length - 1) made.append(button("Regenerate", () => again(place)));
+  if (turn.note) made.append(element("span", turn.note, "quiet"));
+  return made;
+}
+
+function ask(text) {
+  talk.turns.push({ role: "user", content: text });
+  answer();
+}
+
+function again(place) {
+  if (running) return;
+  talk.turns.splice(place);
+  answer();
+}
+
+// Edits a question in its place; sending it removes what came after.
+function edit(turn, place, shown) {
+  if (running) return;
+  const form = element("form", undefined, "edit");
+  const field = element("textarea");
+  field.value = turn.content;
+  field.setAttribute("aria-label", "Edit the message");
+  const bar = element("div", undefined, "bar");
+  const send = element("button", "Send", "main");
+  bar.append(send, button("Cancel", draw));
+  form.append(field, bar);
+  form.addEventListener("submit", (happened) => {
+    happened.preventDefault();
+    if (!field.value.trim() || running) return;
+    talk.turns.splice(place);
+    ask(field.value.trim());
+  });
+  sendOnEnter(field, () => form.requestSubmit());
+  shown.replaceChildren(form);
+  field.focus();
+}
+
+// One focusable line of tokens: arrow keys go through them, the line below tells of each.
+function drawTokens(tokens) {
+  const box = element("div", undefined, "tokens");
+  const line = element("div", undefined, "line");
+  const told = element("p", "Point at a token, or use the arrow keys.", "quiet");
+  told.setAttribute("role", "status");
+  line.tabIndex = 0;
+  line.setAttribute("role", "group");
+  line.setAttribute("aria-label", "Tokens with their probability");
+  line.append(...tokens.map(drawToken));
+  let chosen = -1;
+  const choose = (place) => {
+    line.children[chosen]?.classList.remove("chosen");
+    chosen = Math.max(0, Math.min(tokens.length - 1, place));
+    line.children[chosen]?.classList.add("chosen");
+    told.textContent = describe(tokens[chosen]);
+  };
+  line.addEventListener("keydown", ({ key }) => {
+    if (key === "ArrowRight") choose(chosen + 1);
+    if (key === "ArrowLeft") choose(chosen - 1);
+  });
+  line.addEventListener("pointerover", ({ target }) => {
+    const place = [...line.children].indexOf(target);
+    if (place >= 0) choose(place);
+  });
+  box.append(line, told);
+  return box;
 }
 
 function drawToken({ text, share }) {
   const made = element("span", text, "token");
-  made.title = `${(100 * share).toFixed(1)} %`;
   made.style.borderColor = `color-mix(in srgb, var(--warn) ${Math.round(100 * (1 - share))}%, transparent)`;
   return made;
 }
 
-function mark() {
-  const hasAnswer = talk().turns.at(-1)?.role === "assistant";
-  at("send").disabled = running !== null;
-  at("stop").disabled = running === null;
-  for (const id of ["again", "edit"]) at(id).disabled = running !== null || !hasAnswer;
-  for (const id of ["talks", "new", "drop"]) at(id).disabled = running !== null;
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+function describe({ text, share, others }) {
+  const rest = others.map((each) => `${JSON.stringify(each.text)} ${percent(each.share)}`).join(", ");
+  return `${JSON.stringify(text)} ${percent(share)}${rest ? `; instead of ${rest}` : ""}`;
 }
 
 async function answer() {
-  const own = talk();
+  const own = talk;
   const turn = { role: "assistant", content: "" };
-  const asked = [...own.turns];
+  const asked = own.turns.map(({ role, content }) => ({ role, content }));
   own.turns.push(turn);
   running = new AbortController();
+  keepTalk();
   draw();
-  const shown = at("turns").lastChild;
-  const began = performance.now();
-  let first = 0;
+  const isCurrent = () => talk === own;
+  const paint = painter(turn, isCurrent);
+  const clock = { began: performance.now(), first: 0 };
   try {
     const reply = await request(own.system, asked, running.signal);
-    for await (const chunk of reply) {
+    for await (const chunk of objects(reply)) {
       if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) timing(chunk.usage.completion_tokens, first - began, performance.now() - first);
-      const choice = chunk.choices[0];
-      if (!choice?.delta.content) continue;
-      first ||= performance.now();
-      turn.content += choice.delta.content;
-      const scored = choice.logprobs?.content;
-      if (scored) {
-        turn.tokens = [...(turn.tokens ?? []), ...scored.map((each) => ({ text: each.token, share: Math.exp(each.logprob) }))];
-        shown.append(...turn.tokens.slice(shown.children.length).map(drawToken));
-      } else {
-        shown.replaceChildren(...render(turn.content));
-      }
+      take(turn, chunk, clock);
+      paint();
     }
   } catch (error) {
-    if (error.name !== "AbortError") turn.error = error.message;
+    if (error.name === "AbortError") turn.note = note(turn, clock, "stopped");
+    else turn.error = error.message;
   } finally {
     running = null;
-    save();
-    draw();
+    if (talks.includes(own)) save(own);
+    if (isCurrent()) draw();
   }
 }
 
-function timing(tokens, waited, took) {
-  const rate = took && tokens > 1 ? `, ${((1000 * (tokens - 1)) / took).toFixed(1)} tokens/s` : "";
-  at("timing").textContent = `${tokens} tokens, first after ${(waited / 1000).toFixed(2)} s${rate}`;
+function take(turn, chunk, clock) {
+  const delta = chunk.choices?.[0]?.delta ?? {};
+  if (delta.content || delta.reasoning_content) clock.first ||= performance.now();
+  turn.content += delta.content ?? "";
+  if (delta.reasoning_content) turn.reasoning = (turn.reasoning ?? "") + delta.reasoning_content;
+  const scored = chunk.choices?.[0]?.logprobs?.content;
+  if (scored) turn.tokens = [...(turn.tokens ?? []), ...scored.map(scoredToken)];
+  if (chunk.choices?.[0]?.finish_reason === "length") turn.cut = true;
+  if (chunk.meshllm) turn.seed = chunk.meshllm.seed;
+  if (chunk.usage) turn.note = note(turn, clock, turn.cut ? "cut at its longest" : "", chunk.usage.completion_tokens);
+}
+
+function scoredToken({ token, logprob, top_logprobs: top }) {
+  const others = top.filter((each) => each.token !== token).slice(0, alternatives);
+  return { text: token, share: Math.exp(logprob), others: others.map((each) => ({ text: each.token, share: Math.exp(each.logprob) })) };
+}
+
+function note(turn, { began, first }, word, tokens) {
+  const took = performance.now() - first;
+  const parts = [
+    word,
+    tokens && `${tokens} tokens`,
+    first && `first after ${((first - began) / 1000).toFixed(2)} s`,
+    tokens > 1 && first && `${((1000 * (tokens - 1)) / took).toFixed(1)} tokens/s`,
+    turn.seed !== undefined && `seed ${turn.seed}`,
+  ];
+  return parts.filter(Boolean).join(", ");
+}
+
+// Draws the answer at most once a frame, and follows its end while that is in view.
+function painter(turn, isCurrent) {
+  let isWaiting = false;
+  return () => {
+    if (isWaiting || !isCurrent()) return;
+    isWaiting = true;
+    requestAnimationFrame(() => {
+      isWaiting = false;
+      const list = at("turns");
+      if (!isCurrent() || running === null) return;
+      const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+      list.lastElementChild.replaceChildren(...content(turn));
+      if (isAtEnd) list.scrollTop = list.scrollHeight;
+    });
+  };
 }
 
 async function request(system, turns, signal) {
-  const listed = await fetch("/v1/models", { headers: headers(), signal });
-  const models = await listed.json();
-  if (models.error) throw new Error(models.error.message);
-  if (!models.data.length) throw new Error("The mesh serves no model yet");
-  const messages = turns.map(({ role, content }) => ({ role, content }));
-  if (system) messages.unshift({ role: "system", content: system });
+  if (!at("model").value) await listModels();
+  if (!at("model").value) throw new Error("No model is served, or the server is locked or away");
+  const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
   const body = {
-    model: models.data[0].id,
+    model: at("model").value,
     messages,
-    temperature: Number(at("temperature").value),
-    max_tokens: Number(at("most").value),
+    max_tokens: Number(at("most").value) || 512,
     stream: true,
     stream_options: { include_usage: true },
   };
-  if (at("seed").value) body.seed = Number(at("seed").value);
-  if (at("probable").checked) body.logprobs = true;
-  const reply = await fetch("/v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json", ...headers() },
-    body: JSON.stringify(body),
-    signal,
-  });
-  if (!reply.ok) throw new Error((await reply.json()).error.message);
-  return chunks(reply.body.pipeThrough(new TextDecoderStream()).getReader());
-}
-
-async function* chunks(reader) {
-  for (let rest = ""; ; ) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ") && part !== "data: [DONE]") {
-        const found = JSON.parse(part.slice(6));
-        yield { choices: [], ...found };
-      }
-    }
+  for (const name of ["temperature", "top_p"]) {
+    if (at(name).value) body[name] = Number(at(name).value);
   }
+  body.seed = at("seed").value ? Number(at("seed").value) : Math.floor(Math.random() * seeds);
+  if (at("probable").checked) Object.assign(body, { logprobs: true, top_logprobs: alternatives + 1 });
+  return call("/v1/chat/completions", body, signal);
 }

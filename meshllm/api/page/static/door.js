@@ -1,7 +1,47 @@
-// The key of the API, kept for this tab only.
+// Requests to the server, with the API key that this tab keeps, and elements of the page.
+export const at = (id) => document.getElementById(id);
+
+export const key = () => sessionStorage.getItem("key") ?? "";
+
+export function keep(secret) {
+  if (secret) sessionStorage.setItem("key", secret);
+  else sessionStorage.removeItem("key");
+  dispatchEvent(new Event("key"));
+}
+
 export function headers() {
-  const key = sessionStorage.getItem("key");
-  return key ? { authorization: `Bearer ${key}` } : {};
+  return key() ? { authorization: `Bearer ${key()}` } : {};
+}
+
+export async function call(path, body, signal) {
+  const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
+  const type = body === undefined ? {} : { "content-type": "application/json" };
+  return checked(await fetch(path, { ...sent, headers: { ...type, ...headers() }, signal }));
+}
+
+async function checked(reply) {
+  if (reply.ok) return reply;
+  let told;
+  try {
+    told = (await reply.json()).error.message;
+  } catch {
+    told = `The server answered with status ${reply.status}`;
+  }
+  throw Object.assign(new Error(told), { status: reply.status });
+}
+
+// The objects of server-sent events, as they come.
+export async function* objects(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+    }
+  }
 }
 
 export function element(kind, text, ...classes) {
@@ -10,3 +50,34 @@ export function element(kind, text, ...classes) {
   made.classList.add(...classes);
   return made;
 }
+
+export function button(text, happens, label) {
+  const made = element("button", text);
+  made.type = "button";
+  if (label) made.setAttribute("aria-label", label);
+  made.addEventListener("click", happens);
+  return made;
+}
+
+// A row of a table; a number is shown to the right, null as a dash.
+export function row(...cells) {
+  const made = element("tr");
+  for (const cell of cells) {
+    const box = element("td");
+    box.append(cell ?? "-");
+    if (typeof cell === "number") box.classList.add("number");
+    made.append(box);
+  }
+  return made;
+}
+
+const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+export function bytes(count) {
+  const power = count && Math.min(Math.floor(Math.log2(count) / 10), units.length - 1);
+  return `${(count / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+export const ms = (value) => (value === null || value === undefined ? "-" : `${value.toFixed(value < 10 ? 2 : 1)} ms`);
+
+export const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);

@@ -1,46 +1,132 @@
-// A part of Markdown as DOM nodes: fences, headings, lists, bold and code. Text stays text.
-import { element } from "./door.js";
+// A part of Markdown as DOM nodes, which are made of text only: no HTML is ever parsed.
+import { button, element } from "./door.js";
 
-export function render(text) {
+const starts = /^(```|~~~|#{1,6} |>|\s*([-*+]|\d{1,9}[.)]) |\s*([-*_])(\s*\3){2,}\s*$)/;
+const item = /^(\s*)([-*+]|\d{1,9}[.)]) (.*)$/;
+const rule = /^\s*([-*_])(\s*\1){2,}\s*$/;
+const depthMost = 8; // of lists and quotes
+
+export function render(text, depth = 0) {
   const blocks = [];
   const lines = text.split("\n");
   for (let at = 0; at < lines.length; ) {
-    const line = lines[at];
-    if (line.startsWith("```")) {
-      const body = [];
-      for (at += 1; at < lines.length && !lines[at].startsWith("```"); at += 1) body.push(lines[at]);
-      at += 1;
-      const block = element("pre");
-      block.append(element("code", body.join("\n")));
-      block.tabIndex = 0;
-      blocks.push(block);
-    } else if (/^#{1,6} /.test(line)) {
-      blocks.push(inline(element("h4"), line.replace(/^#+ /, "")));
-      at += 1;
-    } else if (/^\s*([-*]|\d+\.) /.test(line)) {
-      const list = element(/^\s*\d/.test(line) ? "ol" : "ul");
-      for (; at < lines.length && /^\s*([-*]|\d+\.) /.test(lines[at]); at += 1) {
-        list.append(inline(element("li"), lines[at].replace(/^\s*([-*]|\d+\.) /, "")));
-      }
-      blocks.push(list);
-    } else if (line.trim()) {
-      const body = [];
-      for (; at < lines.length && lines[at].trim() && !/^(```|#{1,6} |\s*([-*]|\d+\.) )/.test(lines[at]); at += 1) {
-        body.push(lines[at]);
-      }
-      blocks.push(inline(element("p"), body.join("\n")));
-    } else {
-      at += 1;
-    }
+    const [made, next] = block(lines, at, depth);
+    if (made) blocks.push(made);
+    at = next;
   }
   return blocks;
 }
 
+function block(lines, at, depth) {
+  const line = lines[at];
+  if (!line.trim()) return [null, at + 1];
+  if (/^(```|~~~)/.test(line)) return fence(lines, at);
+  if (/^#{1,6} /.test(line)) return [inline(element("h4"), line.replace(/^#+ /, "")), at + 1];
+  if (rule.test(line)) return [element("hr"), at + 1];
+  if (depth < depthMost && line.startsWith(">")) return quote(lines, at, depth);
+  if (depth < depthMost && item.test(line)) return list(lines, at, depth);
+  if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[at + 1] ?? "")) return table(lines, at);
+  const body = [line];
+  for (at += 1; at < lines.length && lines[at].trim() && !starts.test(lines[at]); at += 1) body.push(lines[at]);
+  return [inline(element("p"), body.join("\n")), at];
+}
+
+function fence(lines, at) {
+  const mark = lines[at].slice(0, 3);
+  const language = lines[at].slice(3).trim().slice(0, 20);
+  const body = [];
+  for (at += 1; at < lines.length && !lines[at].startsWith(mark); at += 1) body.push(lines[at]);
+  const code = body.join("\n");
+  const made = element("div", undefined, "code");
+  const shown = element("pre");
+  shown.append(element("code", code));
+  shown.tabIndex = 0;
+  const bar = element("div", undefined, "bar");
+  bar.append(element("span", language), button("Copy", (happened) => copy(code, happened.target), "Copy code"));
+  made.append(bar, shown);
+  return [made, at + 1];
+}
+
+export async function copy(text, shown) {
+  const told = shown.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    shown.textContent = "Copied";
+  } catch {
+    shown.textContent = "Not allowed";
+  }
+  setTimeout(() => (shown.textContent = told), 1500);
+}
+
+function quote(lines, at, depth) {
+  const body = [];
+  for (; at < lines.length && lines[at].startsWith(">"); at += 1) body.push(lines[at].replace(/^> ?/, ""));
+  const made = element("blockquote");
+  made.append(...render(body.join("\n"), depth + 1));
+  return [made, at];
+}
+
+function list(lines, at, depth) {
+  const [, margin, mark] = item.exec(lines[at]);
+  const made = element(/\d/.test(mark) ? "ol" : "ul");
+  if (/\d/.test(mark)) made.start = Number.parseInt(mark, 10);
+  while (at < lines.length) {
+    const found = item.exec(lines[at]);
+    if (!found || found[1].length !== margin.length) break;
+    const inner = [];
+    for (at += 1; at < lines.length && /^\s*$|^\s{2,}/.test(lines[at]) && !isNext(lines, at, margin); at += 1) {
+      inner.push(lines[at].slice(Math.min(margin.length + 2, lines[at].search(/\S|$/))));
+    }
+    const entry = inline(element("li"), found[3]);
+    entry.append(...render(inner.join("\n"), depth + 1));
+    made.append(entry);
+  }
+  return [made, at];
+}
+
+// Whether a line is another item of the same list, or a blank line that ends it.
+function isNext(lines, at, margin) {
+  if (!lines[at].trim()) return !/^\s{2,}\S/.test(lines[at + 1] ?? "");
+  const found = item.exec(lines[at]);
+  return found !== null && found[1].length <= margin.length;
+}
+
+function table(lines, at) {
+  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|");
+  const made = element("table");
+  const head = element("tr");
+  head.append(...cells(lines[at]).map((text) => inline(element("th"), text.trim())));
+  made.append(head);
+  for (at += 2; at < lines.length && lines[at].includes("|"); at += 1) {
+    const line = element("tr");
+    line.append(...cells(lines[at]).map((text) => inline(element("td"), text.trim())));
+    made.append(line);
+  }
+  const box = element("div", undefined, "scroll");
+  box.append(made);
+  return [box, at];
+}
+
+const parts = /(`[^`\n]+`|\*\*[^*\n]+\*\*|(?<![\w*])\*[^*\s][^*\n]*\*(?!\w)|\[[^\][\n]{1,300}\]\([^()\s]+\))/;
+
 function inline(parent, text) {
-  for (const part of text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/)) {
+  for (const part of text.split(parts)) {
     if (part.length > 2 && part.startsWith("`")) parent.append(element("code", part.slice(1, -1)));
     else if (part.length > 4 && part.startsWith("**")) parent.append(element("strong", part.slice(2, -2)));
-    else parent.append(part);
+    else if (part.length > 2 && part.startsWith("*") && part.endsWith("*")) parent.append(element("em", part.slice(1, -1)));
+    else parent.append(link(part) ?? part);
   }
   return parent;
+}
+
+// A link shows where it leads: its text may say something else.
+function link(part) {
+  const found = /^\[([^\]]+)\]\((https?:\/\/[^()\s]+)\)$/.exec(part);
+  if (!found) return null;
+  const [, text, target] = found;
+  const made = element("a", text === target ? target : `${text} (${target})`);
+  made.href = target;
+  made.rel = "noopener noreferrer nofollow";
+  made.target = "_blank";
+  return made;
 }

@@ -1,108 +1,212 @@
-// The mesh as a drawing, a table and a list of events.
-import { element } from "./door.js";
+// The mesh as figures, a drawing, tables and a list of events; and the models that it serves.
+import { at, bytes, element, ms, row, short } from "./door.js";
 import { render } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-const loggedMost = 30;
+const loggedMost = 50;
+const narrowBelow = 560; // px
+const ringMost = 10; // ranks on an ellipse; more are drawn one below the other
+const away = ["down", "left", "leaving", "refused"];
 let before = null;
 
-export function drawMesh(mesh, summary) {
-  summary.textContent = `${mesh.model || "no model"}: ${mesh.state}`;
-  document.title = `meshllm: ${mesh.state}`;
+new ResizeObserver(() => before && drawRing(before)).observe(at("drawing"));
+
+export function drawMesh(mesh) {
   drawFigures(mesh);
   drawRing(mesh);
+  drawTimes(mesh);
   drawNodes(mesh.nodes);
-  document.getElementById("advice").replaceChildren(...render(mesh.advice));
+  at("advice").replaceChildren(...render(mesh.advice));
+  at("warnings").replaceChildren(...mesh.warnings.map(warning));
   for (const line of changes(before, mesh)) log(line);
   before = mesh;
 }
 
+function warning(text) {
+  const made = element("li");
+  made.append(...render(text));
+  return made;
+}
+
+export function drawModels(models) {
+  const rows = models.map((model) => {
+    const layers = model.layers ? `, ${model.layers} layers` : "";
+    const kind = model.is_provided ? "an engine" : "the ring";
+    const who = model.holders.length ? model.holders.join(", ") : `${model.count} ${model.count === 1 ? "node" : "nodes"}`;
+    return row(model.name, model.precision || "unknown", model.context ? `${model.context.toLocaleString()} tokens` : "unknown", `${kind}${layers}`, who);
+  });
+  at("served").replaceChildren(...(rows.length ? rows : [row("no model is served yet", "", "", "", "")]));
+}
+
+export const rate = (speed) => (speed?.ms_per_token ? (1000 / speed.ms_per_token).toFixed(1) : "-");
+
 function drawFigures(mesh) {
-  const rate = (ms) => (ms ? (1000 / ms).toFixed(1) : "-");
   const lost = mesh.losses.reduce((sum, each) => sum + each.count, 0);
   const figures = [
     [mesh.model || "-", mesh.precision ? `${mesh.layers} layers, ${mesh.precision}` : "model"],
-    [rate(mesh.measured_ms), "tokens/s measured"],
-    [rate(mesh.predicted_ms), "tokens/s predicted"],
-    [mesh.active, "sessions"],
-    [mesh.served, `answers, ${mesh.tokens} tokens`],
+    [rate(mesh.measured), "tokens/s measured"],
+    [rate(mesh.predicted), "tokens/s predicted"],
+    [ms(mesh.measured?.ttft_ms), `to the first token, ${ms(mesh.predicted?.ttft_ms)} predicted`],
+    [mesh.active, mesh.waiting ? `sessions, ${mesh.waiting} waiting` : "sessions"],
+    [mesh.served.toLocaleString(), `answers, ${mesh.tokens.toLocaleString()} tokens`],
     [lost, "losses survived"],
   ];
+  if (mesh.memory) {
+    const { weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
+    figures.push([bytes(weights), `of weights here, ${bytes(process)} in all`]);
+    figures.push([bytes(kv_cache + prefix_cache), `of ${bytes(kv_room)} KV cache here`]);
+  }
   const made = figures.map(([value, name]) => {
     const box = element("div");
     box.append(element("b", value), element("span", name));
     return box;
   });
-  document.getElementById("figures").replaceChildren(...made);
+  at("figures").replaceChildren(...made);
 }
 
 function drawRing(mesh) {
-  const svg = document.getElementById("ring");
-  const count = mesh.hops.length;
-  const parts = [];
-  const places = mesh.hops.map((_, rank) => {
-    const turn = (2 * Math.PI * rank) / count - (count === 2 ? Math.PI : Math.PI / 2);
-    return count === 1 ? [360, 180] : [360 + 250 * Math.cos(turn), 180 + 125 * Math.sin(turn)];
-  });
-  const states = new Map(mesh.nodes.map((node) => [node.name, node.state]));
-  mesh.hops.forEach((hop, rank) => {
-    if (count > 1) parts.push(...drawHop(places[rank], places[(rank + 1) % count], hop.wire_ms));
-  });
-  mesh.hops.forEach((hop, rank) => {
-    const [x, y] = places[rank];
-    const isAway = ["down", "left", "leaving"].includes(states.get(hop.name));
-    const box = make("rect", { x: x - 70, y: y - 32, width: 140, height: 64, rx: 10, class: isAway ? "node away" : "node" });
-    const time = hop.compute_ms === null ? "" : `, ${hop.compute_ms.toFixed(2)} ms`;
-    parts.push(box, label(x, y - 6, short(hop.name, 15)), label(x, y + 16, `${hop.layers}${time}`, "small"));
-  });
-  if (!count) parts.push(label(360, 180, mesh.reason || "no ring yet"));
-  svg.replaceChildren(...parts);
-  const told = mesh.hops.map((hop) => `${hop.name} holds ${hop.layers}`).join(", then ");
+  const width = at("drawing").clientWidth;
+  if (!width) return;
+  const isNarrow = width < narrowBelow || mesh.hops.length > ringMost;
+  const idle = mesh.nodes.filter((node) => node.rank === null);
+  const [parts, height] = isNarrow ? column(mesh, idle) : ellipse(mesh, idle);
+  at("ring").setAttribute("viewBox", `0 0 ${isNarrow ? 360 : 760} ${height}`);
+  at("ring").classList.toggle("narrow", isNarrow);
+  at("ring").classList.toggle("live", mesh.active > 0);
+  at("ring").replaceChildren(...parts);
+  const told = mesh.hops.map((hop) => `${hop.name} holds layers ${hop.layers}`).join(", then ");
   const why = mesh.reason ? `: ${mesh.reason}` : "";
-  document.getElementById("ring-caption").textContent =
-    `${mesh.state}${why}${told ? `; ${told}` : ""}`;
+  const rest = idle.length ? `; without layers: ${idle.map(({ name, state }) => `${name} (${state})`).join(", ")}` : "";
+  at("ring-caption").textContent = `Ring ${mesh.state}${why}${told ? `; ${told}` : ""}${rest}`;
 }
 
-function drawHop([x1, y1], [x2, y2], ms) {
-  const middle = [(x1 + x2) / 2, (y1 + y2) / 2];
+function ellipse(mesh, idle) {
+  const count = mesh.hops.length;
+  const places = mesh.hops.map((_, rank) => {
+    const turn = (2 * Math.PI * rank) / count - (count === 2 ? Math.PI : Math.PI / 2);
+    return count === 1 ? [380, 60] : [380 + 285 * Math.cos(turn), 180 + 135 * Math.sin(turn)];
+  });
+  const parts = [];
+  mesh.hops.forEach((hop, rank) => {
+    if (count > 1) parts.push(...curve(places[rank], places[(rank + 1) % count], wire(mesh, rank)));
+  });
+  mesh.hops.forEach((hop, rank) => parts.push(...box(places[rank], hop, rank, mesh)));
+  if (!count) parts.push(label(380, 60, mesh.reason || "no ring yet"));
+  let height = count > 2 ? 360 : count === 2 ? 330 : 120;
+  for (let at = 0; at < idle.length; at += 4, height += 80) {
+    const shown = idle.slice(at, at + 4);
+    shown.forEach((node, place) => parts.push(...idleBox(380 + 180 * (place - (shown.length - 1) / 2), height + 36, node)));
+  }
+  return [parts, height];
+}
+
+function column(mesh, idle) {
+  const step = 104;
+  const count = mesh.hops.length;
+  const parts = [];
+  mesh.hops.forEach((hop, rank) => {
+    const y = 40 + rank * step;
+    const { time, isRelayed } = wire(mesh, rank);
+    const kind = isRelayed ? "hop relayed" : "hop";
+    if (rank < count - 1) {
+      parts.push(make("path", { class: kind, d: `M115 ${y + 32}V${y + step - 40}` }), arrow(115, y + step - 38, 0, 1));
+      parts.push(label(127, y + step / 2 + 5, time, "small start"));
+    } else if (count > 1) {
+      parts.push(make("path", { class: kind, d: `M195 ${y}H255Q275 ${y} 275 ${y - 20}V60Q275 40 255 40H210` }), arrow(197, 40, -1, 0));
+      parts.push(label(284, y / 2 + 20, time, "small start"));
+    }
+  });
+  mesh.hops.forEach((hop, rank) => parts.push(...box([115, 40 + rank * step], hop, rank, mesh)));
+  if (!count) parts.push(label(180, 40, short(mesh.reason || "no ring yet", 44)));
+  let height = count ? 90 + (count - 1) * step : 80;
+  for (const node of idle) {
+    parts.push(...idleBox(115, height + 36, node));
+    height += 80;
+  }
+  return [parts, height];
+}
+
+// The time of a hop, and whether it is known to pass a relay: its path is known at one end only.
+function wire(mesh, rank) {
+  const hop = mesh.hops[rank];
+  const next = mesh.hops[(rank + 1) % mesh.hops.length];
+  const ends = mesh.nodes.filter(({ id }) => id === hop.id || id === next.id);
+  const other = ends.some((node) => node.is_self) && ends.find((node) => !node.is_self);
+  const time = hop.measured.wire_ms ?? hop.predicted.wire_ms;
+  const isRelayed = other && other.path === "relayed";
+  return { time: time === null ? "" : `${time.toFixed(1)} ms${isRelayed ? " relayed" : ""}`, isRelayed };
+}
+
+function box([x, y], hop, rank, mesh) {
+  const state = mesh.nodes.find(({ id }) => id === hop.id)?.state;
+  const time = hop.measured.compute_ms ?? hop.predicted.compute_ms;
+  const told = time === null ? "" : `, ${time.toFixed(2)} ms`;
+  return [
+    make("rect", { x: x - 80, y: y - 32, width: 160, height: 64, rx: 10, class: away.includes(state) ? "node away" : "node" }),
+    label(x, y - 8, `${rank ? "" : "▸ "}${short(hop.name, 17)}`, "name"),
+    label(x, y + 15, away.includes(state) ? state : `${hop.layers}${told}`, "small"),
+  ];
+}
+
+function idleBox(x, y, node) {
+  return [
+    make("rect", { x: x - 80, y: y - 28, width: 160, height: 56, rx: 10, class: away.includes(node.state) ? "node away" : "node idle" }),
+    label(x, y - 5, short(node.name, 18)),
+    label(x, y + 16, node.state, "small"),
+  ];
+}
+
+function curve([x1, y1], [x2, y2], { time, isRelayed }) {
   const length = Math.hypot(x2 - x1, y2 - y1);
   const [ux, uy] = [(x2 - x1) / length, (y2 - y1) / length];
-  const bend = 28;
-  const control = [middle[0] + uy * bend, middle[1] - ux * bend];
-  const line = make("path", { class: "hop", d: `M${x1} ${y1}Q${control[0]} ${control[1]} ${x2} ${y2}` });
-  const [ax, ay] = [(x1 + 2 * control[0] + x2) / 4, (y1 + 2 * control[1] + y2) / 4];
-  const arrow = make("path", {
-    class: "arrow",
-    d: `M${ax + 9 * ux} ${ay + 9 * uy}L${ax - 6 * ux - 6 * uy} ${ay - 6 * uy + 6 * ux}L${ax - 6 * ux + 6 * uy} ${ay - 6 * uy - 6 * ux}Z`,
-  });
-  const text = ms === null ? [] : [label(ax + uy * 40, ay - ux * 20 + 5, `${ms.toFixed(1)} ms`, "small")];
-  return [line, arrow, ...text];
+  const bend = Math.min(60, length / 6);
+  const [cx, cy] = [(x1 + x2) / 2 + uy * bend, (y1 + y2) / 2 - ux * bend];
+  const [mx, my] = [(x1 + 2 * cx + x2) / 4, (y1 + 2 * cy + y2) / 4];
+  return [
+    make("path", { class: isRelayed ? "hop relayed" : "hop", d: `M${x1} ${y1}Q${cx} ${cy} ${x2} ${y2}` }),
+    arrow(mx + 8 * ux, my + 8 * uy, ux, uy),
+    label(mx + uy * 18, my - ux * 20 + 5, time, `small${uy > 0.3 ? " start" : uy < -0.3 ? " end" : ""}`),
+  ];
+}
+
+function arrow(x, y, ux, uy) {
+  return make("path", { class: "arrow", d: `M${x} ${y}L${x - 14 * ux - 6 * uy} ${y - 14 * uy + 6 * ux}L${x - 14 * ux + 6 * uy} ${y - 14 * uy - 6 * ux}Z` });
+}
+
+function drawTimes(mesh) {
+  const rows = mesh.hops.map((hop, rank) =>
+    row(`${rank}`, hop.name, hop.layers, ...[hop.measured.compute_ms, hop.predicted.compute_ms, hop.measured.wire_ms, hop.predicted.wire_ms].map(number)),
+  );
+  at("times").replaceChildren(...rows);
+  at("times-box").hidden = !rows.length;
+}
+
+function number(value) {
+  const made = element("span", value === null ? "-" : value.toFixed(2), "number");
+  return made;
 }
 
 function drawNodes(nodes) {
   const rows = nodes.map((node) => {
-    const row = element("tr");
-    const state = element("td", node.reason ? `${node.state}: ${short(node.reason, 60)}` : node.state);
+    const state = element("span", node.reason ? `${node.state}: ${node.reason}` : node.state);
     if (["down", "refused"].includes(node.state)) state.classList.add("bad");
-    row.append(
-      element("td", node.is_self ? `${node.name} (this node)` : node.name),
+    return row(
+      node.is_self ? `${node.name} (this node)` : node.name,
       state,
-      element("td", node.layers ?? "-"),
-      element("td", node.memory_bytes ? bytes(node.memory_bytes) : "-", "number"),
-      element("td", node.round_trip_ms === null ? "-" : `${node.round_trip_ms.toFixed(1)} ms`, "number"),
-      element("td", node.path || "-"),
+      node.layers,
+      node.memory_bytes ? bytes(node.memory_bytes) : null,
+      node.round_trip_ms === null ? null : ms(node.round_trip_ms),
+      node.path || null,
     );
-    return row;
   });
-  document.getElementById("nodes").replaceChildren(...rows);
+  at("nodes").replaceChildren(...rows);
 }
 
 function* changes(old, mesh) {
   if (!old) return;
-  const states = new Map(old.nodes.map((node) => [node.name, node.state]));
+  const states = new Map(old.nodes.map((node) => [node.id, node.state]));
   for (const node of mesh.nodes) {
-    const was = states.get(node.name);
+    const was = states.get(node.id);
     if (was !== node.state) yield was ? `${node.name}: ${was}, now ${node.state}` : `${node.name} joined`;
   }
   if (old.epoch !== mesh.epoch || old.state !== mesh.state) {
@@ -117,8 +221,11 @@ function* changes(old, mesh) {
 }
 
 function log(line) {
-  const list = document.getElementById("log");
-  list.prepend(element("li", `${new Date().toLocaleTimeString()} ${line}`));
+  const list = at("log");
+  const item = element("li");
+  item.append(element("time", new Date().toLocaleTimeString()), ` ${line}`);
+  list.prepend(item);
+  at("log-empty").hidden = true;
   while (list.children.length > loggedMost) list.lastChild.remove();
 }
 
@@ -132,13 +239,4 @@ function label(x, y, text, kind) {
   const made = make("text", kind ? { x, y, class: kind } : { x, y });
   made.textContent = text;
   return made;
-}
-
-function short(text, most) {
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
-}
-
-function bytes(count) {
-  const power = Math.min(Math.floor(Math.log2(count) / 10), units.length - 1);
-  return `${(count / 1024 ** power).toFixed(1)} ${units[power]}`;
 }

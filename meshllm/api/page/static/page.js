@@ -1,49 +1,92 @@
-// The views of the page, and the state of the mesh that the first one shows.
+// The views of the page, the key, and the state of the mesh, which most views show.
 import { startChat } from "./chat.js";
-import { drawMesh } from "./mesh.js";
-import { headers } from "./door.js";
+import { at, headers, keep, key, objects } from "./door.js";
+import { drawMesh, drawModels } from "./mesh.js";
+import { drawPlan, startPlan } from "./plan.js";
+import { showOwner, startOwner } from "./owner.js";
 
-const views = ["mesh", "chat"];
-const summary = document.getElementById("summary");
+const views = ["mesh", "chat", "models", "plan", "keys"];
+let connection = new AbortController();
 
 function show() {
   const chosen = views.includes(location.hash.slice(1)) ? location.hash.slice(1) : "mesh";
   for (const name of views) {
-    document.getElementById(name).hidden = name !== chosen;
-    const link = document.getElementById(`to-${name}`);
+    at(name).hidden = name !== chosen;
+    const link = at(`to-${name}`);
     if (name === chosen) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  document.body.dataset.view = chosen;
+  showOwner(chosen);
+}
+
+function status(text, kind) {
+  at("summary").textContent = text;
+  at("summary").dataset.kind = kind;
+}
+
+function draw(mesh) {
+  at("locked").hidden = true;
+  status(`${mesh.model || "no model"}: ${mesh.state}`, mesh.state);
+  document.title = `meshllm: ${mesh.state}`;
+  drawMesh(mesh);
+  drawModels(mesh.models);
+  drawPlan(mesh);
 }
 
 async function watch() {
   for (let wait = 500; ; wait = Math.min(2 * wait, 8000)) {
+    connection = new AbortController();
     try {
-      const reply = await fetch("/page/events", { headers: headers() });
+      const reply = await fetch("/page/events", { headers: headers(), signal: connection.signal });
       if (reply.status === 401) {
-        summary.textContent = "needs an API key: see Chat, Settings";
-      } else if (reply.ok) {
-        wait = 500;
-        const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-        for (let rest = ""; ; ) {
-          const { done, value } = await reader.read();
-          if (done) break;
-          const parts = (rest + value).split("\n\n");
-          rest = parts.pop();
-          for (const part of parts) {
-            if (part.startsWith("data: ")) drawMesh(JSON.parse(part.slice(6)), summary);
-          }
+        at("locked").hidden = false;
+        at("locked-why").textContent = key() ? "The server refuses this API key." : "This server needs an API key.";
+        status("locked", "locked");
+        await changed();
+        wait = 250;
+        continue;
+      }
+      if (reply.ok) {
+        for await (const mesh of objects(reply)) {
+          wait = 500;
+          draw(mesh);
         }
       }
     } catch {
-      // the server is away
+      // the server is away, or the key has changed
     }
-    if (!summary.textContent.startsWith("needs")) summary.textContent = "disconnected, trying again";
-    await new Promise((done) => setTimeout(done, wait));
+    status("disconnected, trying again", "away");
+    await new Promise((done) => setTimeout(done, connection.signal.aborted ? 0 : wait));
   }
 }
 
+const changed = () => new Promise((done) => addEventListener("key", done, { once: true }));
+
+function startKey() {
+  const dialog = at("key-dialog");
+  for (const opener of document.querySelectorAll("[data-opens-key]")) {
+    opener.addEventListener("click", () => {
+      at("key").value = key();
+      dialog.showModal();
+    });
+  }
+  at("key-form").addEventListener("submit", () => keep(at("key").value.trim()));
+  at("forget").addEventListener("click", () => {
+    keep("");
+    dialog.close();
+  });
+  at("cancel-key").addEventListener("click", () => dialog.close());
+  addEventListener("key", () => {
+    connection.abort();
+    show();
+  });
+}
+
+startKey();
+startChat();
+startPlan();
+startOwner();
 addEventListener("hashchange", show);
 show();
-startChat();
 watch();

@@ -1,0 +1,105 @@
+// Keys and usage, for the owner; and the notice where the owner's key is needed.
+import { at, button, call, key, row } from "./door.js";
+
+const owners = ["plan", "keys"];
+const day = 86_400;
+
+export function startOwner() {
+  at("new-key").addEventListener("submit", (happened) => {
+    happened.preventDefault();
+    create();
+  });
+  at("by").addEventListener("change", drawUsage);
+  at("copy-key").addEventListener("click", () => {
+    at("made-key").select();
+    navigator.clipboard?.writeText(at("made-key").value).catch(() => {});
+  });
+}
+
+export async function showOwner(view) {
+  if (!owners.includes(view)) return;
+  const why = key() ? await refusal() : "This view needs an owner's key.";
+  for (const name of owners) {
+    at(`${name}-locked`).hidden = !why;
+    at(`${name}-why`).textContent = why;
+    at(`${name}-open`).hidden = Boolean(why);
+  }
+  if (!why && view === "keys") await Promise.all([drawKeys(), drawUsage()]);
+}
+
+async function refusal() {
+  try {
+    await call("/owner/keys");
+    return "";
+  } catch (error) {
+    return [401, 403].includes(error.status) ? "The key of this tab is not an owner's key." : error.message;
+  }
+}
+
+async function told(work) {
+  at("keys-error").textContent = "";
+  try {
+    await work();
+  } catch (error) {
+    at("keys-error").textContent = error.message;
+  }
+}
+
+const drawKeys = () =>
+  told(async () => {
+    const { keys } = await (await call("/owner/keys")).json();
+    at("key-rows").replaceChildren(...keys.map(keyRow));
+  });
+
+function keyRow(found) {
+  const date = (seconds) => new Date(1000 * seconds).toLocaleDateString();
+  const limits = [
+    found.models.join(", "),
+    found.concurrency && `${found.concurrency} at a time`,
+    found.tokens_per_day && `${found.tokens_per_day.toLocaleString()} tokens a day`,
+  ].filter(Boolean);
+  const revoker = found.state === "active" ? button("Revoke", () => revoke(found.name), `Revoke ${found.name}`) : "";
+  return row(
+    found.owner ? `${found.name} (owner)` : found.name,
+    found.state,
+    date(found.created_s),
+    found.expires_s ? date(found.expires_s) : "never",
+    limits.join("; ") || "none",
+    revoker,
+  );
+}
+
+function revoke(name) {
+  if (!confirm(`Revoke the key ${name}? This cannot be undone.`)) return;
+  told(async () => {
+    await call("/owner/keys/revoke", { name });
+    await drawKeys();
+  });
+}
+
+const create = () =>
+  told(async () => {
+    const count = (name) => Number(at(name).value) || null;
+    const days = count("key-days");
+    const made = await call("/owner/keys", {
+      name: at("key-name").value.trim(),
+      expires_s: days && Math.round(Date.now() / 1000 + days * day),
+      models: at("key-models").value.split(",").map((name) => name.trim()).filter(Boolean),
+      concurrency: count("key-together"),
+      tokens_per_day: count("key-tokens"),
+    });
+    at("made-key").value = (await made.json()).key;
+    at("made").hidden = false;
+    at("new-key").reset();
+    at("made-key").focus();
+    at("made-key").select();
+    await drawKeys();
+  });
+
+const drawUsage = () =>
+  told(async () => {
+    const by = at("by").value;
+    const { usage } = await (await call(`/owner/usage?by=${by}`)).json();
+    const rows = usage.map((each) => row(each[by] || "no key", each.requests, each.errors, each.read, each.cached, each.written));
+    at("usage-rows").replaceChildren(...(rows.length ? rows : [row("no requests yet", "", "", "", "", "")]));
+  });
