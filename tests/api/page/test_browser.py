@@ -1,0 +1,471 @@
+"""The page in a real browser, at the door of a node that says what a test wants."""
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meshllm.api.access.accounts import Accounts, KeyLimits, KeyUsage
+from meshllm.api.page import routes
+from meshllm.request import Logprob, Piece, TokenLogprobs
+from meshllm.status import MeshStatus, NodeState, PlanTerms
+from tests.api.page.conftest import Visit, visiting
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+from tests.builders.status import with_node
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
+
+pytestmark = [pytest.mark.socket, pytest.mark.asyncio(loop_scope="module")]
+
+VIEWS = ["mesh", "chat", "models", "plan", "keys"]
+HOSTILE = (
+    "<img src=x onerror=alert(1)> **<script>alert(2)</script>**\n\n"
+    "[here](javascript:alert(3)) [out](https://example.org/a?b)\n\n"
+    "```html\n<iframe src=https://example.org></iframe>\n```\n\n"
+    "| <b>a</b> | b |\n|---|---|\n| 1 | 2 |"
+)
+NAMES = """() => {
+  const kinds = "a[href], button, input, select, textarea, summary, [tabindex='0']";
+  const name = (e) => e.getAttribute("aria-label")
+    || document.getElementById(e.getAttribute("aria-labelledby"))?.textContent
+    || [...(e.labels ?? [])].map((label) => label.textContent).join(" ")
+    || (e.matches("pre, main") ? "content" : "")
+    || (e.matches("input, select, textarea") ? "" : e.textContent);
+  const nameless = [...document.querySelectorAll(kinds)].filter((e) => !name(e).trim());
+  return nameless.map((e) => e.outerHTML);
+}"""
+CONTRAST = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const linear = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const luminance = (rgb) =>
+    [0.2126, 0.7152, 0.0722].reduce((sum, part, at) => sum + part * linear(rgb[at] / 255), 0);
+  const ground = (e) => {
+    for (; e; e = e.parentElement) {
+      const found = parse(getComputedStyle(e).backgroundColor);
+      if (found[3] !== 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode.data.trim();
+    const e = walker.currentNode.parentElement;
+    if (!text || !e.checkVisibility() || e.closest(":disabled, .hidden, .skip")) continue;
+    const style = getComputedStyle(e);
+    const ink = parse(e.closest("svg") ? style.fill : style.color);
+    const pair = [luminance(ink), luminance(ground(e))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push(`${text.slice(0, 40)}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+}"""
+
+
+async def ask(page: "Page", text: str, answers: int = 1) -> None:
+    """Ask in the chat, and wait until there are so many complete answers."""
+    await page.fill("#question", text)
+    await page.press("#question", "Enter")
+    await page.locator(".assistant .actions").nth(answers - 1).wait_for()
+
+
+async def unlock(page: "Page", key: str) -> None:
+    await page.click("#open-key")
+    await page.fill("#key", key)
+    await page.click("#use-key")
+
+
+def asked(door: FakeNode) -> list[list[str]]:
+    """Return the texts of the turns of each request."""
+    return [[turn["content"] for turn in each.turns] for each in door.requests]
+
+
+async def test_an_answer_is_shown_with_its_time(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    shown = page.locator(".assistant")
+    assert "hello w" in await shown.inner_text()
+    note = await shown.locator(".actions .quiet").inner_text()
+    assert "5 tokens, first after" in note
+    assert f"seed {door.requests[0].sampling.seed}" in note
+    assert asked(door) == [["Hi"]]
+
+
+async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await page.click("#conversation > details > summary")
+    for name, value in {"temperature": "0.5", "top_p": "0.9", "most": "7", "seed": "3"}.items():
+        await page.fill(f"#{name}", value)
+    await page.fill("#system", "Be brief")
+
+    await ask(page, "Hi")
+
+    (request,) = door.requests
+    assert asked(door) == [["Be brief", "Hi"]]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 3)
+    assert request.max_tokens == 7
+
+
+async def test_stop_cancels_the_answer_and_keeps_what_came(visit: Visit, door: FakeNode) -> None:
+    door.waits_at = 2
+    page = await visit.open("chat")
+    await page.fill("#question", "Hi")
+    await page.press("#question", "Enter")
+    await page.get_by_text("hello", exact=True).wait_for()
+
+    await page.click("#stop")
+    await asyncio.wait_for(door.closed.wait(), 20)
+    await page.locator(".assistant .actions").wait_for()
+
+    shown = await page.locator(".assistant").inner_text()
+    assert shown.startswith("hello")
+    assert "stopped" in shown
+    assert await page.is_visible("#send")
+
+
+async def test_an_answer_can_be_had_again(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await ask(page, "Hi")
+
+    await page.get_by_role("button", name="Regenerate").click()
+    await page.wait_for_function("() => document.querySelector('#turns').ariaBusy === 'false'")
+
+    assert asked(door) == [["Hi"], ["Hi"]]
+    assert door.requests[0].sampling.seed != door.requests[1].sampling.seed
+    assert await page.locator(".turn").count() == 2
+
+
+async def test_an_earlier_question_can_be_edited(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await ask(page, "One")
+    await ask(page, "Two", answers=2)
+
+    await page.get_by_role("button", name="Edit").first.click()
+    field = page.get_by_label("Edit the message")
+    assert await field.input_value() == "One"
+    await field.fill("Three")
+    await field.press("Enter")
+    await page.locator(".assistant .actions").wait_for()
+
+    assert asked(door)[-1] == ["Three"]
+    assert await page.locator(".turn").count() == 2
+
+
+async def test_editing_can_be_cancelled(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await ask(page, "One")
+
+    await page.get_by_role("button", name="Edit").click()
+    await page.get_by_role("button", name="Cancel").click()
+
+    assert "One" in await page.locator(".user").inner_text()
+    assert len(door.requests) == 1
+
+
+async def test_conversations_survive_a_reload(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await ask(page, "One")
+    await page.click("#new")
+    await ask(page, "Two")
+
+    await page.reload()
+
+    assert "Two" in await page.locator("#turns").inner_text()
+    await page.locator("#talks").get_by_role("button", name="One").click()
+    assert "One" in await page.locator(".user").inner_text()
+    await page.click("#drop")
+    await page.reload()
+    assert await page.locator("#talks").inner_text() == "Two"
+
+
+async def test_two_tabs_do_not_undo_each_other(visit: Visit, door: FakeNode) -> None:
+    first = await visit.open("chat")
+    second = await first.context.new_page()
+    visit.watch(second)
+    await second.goto(f"{visit.url}#chat")
+    await ask(first, "One")
+    await ask(second, "Two")
+
+    await first.locator("#talks").get_by_role("button", name="Two").wait_for()
+    await second.reload()
+
+    told = await second.locator("#talks").inner_text()
+    assert sorted(told.split("\n")) == ["One", "Two"]
+
+
+async def test_a_hostile_answer_is_shown_as_text(visit: Visit, door: FakeNode) -> None:
+    door.said = (Piece(HOSTILE), answer_of(HOSTILE, 9))
+    page = await visit.open("chat")
+    page.on("dialog", lambda dialog: visit.faults.append(dialog.message))
+
+    await ask(page, HOSTILE)
+
+    for kind in ("img", "script", "iframe", "b"):
+        assert await page.locator(f"#turns {kind}").count() == 0, kind
+    shown = await page.locator(".assistant").inner_text()
+    for text in ("<img src=x onerror=alert(1)>", "<script>alert(2)</script>", "<b>a</b>"):
+        assert text in shown
+    assert "[here](javascript:alert(3))" in shown
+    (link,) = await page.locator("#turns a").all()
+    assert await link.get_attribute("href") == "https://example.org/a?b"
+    assert "https://example.org/a?b" in await link.inner_text()
+    assert "noopener" in (await link.get_attribute("rel") or "")
+
+
+async def test_markdown_is_laid_out(visit: Visit, door: FakeNode) -> None:
+    text = "# Title\n\n1. one\n   - deep\n2. two\n\n> said\n\n*a* **b** `c`\n\n---\n\n"
+    text += "```py\nx = 1\n```"
+    door.said = (Piece(text), answer_of(text, 9))
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    found = {
+        kind: await page.locator(f".assistant {kind}").all_inner_texts()
+        for kind in ("h4", "ol > li > ul > li", "blockquote", "em", "strong", "p code", "pre")
+    }
+    assert list(found.values()) == [["Title"], ["deep"], ["said"], ["a"], ["b"], ["c"], ["x = 1"]]
+    assert await page.locator(".assistant ol > li").count() == 2
+    assert await page.locator(".assistant hr").count() == 1
+
+
+async def test_the_probability_of_each_token_is_shown(visit: Visit, door: FakeNode) -> None:
+    chosen, other = Logprob(1, "yes", tuple(b"yes"), -0.1), Logprob(2, "no", tuple(b"no"), -3.0)
+    door.said = (
+        Piece("yes", logprobs=(TokenLogprobs(chosen, (chosen, other)),)),
+        answer_of("yes", 1),
+    )
+    page = await visit.open("chat")
+    await page.click("#conversation > details > summary")
+    await page.check("#probable")
+    await ask(page, "Hi")
+
+    await page.focus(".tokens .line")
+    await page.keyboard.press("ArrowRight")
+
+    assert await page.inner_text(".tokens p") == '"yes" 90.5 %; instead of "no" 5.0 %'
+    await page.uncheck("#probable")
+    assert await page.locator(".tokens").count() == 0
+    assert "yes" in await page.inner_text(".assistant p")
+
+
+async def test_reasoning_is_apart_from_the_answer(visit: Visit, door: FakeNode) -> None:
+    door.said = (Piece("", reasoning="because"), Piece("so"), answer_of("so", 2))
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert await page.locator(".assistant details").text_content() == "Reasoningbecause"
+    assert await page.inner_text(".assistant > p") == "so"
+
+
+async def test_an_error_is_told(visit: Visit, door: FakeNode) -> None:
+    door.fails_at = 2
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert "It broke" in await page.inner_text(".assistant .error")
+    assert "hello" in await page.inner_text(".assistant")
+
+
+async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open()
+    name = door.status().nodes[0].name
+    await page.locator("#nodes tr").nth(1).wait_for()
+    assert await page.inner_text("#summary") == "builtin: serving"
+    assert name in (await page.text_content("#ring") or "")
+    assert "3.00 ms" in (await page.text_content("#ring") or "")
+    assert "tokens/s measured" in await page.inner_text("#figures")
+
+    lost = with_node(door.status(), 1, state=NodeState.DOWN, reason="no link to it")
+    show(door, lost)
+    await page.get_by_text("serving, now down").wait_for()
+
+    assert "no link to it" in await page.inner_text("#nodes .bad")
+    assert await page.locator("#ring .away").count() == 1
+
+
+async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("models")
+
+    await page.locator("#served").get_by_text("builtin").wait_for()
+
+    assert "the ring" in await page.inner_text("#served")
+    assert door.status().nodes[0].name in await page.inner_text("#served")
+
+
+async def test_the_owners_views_need_an_owners_key(
+    browser: "Browser", door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("guest", KeyLimits(), 0)
+    async with visiting(browser, door, accounts) as visit:
+        page = await visit.open("keys")
+        assert "needs an owner's key" in await page.inner_text("#keys-locked")
+        assert "meshllm key create NAME --owner" in await page.inner_text("#keys-locked")
+        assert visit.faults == []
+
+        await unlock(page, key)
+        await page.locator("#keys-locked").get_by_text("is not an owner's key").wait_for()
+
+        assert await page.is_hidden("#keys-open")
+        assert await page.locator("#key-rows tr").count() == 0
+        await page.click("#to-plan")
+        assert await page.is_hidden("#plan-open")
+    assert door.calls == []
+
+
+async def test_the_owner_creates_and_revokes_keys(
+    visit: Visit, accounts: Accounts, owner: str
+) -> None:
+    accounts.record("2026-11-25", "ci", "builtin", KeyUsage(3, 0, 10, 4, 20))
+    page = await visit.open("keys")
+    page.on("dialog", lambda dialog: asyncio.ensure_future(dialog.accept()))
+    await unlock(page, owner)
+    await page.fill("#key-name", "laptop")
+    await page.fill("#key-days", "30")
+    await page.fill("#key-tokens", "1000")
+
+    await page.click("#create-key")
+    await page.locator("#made").wait_for()
+
+    found = accounts.find(await page.input_value("#made-key"))
+    assert found
+    assert (found.name, found.limits.tokens_per_day, found.is_owner) == ("laptop", 1000, False)
+    assert "2026-11-25" in await page.inner_text("#usage-rows")
+    await page.get_by_role("button", name="Revoke laptop").click()
+    await page.locator("#key-rows").get_by_text("revoked").wait_for()
+    await page.select_option("#by", "key")
+    await page.locator("#usage-rows").get_by_text("ci").wait_for()
+
+
+async def test_a_plan_is_predicted_before_anything_moves(
+    visit: Visit, door: FakeNode, owner: str
+) -> None:
+    page = await visit.open("plan")
+    await unlock(page, owner)
+    first = door.status().nodes[0]
+    await page.select_option("#policy", "throughput")
+    await page.fill("#members", "2")
+    await page.uncheck("#plan-nodes tr:nth-child(2) input[type=checkbox]")
+    await page.fill("#plan-nodes tr:first-child input[type=number]", "2")
+
+    await page.click("#predict")
+    await page.locator("#plan-stages tr").first.wait_for()
+
+    second = door.status().nodes[1]
+    terms = PlanTerms("throughput", 2, (second.short,), {first.short: 2 << 30})
+    assert door.calls == [(terms,)]
+    assert "125.0 tokens/s" in await page.inner_text("#plan-told")
+
+
+async def test_a_door_that_needs_a_key_asks_for_it(
+    browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
+) -> None:
+    key = accounts.create("guest", KeyLimits(), 0)
+    names = {node.name for node in door.status().nodes}
+    async with visiting(browser, door, accounts, needs_key=True) as visit:
+        page = await visit.open()
+        await page.get_by_text("This server needs an API key").wait_for()
+        await unlock(page, "wrong")
+        await page.get_by_text("The server refuses this API key").wait_for()
+
+        await unlock(page, key)
+        await page.locator("#nodes tr").first.wait_for()
+        guests = await page.inner_text("#mesh")
+        await unlock(page, owner)
+        await page.locator("#nodes").get_by_text("this node").first.wait_for()
+        await page.locator("#figures").get_by_text("of weights here").wait_for()
+
+        assert not [name for name in names if name in guests]
+        assert [name for name in names if name in await page.inner_text("#mesh")]
+        assert await page.is_hidden("#locked")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [375, 768, 1280])
+async def test_every_view_fits_and_can_be_read(
+    visit: Visit, door: FakeNode, owner: str, theme: str, width: int
+) -> None:
+    text = HOSTILE + "\n\n" + "x" * 300
+    door.said = (Piece(text), answer_of(text, 9))
+    page = await visit.open("chat", theme=theme, width=width)
+    await ask(page, "y" * 300)
+    await unlock(page, owner)
+    for view in VIEWS:
+        await page.click(f"#to-{view}")
+        await page.locator(f"#{view}").wait_for()
+        if view in ("plan", "keys"):
+            await page.locator(f"#{view}-open").wait_for()
+
+        wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        low = await page.evaluate(CONTRAST)
+        nameless = await page.evaluate(NAMES)
+
+        assert (view, wide, low, nameless) == (view, 0, [], [])
+
+
+async def test_the_keyboard_reaches_everything_in_order(visit: Visit) -> None:
+    page = await visit.open()
+
+    async def tab(times: int) -> list[str]:
+        """Return what gets the focus, which must be visible."""
+        order = []
+        for _ in range(times):
+            await page.keyboard.press("Tab")
+            active = "document.activeElement"
+            name = f"{active}.id || {active}.className || {active}.tagName"
+            order.append(await page.evaluate(name))
+            assert await page.evaluate(f"getComputedStyle({active}).outlineStyle") != "none", order
+        return order
+
+    assert await tab(7) == [
+        "skip", "to-mesh", "to-chat", "to-models", "to-plan", "to-keys", "open-key",
+    ]  # fmt: skip
+    await page.focus("#to-chat")
+    await page.keyboard.press("Enter")
+    assert await tab(6) == ["new", "drop", "SUMMARY", "turns", "question", "send"]
+
+
+async def test_shift_enter_breaks_the_line(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await page.fill("#question", "a")
+    await page.press("#question", "Shift+Enter")
+    await page.type("#question", "b")
+    assert door.requests == []
+
+    await page.press("#question", "Enter")
+    await page.locator(".assistant .actions").wait_for()
+
+    assert asked(door) == [["a\nb"]]
+
+
+async def test_the_page_returns_when_the_server_does(
+    browser: "Browser", door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "REFRESH_S", 0.02)
+    async with visiting(browser, door, accounts) as visit:
+        page = await visit.open()
+        await page.locator("#nodes tr").first.wait_for()
+        await page.route("**/page/events", lambda route: route.abort())
+        await page.evaluate("dispatchEvent(new Event('key'))")
+        await page.get_by_text("disconnected").wait_for()
+
+        await page.unroute("**/page/events")
+        await page.get_by_text("builtin: serving").wait_for()
+
+
+def show(door: FakeNode, status: MeshStatus) -> None:
+    """Let a node report another status from now on."""
+    shown = replace(status)
+
+    async def report() -> MeshStatus:
+        return shown
+
+    door.mesh_status = report  # type: ignore[method-assign]
