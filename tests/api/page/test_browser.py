@@ -279,7 +279,7 @@ async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, door: FakeNo
     page = await visit.open()
     name = door.status().nodes[0].name
     await page.locator("#nodes tr").nth(1).wait_for()
-    assert await page.inner_text("#summary") == "builtin: serving"
+    assert await page.inner_text("#summary") == "serving: builtin"
     assert name in (await page.text_content("#ring") or "")
     assert "3.00 ms" in (await page.text_content("#ring") or "")
     assert "tokens/s measured" in await page.inner_text("#figures")
@@ -458,7 +458,7 @@ async def test_the_page_returns_when_the_server_does(
         await page.get_by_text("disconnected").wait_for()
 
         await page.unroute("**/page/events")
-        await page.get_by_text("builtin: serving").wait_for()
+        await page.get_by_text("serving: builtin").wait_for()
 
 
 def show(door: FakeNode, status: MeshStatus) -> None:

@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def test_the_embedded_model_answers_on_the_page(browser: "Browser", url: str) -> None:
     visit = Visit(browser, url)
     page = await visit.open()
-    await page.get_by_text("builtin: serving").wait_for(timeout=120_000)
+    await page.get_by_text("serving: builtin").wait_for(timeout=120_000)
     await page.click("#to-chat")
 
     await page.fill("#question", "What is a ring?")

@@ -27,7 +27,7 @@ function status(text, kind) {
 
 function draw(mesh) {
   at("locked").hidden = true;
-  status(`${mesh.model || "no model"}: ${mesh.state}`, mesh.state);
+  status(`${mesh.state}: ${mesh.model || "no model"}`, mesh.state);
   document.title = `meshllm: ${mesh.state}`;
   drawMesh(mesh);
   drawModels(mesh.models);
