@@ -8,7 +8,7 @@ from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
 from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
 from meshllm.api.respond import on_error
-from meshllm.api.v1 import chat, completions, embeddings, messages, models, responses
+from meshllm.api.v1 import chat, chat_socket, completions, embeddings, messages, models, responses
 from meshllm.api.v1.service import Service
 
 
@@ -41,6 +41,7 @@ def public_application(
         routes=[
             *models.routes(service),
             *chat.routes(service),
+            *chat_socket.routes(service),
             *completions.routes(service),
             *embeddings.routes(service),
             *messages.routes(service),

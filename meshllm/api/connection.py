@@ -1,13 +1,32 @@
-"""One HTTP connection of an untrusted client: closed if it is idle, slow or does not read."""
+"""One connection of an untrusted client: closed if it is idle, slow or does not read."""
 
 import asyncio
 from typing import Any
 
+from h11 import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 HEADERS_S = 20.0  # s from the connection, or the last response, to the end of the next headers
 STALL_S = 30.0  # s in which a client must read what is buffered for it
 MAX_OPEN = 512  # connections; more close the one that has been idle longest
+
+
+class StallTimer:
+    """Ends a connection whose client does not read."""
+
+    def __init__(self) -> None:
+        self._end: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        """Give the client time to read what is buffered for it."""
+        self._end = loop.call_later(STALL_S, transport.abort)
+
+    def stop(self) -> None:
+        """Note that the client has read, or is gone."""
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
 
 
 class PublicProtocol(H11Protocol):
@@ -16,7 +35,10 @@ class PublicProtocol(H11Protocol):
     since = 0.0
     """When it was opened, or sent its last response."""
     _headers: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._stall = StallTimer()
 
     @property
     def is_idle(self) -> bool:
@@ -51,15 +73,18 @@ class PublicProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         """Give the client time to read."""
-        self._stall = self.loop.call_later(STALL_S, self.transport.abort)
+        self._stall.start(self.loop, self.transport)
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Note that the client has read."""
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+        self._stall.stop()
         super().resume_writing()
+
+    def handle_websocket_upgrade(self, event: Request) -> None:
+        """Leave the connection to the protocol of WebSockets, which has no next headers."""
+        super().handle_websocket_upgrade(event)
+        self._cancel()
 
     def _await_headers(self) -> None:
         self._cancel()
@@ -76,3 +101,29 @@ class PublicProtocol(H11Protocol):
         idle = [each for each in connections if each.is_idle and each is not self]
         if idle:
             min(idle, key=lambda each: each.since).transport.abort()
+
+
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's protocol for WebSockets, which drops a client that does not read."""
+
+    is_idle = False
+    """Its application ends it when it is idle."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._stall = StallTimer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        self._stall.stop()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Give the client time to read."""
+        self._stall.start(self.loop, self.transport)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read."""
+        self._stall.stop()
+        super().resume_writing()

@@ -11,8 +11,10 @@ from starlette.applications import Starlette
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
+from meshllm.api.connection import SocketProtocol
 from meshllm.api.port import NodePort
 from meshllm.api.unix import listening
+from meshllm.node.requests.request_json import REQUEST_BYTES
 
 HEADER_BYTES = 16 << 10
 CONNECTIONS = 256  # of one owner; further ones get 503
@@ -34,7 +36,9 @@ async def run_server(application: Starlette, bound: socket, **settings: Any) -> 
     """Serve an application on a bound socket until cancelled; ``settings`` are uvicorn's."""
     config = Config(
         application,
-        ws="none",
+        ws=SocketProtocol,
+        ws_max_size=REQUEST_BYTES,
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshllm.api.access.accounts import Accounts, ApiKey
@@ -33,7 +33,11 @@ from meshllm.api.failure import INVALID, Failure, Refused, response_of
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_KEY_CHARS = 256
 
+KEY_PROTOCOL = "meshllm.key."
+"""Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
+
 _SCOPE = "meshllm.key"
+_WEB = {"ws": "http", "wss": "https"}
 _UNKNOWN = Failure(401, INVALID, "invalid_api_key")
 _NOT_OWNER = Failure(403, INVALID, "owner_key_required")
 _OWNER_HINT = "create one with `meshllm key create NAME --owner`"
@@ -76,7 +80,7 @@ def owner_guard(policy: AccessPolicy, accounts: Accounts) -> Middleware:
     return Middleware(_Gate, policy=policy, accounts=accounts, is_owners=True)
 
 
-def key_of(request: Request) -> ApiKey | None:
+def key_of(request: HTTPConnection) -> ApiKey | None:
     """Return the key of a request that has entered; None if it came without one."""
     key: ApiKey | None = request.scope.get(_SCOPE)
     return key
@@ -98,7 +102,8 @@ class _Site:
         if not self._policy.needs_key and _name(host) not in self._policy.hosts:
             text = f"The host `{host[:100]}` is not served here"
             return Refused(text, Failure(421, INVALID, "unknown_host"))
-        if origin is None or origin == f"{scheme}://{host}" or origin in self._policy.origins:
+        own = f"{_WEB.get(scheme, scheme)}://{host}"
+        if origin is None or origin == own or origin in self._policy.origins:
             return None
         hint = "its owner can allow it with `--origins`"
         text = f"The origin `{origin[:100]}` may not use this server"
@@ -122,7 +127,8 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with its key, or refuse it."""
         try:
-            scope[_SCOPE] = await self._identify(_sent(Headers(scope=scope)))
+            offered = scope.get("subprotocols", ())
+            scope[_SCOPE] = await self._identify(_sent(Headers(scope=scope), offered))
         except Refused as refused:
             await response_of(refused, scope["path"])(scope, receive, send)
         else:
@@ -148,10 +154,13 @@ class _Gate:
         return await asyncio.to_thread(self._accounts.find, sent) if self._accounts else None
 
 
-def _sent(headers: Headers) -> str:
+def _sent(headers: Headers, subprotocols: Sequence[str]) -> str:
     """Return the key that a request carries, as OpenAI's or Anthropic's clients send it."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    offered = (each for each in subprotocols if each.startswith(KEY_PROTOCOL))
+    return next(offered, "").removeprefix(KEY_PROTOCOL) or headers.get("x-api-key", "")
 
 
 def _name(host: str) -> str:

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: OpenAI's chat completions."""
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, with_keep_alive, within
@@ -29,8 +30,11 @@ from meshllm.request import (
     Turn,
 )
 from meshllm.request import Request as Asked
+from meshllm.status import ModelStatus
 from meshllm.strict_json import WrongField
 
+APART = ("response_format", *FIELDS)
+"""Fields of a body that are read apart from `Chat`."""
 WHOLE, CHUNK = "chat.completion", "chat.completion.chunk"
 
 
@@ -192,7 +196,7 @@ class _ChatReply(Reply):
         if happened.text or happened.logprobs:
             written += self._delta(place, {"content": happened.text}, happened.logprobs)
         if happened.calls:
-            calls = [_call(each) for each in happened.calls]
+            calls = [call_entry(each) for each in happened.calls]
             written += self._delta(place, {"tool_calls": calls})
         return written
 
@@ -220,33 +224,50 @@ class _ChatReply(Reply):
     def _logprobs(self, place: int, found: Iterable[TokenLogprobs]) -> dict[str, Any] | None:
         if self.asked[place].logprobs is None:
             return None
-        return {"content": [*map(_told, found)], "refusal": None}
+        return {"content": [*map(token_entry, found)], "refusal": None}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A chat that is allowed and checked; its events are computed once they are read."""
+
+    model: ModelStatus
+    asked: list[Asked]
+    events: AsyncGenerator[Choices, None]
+
+
+async def call(
+    service: Service, key: ApiKey | None, body: Chat, apart: dict[str, object]
+) -> ChatCall:
+    """Check a chat with the fields of it that stand `APART`; raise `UserError` if invalid."""
+    schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
+    needs = body.meshllm or Extension()
+    asked = [
+        replace(each, schema=schema, tools=tools, trusted=needs.trust) for each in body.requests()
+    ]
+    model = await service.model(key, body.model)
+    needs.check(model)
+    events = service.answer(key, model, asked, needs.outline_mode(model, body.choices))
+    if needs.deadline_ms:
+        events = within(events, needs.deadline_ms / 1000)
+    return ChatCall(model, asked, events)
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body, apart = await read_fields(request, Chat, ("response_format", *FIELDS))
-        schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
-        needs, key = body.meshllm or Extension(), key_of(request)
-        asked = [
-            replace(each, schema=schema, tools=tools, trusted=needs.trust)
-            for each in body.requests()
-        ]
-        model = await service.model(key, body.model)
-        needs.check(model)
+        body, apart = await read_fields(request, Chat, APART)
+        made = await call(service, key_of(request), body, apart)
+        model = made.model
         reply = _ChatReply(
-            "chatcmpl", model.name, model.fingerprint, asked, body.choices, body.has_usage
+            "chatcmpl", model.name, model.fingerprint, made.asked, body.choices, body.has_usage
         )
-        events = service.answer(key, model, asked, needs.outline_mode(model, body.choices))
-        if needs.deadline_ms:
-            events = within(events, needs.deadline_ms / 1000)
         headers = {"x-request-id": reply.id, "x-meshllm-precision": precision_of(model)}
         if body.stream:
-            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
+            slow = with_keep_alive(made.events, base.KEEP_ALIVE_S)
             return Stream(slow, STREAM, reply.chunks, failure, headers)
-        return Stream(events, JSON, reply.completion, error_object, headers)
+        return Stream(made.events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
@@ -255,7 +276,8 @@ def _is_shown(piece: Piece) -> bool:
     return piece.has_text or bool(piece.logprobs)
 
 
-def _call(delta: ToolCallDelta) -> dict[str, Any]:
+def call_entry(delta: ToolCallDelta) -> dict[str, Any]:
+    """Lay out what is new of a call."""
     if not delta.name:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     function = {"name": delta.name, "arguments": delta.arguments}
@@ -280,7 +302,8 @@ def _message(answer: Answer) -> dict[str, Any]:
     return message
 
 
-def _told(found: TokenLogprobs) -> dict[str, Any]:
+def token_entry(found: TokenLogprobs) -> dict[str, Any]:
+    """Lay out the log probabilities of a token."""
     top = [_entry(each) for each in found.top]
     return {**_entry(found.chosen), "top_logprobs": top}
 

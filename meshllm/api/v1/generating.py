@@ -143,16 +143,27 @@ async def read_fields(
     harmless: Collection[str] = HARMLESS,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:
-    """Read a body into a dataclass, without what asks for nothing; raise `UserError` if invalid.
+    """Read a body into a dataclass, as `build_fields`."""
+    return build_fields(parse(await read_body(request)), kind, apart, harmless, neutral)
+
+
+def build_fields(
+    found: object,
+    kind: type[T],
+    apart: Collection[str] = (),
+    harmless: Collection[str] = HARMLESS,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+) -> tuple[T, dict[str, object]]:
+    """Build a dataclass, without what asks for nothing; raise `UserError` if invalid.
 
     The fields ``apart`` are returned as they are.
     """
-    found, kept = parse(await read_body(request)), dict[str, object]()
+    kept = dict[str, object]()
     if isinstance(found, dict):
-        kept = {name: found.pop(name) for name in apart if name in found}
+        kept = {name: found[name] for name in apart if name in found}
         found = {
             name: value
             for name, value in found.items()
-            if name not in harmless and value not in neutral.get(name, ())
+            if name not in kept and name not in harmless and value not in neutral.get(name, ())
         }
     return build(kind, found), kept

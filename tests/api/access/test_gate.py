@@ -1,6 +1,7 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -95,6 +96,43 @@ async def test_only_named_origins_may_use_the_api(
     assert said.status_code == status
     allowed = said.headers.get("access-control-allow-origin")
     assert allowed == (origin if origin == "https://chat.example" else None)
+
+
+@pytest.mark.parametrize(("scheme", "origin"), [("ws", "http"), ("wss", "https")])
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_a_websocket_has_the_origin_of_its_page(
+    accounts: Accounts, scheme: str, origin: str, is_own: bool
+) -> None:
+    page = f"{origin}://localhost:7780" if is_own else f"{origin}://evil.example"
+    sent = await handshake(accounts, scheme, [(b"origin", page.encode())])
+
+    accepted: dict[str, object] = {"type": "websocket.accept", "subprotocol": None, "headers": []}
+    assert (accepted in sent) is is_own
+    assert is_own or sent[0] == sent[0] | {"type": "websocket.http.response.start", "status": 403}
+
+
+async def handshake(
+    accounts: Accounts, scheme: str, headers: list[tuple[bytes, bytes]]
+) -> list[dict[str, object]]:
+    """Return what a WebSocket that is closed at once is sent."""
+    sent: list[dict[str, object]] = []
+    messages: Iterator[dict[str, object]] = iter(
+        [{"type": "websocket.connect"}, {"type": "websocket.disconnect", "code": 1005}]
+    )
+
+    async def receive() -> dict[str, object]:
+        return next(messages)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "websocket", "path": "/v1/chat/socket", "scheme": scheme, "query_string": b"",
+        "headers": [(b"host", b"localhost:7780"), *headers], "subprotocols": [],
+        "extensions": {"websocket.http.response": {}},
+    }  # fmt: skip
+    await public_application(Service(FakeNode(), accounts), OPEN)(scope, receive, send)
+    return sent
 
 
 async def test_a_preflight_of_a_named_origin_needs_no_key(accounts: Accounts) -> None:

@@ -1,0 +1,234 @@
+"""`/v1/chat/socket`: chats over one WebSocket, for clients that want a single connection.
+
+Theory of operation
+-------------------
+Both sides send JSON objects as text messages. The client sends `ask` with an id of its own and the
+body of a chat completion, and `cancel` with an id. The server answers each ask by `progress` of the
+prefill, `piece`s, and then one of `done`, `error` and `cancelled`; all carry the id. Several asks
+run at a time, each in a task. Any other message ends the connection.
+
+A task sends its messages itself, and waits while the client does not read: nothing is queued. One
+task reads, so that the end of the connection is noticed at once, in any phase; it then cancels all
+others, which close their generations on every node.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from meshllm.api.access.accounts import ApiKey
+from meshllm.api.access.gate import key_of
+from meshllm.api.failure import RETRY_S, Failure, Refused, error_object, failure_of, response_of
+from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
+from meshllm.api.v1.generating import build_fields
+from meshllm.api.v1.reply import Reply, reason
+from meshllm.api.v1.service import Service
+from meshllm.errors import MeshError, UserError
+from meshllm.request import Answer, Event, Piece, Prefilled
+from meshllm.strict_json import WrongField, build, parse
+
+PATH = "/v1/chat/socket"
+PROTOCOL = "meshllm.chat.1"
+"""The subprotocol; a client may offer it."""
+MAX_SOCKETS = 128  # of one door
+MAX_ASKS = 8  # in progress on one connection
+MAX_ID_CHARS = 64
+IDLE_S = 300.0  # s without a message or an answer in progress, after which the connection ends
+
+_INVALID, _AWAY = 1008, 1001  # close codes, RFC 6455
+_FULL = Failure(503, "server_error", "service_unavailable", retry_s=RETRY_S)
+_TOO_MANY = Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A chat to answer."""
+
+    type: Literal["ask"]
+    id: str
+    request: dict[str, object]
+    """The body of a chat completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsk:
+    """A chat to end."""
+
+    type: Literal["cancel"]
+    id: str
+
+
+def routes(service: Service) -> list[WebSocketRoute]:
+    """Return the routes of a service."""
+    sockets = asyncio.Semaphore(MAX_SOCKETS)
+
+    async def chat(socket: WebSocket) -> None:
+        if sockets.locked():
+            full = Refused(f"This server has {MAX_SOCKETS} WebSockets, its limit", _FULL)
+            await socket.send_denial_response(response_of(full))
+            return
+        async with sockets:
+            await socket.accept(PROTOCOL if PROTOCOL in socket.scope["subprotocols"] else None)
+            await _ChatSocket(service, key_of(socket), socket).run()
+
+    return [WebSocketRoute(PATH, chat)]
+
+
+@dataclass(slots=True)
+class _ChatSocket:
+    """One connection."""
+
+    service: Service
+    key: ApiKey | None
+    socket: WebSocket
+    answers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """In progress, by the id of the ask."""
+
+    async def run(self) -> None:
+        """Answer until the client leaves, sends what is invalid, or is idle."""
+        async with asyncio.TaskGroup() as group:
+            try:
+                await self._read(group)
+            except WebSocketDisconnect:
+                pass
+            finally:
+                await self._cancel_all()
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    message = await self.socket.receive()
+            except TimeoutError:
+                if not self.answers:
+                    await self._end(_AWAY, "idle")
+                    return
+                continue
+            if message["type"] == "websocket.disconnect":
+                return
+            try:
+                wanted = _parse(message.get("text"))
+            except UserError as error:
+                await self._fail(None, error)
+                await self._end(_INVALID, "invalid message")
+                return
+            await self._do(wanted, group)
+
+    async def _do(self, wanted: Ask | CancelAsk, group: asyncio.TaskGroup) -> None:
+        running = self.answers.get(wanted.id)
+        if isinstance(wanted, CancelAsk):
+            if running:  # else it has just ended
+                await self._cancel(wanted.id, running)
+        elif running:
+            await self._fail(wanted.id, UserError(f"The ask `{wanted.id}` is in progress"))
+        elif len(self.answers) == MAX_ASKS:
+            text = f"This connection has {MAX_ASKS} asks in progress, its limit"
+            await self._fail(wanted.id, Refused(text, _TOO_MANY))
+        else:
+            answer = self.answers[wanted.id] = group.create_task(self._answer(wanted))
+            answer.add_done_callback(lambda _: self.answers.pop(wanted.id))
+
+    async def _cancel(self, ask: str, answer: asyncio.Task[None]) -> None:
+        answer.cancel()
+        await asyncio.wait({answer})
+        if answer.cancelled():  # else its end is sent already
+            await self._send({"type": "cancelled", "id": ask})
+
+    async def _cancel_all(self) -> None:
+        answers = set(self.answers.values())
+        for answer in answers:
+            answer.cancel()
+        if answers:
+            await asyncio.wait(answers)
+
+    async def _end(self, code: int, why: str) -> None:
+        """Close the connection, once no answer can send any more."""
+        await self._cancel_all()
+        await self.socket.close(code, why)
+
+    async def _answer(self, asked: Ask) -> None:
+        try:
+            made = await self._call(asked)
+            async with aclosing(made.events) as events:
+                async for _, event in events:
+                    if told := _told(event, made):
+                        await self._send({"type": told.pop("type"), "id": asked.id, **told})
+        except WebSocketDisconnect:  # the reader is told, too
+            return
+        except MeshError as error:
+            await self._fail(asked.id, error)
+
+    async def _call(self, asked: Ask) -> ChatCall:
+        body, apart = build_fields(asked.request, Chat, APART)
+        for name in ("stream", "stream_options"):
+            if getattr(body, name) is not None:
+                raise WrongField(name, f"`{name}` has no effect on a WebSocket")
+        if body.choices != 1:
+            raise WrongField("n", f"`n` is {body.n}, not 1: ask several times")
+        return await call(self.service, self.key, body, apart)
+
+    async def _fail(self, ask: str | None, error: MeshError) -> None:
+        told = json.loads(error_object(error))
+        wait_s = failure_of(error).retry_s
+        await self._send({"type": "error", "id": ask, **told, "retry_after_s": wait_s})
+
+    async def _send(self, fields: dict[str, Any]) -> None:
+        """Send a message; wait while the client does not read."""
+        await self.socket.send_text(json.dumps(fields, separators=(",", ":")))
+
+
+def _parse(text: str | None) -> Ask | CancelAsk:
+    """Read a message; raise `UserError` for anything else."""
+    if text is None:
+        raise UserError("Invalid message: it is not text")
+    found = parse(text.encode())
+    kind = found.get("type") if isinstance(found, Mapping) else None
+    if kind not in ("ask", "cancel"):  # not a set: it may be a list
+        raise UserError("Invalid message", hint="`type` is `ask` or `cancel`")
+    message: Ask | CancelAsk = build(Ask, found) if kind == "ask" else build(CancelAsk, found)
+    if not 0 < len(message.id) <= MAX_ID_CHARS:
+        raise UserError(f"`id` does not have 1 to {MAX_ID_CHARS} characters")
+    return message
+
+
+def _told(event: Event, made: ChatCall) -> dict[str, Any] | None:
+    """Lay out an event; None for what is not shown."""
+    match event:
+        case Prefilled(done=done, total=total):
+            return {"type": "progress", "done": done, "total": total}
+        case Piece() if event.has_text or event.logprobs:
+            return {"type": "piece", "text": event.text, **_more(event)}
+        case Answer():
+            return _done(event, made)
+    return None
+
+
+def _more(piece: Piece) -> dict[str, Any]:
+    """Lay out what a piece has beside its text."""
+    more = {
+        "reasoning": piece.reasoning,
+        "logprobs": [token_entry(each) for each in piece.logprobs],
+        "tool_calls": [call_entry(each) for each in piece.calls],
+    }
+    return {name: value for name, value in more.items() if value}
+
+
+def _done(answer: Answer, made: ChatCall) -> dict[str, Any]:
+    reply = Reply("", made.model.name, made.model.fingerprint, made.asked, 1, has_usage=True)
+    reply.choices[0].answer = answer
+    return {
+        "type": "done",
+        "finish_reason": reason(answer),
+        "usage": reply.usage(),
+        "seed": made.asked[0].sampling.seed,
+        "model": made.model.name,
+        "system_fingerprint": made.model.fingerprint or None,
+        "ttft_ms": answer.ttft_ms,
+        "ms_per_token": answer.ms_per_token,
+    }

@@ -1,0 +1,455 @@
+"""Chats over a WebSocket, at a real door with the client of `websockets`."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from meshllm.api import connection
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.access.gate import KEY_PROTOCOL
+from meshllm.api.tcp import DoorOptions, open_door
+from meshllm.api.v1 import chat_socket
+from meshllm.api.v1.chat_socket import MAX_ASKS, MAX_ID_CHARS, PATH, PROTOCOL
+from meshllm.node.requests.request_json import REQUEST_BYTES
+from meshllm.request import Logprob, Piece, TokenLogprobs, ToolCallDelta
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+
+pytestmark = pytest.mark.socket
+
+BODY = {"model": "builtin", "messages": [{"role": "user", "content": "Hi"}], "seed": 7}
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "accounts") as accounts:
+        yield accounts
+
+
+@asynccontextmanager
+async def serving(
+    node: FakeNode, accounts: Accounts, *, needs_key: bool = False
+) -> AsyncIterator[str]:
+    """Serve a node on TCP; yield the address of its WebSocket."""
+    options = DoorOptions("127.0.0.1", 0, require_key=needs_key)
+    with open_door(options, accounts) as opened:
+        task = asyncio.ensure_future(opened.serve(node))
+        try:
+            yield f"ws{opened.url.removeprefix('http').removesuffix('/v1')}{PATH}"
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+@pytest.fixture
+async def address(door: FakeNode, accounts: Accounts) -> AsyncIterator[str]:
+    async with serving(door, accounts) as address, asyncio.timeout(60):
+        yield address
+
+
+@pytest.fixture
+async def socket(address: str) -> AsyncIterator[ClientConnection]:
+    async with connect(address) as socket:
+        yield socket
+
+
+async def send(socket: ClientConnection, **message: Any) -> None:
+    await socket.send(json.dumps(message))
+
+
+async def ask(socket: ClientConnection, ask: str = "a", **fields: Any) -> None:
+    await send(socket, type="ask", id=ask, request={**BODY, **fields})
+
+
+async def told(socket: ClientConnection) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(await socket.recv())
+    return found
+
+
+async def until_end(socket: ClientConnection) -> list[dict[str, Any]]:
+    """Return the messages up to the end of one ask."""
+    found = [await told(socket)]
+    while found[-1]["type"] in ("progress", "piece"):
+        found.append(await told(socket))
+    return found
+
+
+async def until_closed(socket: ClientConnection) -> list[str | bytes]:
+    found: list[str | bytes] = []
+    with suppress(ConnectionClosed):
+        while True:
+            found.append(await socket.recv())
+    return found
+
+
+async def test_an_answer_comes_in_pieces(socket: ClientConnection, door: FakeNode) -> None:
+    await ask(socket, temperature=0.5)
+
+    progress, *pieces, done = await until_end(socket)
+
+    assert progress == {"type": "progress", "id": "a", "done": 2, "total": 2}
+    assert [each["text"] for each in pieces] == ["hello", " w\u2028rld"]
+    assert {each["id"] for each in (*pieces, done)} == {"a"}
+    assert (done["type"], done["finish_reason"], done["seed"]) == ("done", "stop", 7)
+    assert done["usage"]["completion_tokens"] == 5
+    assert (done["model"], done["system_fingerprint"]) == ("builtin", "fp_0123456789ab")
+    assert door.requests[0].sampling.temperature == 0.5
+
+
+async def test_what_a_piece_has_beside_its_text_is_sent(
+    socket: ClientConnection, door: FakeNode
+) -> None:
+    yes = Logprob(1, "yes", tuple(b"yes"), -0.5)
+    calls = (ToolCallDelta(0, "look", "{}"),)
+    door.said = (
+        Piece("", reasoning="because"),
+        Piece("yes", logprobs=(TokenLogprobs(yes, (yes,)),)),
+        Piece("", calls=calls),
+        Piece(""),
+        answer_of("yes", 3),
+    )
+    await ask(socket, logprobs=True)
+
+    _, thought, scored, called, _ = await until_end(socket)
+
+    assert (thought["reasoning"], thought["text"]) == ("because", "")
+    assert scored["logprobs"][0]["token"] == "yes"
+    assert called["tool_calls"][0]["function"]["name"] == "look"
+
+
+async def test_asks_follow_each_other_on_one_connection(
+    socket: ClientConnection, door: FakeNode, accounts: Accounts
+) -> None:
+    for name in ("a", "b", "a"):
+        await ask(socket, name)
+        assert {each["id"] for each in await until_end(socket)} == {name}
+
+    assert [used.requests for _, used in accounts.usage("model")] == [3]
+
+
+async def test_asks_run_side_by_side(socket: ClientConnection, door: FakeNode) -> None:
+    door.waits_at = 3
+    await ask(socket, "a")
+    await ask(socket, "b")
+
+    ids = {(await told(socket))["id"] for _ in range(6)}
+    door.go.set()
+    ends = [await told(socket), await told(socket)]
+
+    assert ids == {"a", "b"}
+    assert sorted((each["id"], each["type"]) for each in ends) == [("a", "done"), ("b", "done")]
+
+
+@pytest.mark.parametrize("waits_at", [0, 1, 2, 3])
+async def test_a_cancelled_ask_ends_on_the_node(
+    socket: ClientConnection, door: FakeNode, waits_at: int
+) -> None:
+    door.waits_at = waits_at
+    await ask(socket)
+    await door.begun.wait()
+
+    await send(socket, type="cancel", id="a")
+    end = (await until_end(socket))[-1]
+
+    assert end == {"type": "cancelled", "id": "a"}
+    assert door.closed.is_set()
+    door.waits_at = None
+    await ask(socket)
+    assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_a_cancel_that_comes_too_late_changes_nothing(socket: ClientConnection) -> None:
+    await ask(socket)
+    await until_end(socket)
+    await send(socket, type="cancel", id="a")
+
+    await ask(socket, "b")
+
+    assert {each["id"] for each in await until_end(socket)} == {"b"}
+
+
+@pytest.mark.parametrize("is_abrupt", [False, True])
+@pytest.mark.parametrize("waits_at", [0, 1, 2, 3])
+async def test_a_client_that_leaves_cancels_in_any_phase(
+    address: str, door: FakeNode, waits_at: int, is_abrupt: bool
+) -> None:
+    door.waits_at = waits_at
+    async with connect(address) as socket:
+        await ask(socket)
+        await door.begun.wait()
+        if is_abrupt:
+            socket.transport.abort()
+
+    await door.closed.wait()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"{}",
+        "",
+        "hi",
+        "[]",
+        "{}",
+        '{"type": "shout", "id": "a"}',
+        '{"type": ["ask"], "id": "a"}',
+        '{"type": "ask", "id": "a"}',
+        '{"type": "ask", "id": "a", "request": []}',
+        '{"type": "ask", "id": "", "request": {}}',
+        '{"type": "cancel", "id": 1}',
+        '{"type": "cancel", "id": "%s"}' % ("x" * (MAX_ID_CHARS + 1)),
+        '{"type": "cancel", "id": "a", "more": 1}',
+        '{"type": "ask", "id": "\\ud800", "request": {}}',
+        '{"a":' * 10_000,
+    ],
+    ids=range(15),
+)
+async def test_what_is_not_a_message_ends_the_connection(
+    socket: ClientConnection, door: FakeNode, message: str | bytes
+) -> None:
+    await socket.send(message)
+
+    error = await told(socket)
+    await socket.wait_closed()
+
+    assert (error["type"], error["id"]) == ("error", None)
+    assert error["error"]["type"] == "invalid_request_error"
+    assert socket.close_code == 1008
+    assert door.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"model": "gpt"}, "model"),
+        ({"planet": "mars"}, "planet"),
+        ({"messages": []}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)
+async def test_an_invalid_request_is_refused_by_name(
+    socket: ClientConnection, door: FakeNode, fields: dict[str, Any], param: str
+) -> None:
+    await ask(socket, **fields)
+    (error,) = await until_end(socket)
+
+    assert (error["type"], error["id"], error["error"]["param"]) == ("error", "a", param)
+    assert door.requests == []
+    await ask(socket)
+    assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_an_error_of_the_mesh_ends_the_ask_only(
+    socket: ClientConnection, door: FakeNode
+) -> None:
+    door.fails_at = 2
+    await ask(socket)
+
+    *_, error = await until_end(socket)
+
+    assert (error["error"]["message"], error["retry_after_s"]) == ("It broke; mend it", None)
+    door.fails_at = None
+    await ask(socket)
+    assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_asks_in_progress_are_bounded(socket: ClientConnection, door: FakeNode) -> None:
+    door.waits_at = 0
+    for place in range(MAX_ASKS):
+        await ask(socket, str(place))
+    await ask(socket, "0")
+    await ask(socket, "more")
+
+    repeated, many = [await told(socket), await told(socket)]
+
+    assert (repeated["id"], "in progress" in repeated["error"]["message"]) == ("0", True)
+    assert (many["id"], many["error"]["code"]) == ("more", "rate_limit_exceeded")
+    assert many["retry_after_s"] > 0
+    assert len(door.requests) == MAX_ASKS
+
+
+async def test_a_message_that_is_too_long_ends_the_connection(
+    socket: ClientConnection, door: FakeNode
+) -> None:
+    with suppress(ConnectionClosed):
+        await socket.send(" " * (REQUEST_BYTES + 1))
+
+    await socket.wait_closed()
+
+    assert socket.close_code == 1009
+    assert door.requests == []
+
+
+async def test_an_invalid_message_ends_the_answers_in_progress(
+    socket: ClientConnection, door: FakeNode
+) -> None:
+    door.said = (*(Piece("x") for _ in range(10_000)), answer_of("x", 1))
+    await ask(socket)
+    await door.begun.wait()
+
+    await socket.send("what?")
+    *_, last = await until_closed(socket)
+
+    assert json.loads(last)["type"] == "error"
+    assert (socket.close_code, door.closed.is_set()) == (1008, True)
+
+
+async def test_a_key_is_needed_where_the_api_needs_one(door: FakeNode, accounts: Accounts) -> None:
+    key = accounts.create("laptop", KeyLimits(), 0)
+    async with serving(door, accounts, needs_key=True) as address, asyncio.timeout(30):
+        for wrong in ({}, {"authorization": "Bearer nope"}):
+            with pytest.raises(InvalidStatus) as refused:
+                await connect(address, additional_headers=wrong)
+            assert refused.value.response.status_code == 401
+        for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+            async with connect(address, additional_headers={name: value}) as socket:
+                await ask(socket)
+                assert (await until_end(socket))[-1]["type"] == "done"
+        offered = [PROTOCOL, KEY_PROTOCOL + key]
+        async with connect(address, subprotocols=offered) as socket:  # type: ignore[arg-type]
+            assert socket.subprotocol == PROTOCOL
+            await ask(socket)
+            assert (await until_end(socket))[-1]["type"] == "done"
+
+    assert [(name, used.requests) for name, used in accounts.usage("key")] == [("laptop", 3)]
+
+
+async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> None:
+    door.waits_at = 0
+    key = accounts.create("guest", KeyLimits(concurrency=1), 0)
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        serving(door, accounts) as address,
+        asyncio.timeout(30),
+        connect(address, additional_headers=headers) as socket,
+    ):
+        await ask(socket, "a")
+        await door.begun.wait()
+        await ask(socket, "b")
+        (error,) = await until_end(socket)
+
+    assert (error["id"], error["error"]["code"]) == ("b", "rate_limit_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "evil.example"}, 421),
+    ],
+)
+async def test_a_web_page_of_another_site_cannot_connect(
+    address: str, door: FakeNode, headers: dict[str, str], status: int
+) -> None:
+    where = address.removeprefix("ws://").partition("/")[0]
+    sent = {"host": where, **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+    head = (
+        f"GET {PATH} HTTP/1.1\r\n{lines}connection: Upgrade\r\nupgrade: websocket\r\n"
+        "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    host, _, port = where.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode())
+
+    reply = await reader.read()
+
+    writer.close()
+    await writer.wait_closed()
+    assert reply.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+async def test_the_page_of_this_server_can_connect(address: str) -> None:
+    own = f"http://{address.removeprefix('ws://').partition('/')[0]}"
+    async with connect(address, additional_headers={"origin": own}) as socket:
+        await ask(socket)
+        assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_connections_are_bounded(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_socket, "MAX_SOCKETS", 1)
+    async with serving(door, accounts) as address, asyncio.timeout(30), connect(address):
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(address)
+
+    assert refused.value.response.status_code == 503
+    assert refused.value.response.headers["retry-after"] == "2"
+
+
+async def test_a_client_that_does_not_read_is_dropped(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALL_S", 0.05)
+    door.said = (*(Piece("x" * (1 << 20)) for _ in range(64)), answer_of("x", 1))
+    async with (
+        serving(door, accounts) as address,
+        asyncio.timeout(30),
+        connect(address, max_queue=1, max_size=None) as socket,
+    ):
+        await ask(socket)
+        await door.closed.wait()
+        read = await until_closed(socket)
+
+    assert len(read) < 64
+
+
+async def test_an_idle_connection_ends(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_socket, "IDLE_S", 0.02)
+    door.waits_at = 1
+    async with (
+        serving(door, accounts) as address,
+        asyncio.timeout(30),
+        connect(address) as socket,
+    ):
+        await ask(socket)
+        await door.begun.wait()
+        await asyncio.sleep(0.1)  # longer than it may be idle
+        door.go.set()
+        assert (await until_end(socket))[-1]["type"] == "done"
+
+        await socket.wait_closed()
+
+    assert socket.close_code == 1001
+
+
+async def test_the_headers_of_the_upgrade_have_arrived(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEADERS_S", 0.05)
+    async with (
+        serving(door, accounts) as address,
+        asyncio.timeout(30),
+        connect(address) as socket,
+    ):
+        await asyncio.sleep(0.2)  # longer than headers may take
+        await ask(socket)
+
+        assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_a_stopping_server_cancels_and_closes(door: FakeNode, accounts: Accounts) -> None:
+    door.waits_at = 1
+    async with asyncio.timeout(30):
+        async with serving(door, accounts) as address:
+            socket = await connect(address)
+            await ask(socket)
+            await door.begun.wait()
+        await socket.wait_closed()
+
+    assert door.closed.is_set()
