@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from importlib.resources import files
 
+from blake3 import blake3
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -83,7 +84,11 @@ def _event(found: PageStatus | None) -> bytes:
 
 
 def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(_: Request) -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
+    headers = {**_HEADERS, "etag": f'"{blake3(content).hexdigest(8)}"'}
+
+    async def respond(request: Request) -> Response:
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
 
     return respond

@@ -152,16 +152,17 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
 
 
 def _hops(ring: RingStatus, names: dict[str, tuple[str, str]]) -> tuple[PageHop, ...]:
-    measured, predicted = (
-        {hop.rank: PageTimes(hop.compute_ms, hop.wire_ms) for hop in (times.hops if times else ())}
-        for times in (ring.measured, ring.predicted)
-    )
+    last = ring.measured.hops if ring.measured else ()
+    # The latest answer may be that of an earlier ring.
+    measured = {(hop.rank, hop.layers): PageTimes(hop.compute_ms, hop.wire_ms) for hop in last}
+    planned = ring.predicted.hops if ring.predicted else ()
+    predicted = {hop.rank: PageTimes(hop.compute_ms, hop.wire_ms) for hop in planned}
     unknown = PageTimes()
     return tuple(
         PageHop(
             *names.get(stage.node, (stage.node[:7], stage.node[:7])),
             stage.layers,
-            measured.get(rank, unknown),
+            measured.get((rank, stage.layers), unknown),
             predicted.get(rank, unknown),
         )
         for rank, stage in enumerate(ring.stages)

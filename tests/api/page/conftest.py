@@ -1,7 +1,6 @@
 """A headless Chromium, doors for it to visit, and what no visit may cause."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,12 +12,12 @@ import pytest_asyncio
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.page import routes
 from meshllm.api.tcp import DoorOptions, open_door
+from tests.builders.chromium import find_chromium
 from tests.builders.fake_node import FakeNode
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 20_000
 
 
@@ -26,7 +25,7 @@ WAIT_MS = 20_000
 async def browser() -> AsyncIterator["Browser"]:
     """Start a browser; skip where there is none."""
     api = pytest.importorskip("playwright.async_api", reason="no playwright: install `.[dev]`")
-    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    path = find_chromium()
     if path is None:
         pytest.skip("no Chromium on this machine: `apt-get install chromium`")
     async with api.async_playwright() as playwright:

@@ -45,6 +45,24 @@ async def test_files_need_no_key_and_may_load_nothing_from_elsewhere(
     assert reply.headers["x-content-type-options"] == "nosniff"
 
 
+async def test_a_file_that_a_browser_has_is_not_sent_again(public: httpx2.AsyncClient) -> None:
+    first = await public.get("/page/page.js")
+    again, other = [
+        await public.get("/page/page.js", headers={"if-none-match": tag})
+        for tag in (first.headers["etag"], '"other"')
+    ]
+
+    assert (again.status_code, again.content) == (304, b"")
+    assert "default-src 'none'" in again.headers["content-security-policy"]
+    assert (other.status_code, other.content) == (200, first.content)
+
+
+def test_every_script_is_loaded_at_once() -> None:
+    loaded = re.findall(r'(?:modulepreload" href|module" src)="/page/([^"]+)"', TEXTS["index.html"])
+
+    assert sorted(loaded) == sorted(name for name in TEXTS if name.endswith(".js"))
+
+
 def test_the_page_is_small_and_refers_to_its_own_files_only() -> None:
     assert sum(len(text.encode()) for text in TEXTS.values()) <= MOST_BYTES
     for name, text in TEXTS.items():

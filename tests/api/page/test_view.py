@@ -69,3 +69,13 @@ def test_hops_without_measurement_have_no_times() -> None:
     assert seen.nodes[1].round_trip_ms == 2.5
     assert (seen.model, seen.precision) == ("", "")
     assert isinstance(seen.hops[0].layers, Span)
+
+
+def test_times_of_an_earlier_ring_are_not_those_of_this_one() -> None:
+    status = status_of(2)
+    first = replace(status.ring.stages[0], layers=Span(0, 3))
+
+    seen = view_of(with_ring(status, stages=(first, *status.ring.stages[1:])), is_public=False)
+
+    assert seen.hops[0].measured == PageTimes()
+    assert seen.hops[1].measured.compute_ms == 13.5
