@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from hashlib import sha256
 from importlib.resources import files
 
 from blake3 import blake3
@@ -21,30 +23,33 @@ REFRESH_S = 1.0
 SILENCE_S = 15.0  # a comment tells a client whose mesh does not change that it is connected
 MAX_WATCHERS = 32  # of one door
 
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_STYLE = b'<link rel="stylesheet" href="/page/page.css">'
 _HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
-        " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 def file_routes() -> list[Route]:
     """Return the routes of the page's own files, which are the same for everybody."""
     folder = files("meshllm.api.page") / "static"
     names = sorted(each.name for each in folder.iterdir() if each.name.rpartition(".")[2] in _KINDS)
-    routes = []
-    for name in names:
-        content = (folder / name).read_bytes()
-        path = "/" if name == "index.html" else f"/page/{name}"
-        routes.append(Route(path, _file(content, _KINDS[name.rpartition(".")[2]])))
-    return routes
+    contents = {name: (folder / name).read_bytes() for name in names}
+    page, style = contents.pop("index.html"), contents.pop("page.css")
+    # The page brings its style along: a browser paints it without a second request.
+    whole = page.replace(_STYLE, b"<style>" + style + b"</style>")
+    allowed = f"'sha256-{b64encode(sha256(style).digest()).decode()}'"
+    return [
+        Route("/", _file(whole, "text/html", _headers(style=allowed))),
+        *(
+            Route(f"/page/{name}", _file(content, _KINDS[name.rpartition(".")[2]], _headers()))
+            for name, content in contents.items()
+        ),
+    ]
 
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
@@ -83,8 +88,18 @@ def _event(found: PageStatus | None) -> bytes:
     return event(json.dumps(to_json(found), separators=(",", ":")).encode())
 
 
-def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    headers = {**_HEADERS, "etag": f'"{blake3(content).hexdigest(8)}"'}
+def _headers(style: str = "'none'") -> dict[str, str]:
+    policy = (
+        f"default-src 'none'; script-src 'self'; style-src {style}; connect-src 'self';"
+        " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {**_HEADERS, "content-security-policy": policy}
+
+
+def _file(
+    content: bytes, kind: str, headers: dict[str, str]
+) -> Callable[[Request], Awaitable[Response]]:
+    headers = {**headers, "etag": f'"{blake3(content).hexdigest(8)}"'}
 
     async def respond(request: Request) -> Response:
         if request.headers.get("if-none-match") == headers["etag"]:

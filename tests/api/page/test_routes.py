@@ -1,7 +1,9 @@
 import asyncio
 import json
 import re
+from base64 import b64encode
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tests.builders.fake_node import FakeNode
 KEY = "k" * 20
 STATIC = Path(str(files("meshllm.api.page") / "static"))
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(STATIC.iterdir())}
-ALL = ["/", *(f"/page/{name}" for name in TEXTS if name != "index.html")]
+ALL = ["/", *(f"/page/{name}" for name in TEXTS if not name.endswith((".html", ".css")))]
 MOST_BYTES = 80_000
 
 
@@ -55,6 +57,16 @@ async def test_a_file_that_a_browser_has_is_not_sent_again(public: httpx2.AsyncC
     assert (again.status_code, again.content) == (304, b"")
     assert "default-src 'none'" in again.headers["content-security-policy"]
     assert (other.status_code, other.content) == (200, first.content)
+
+
+async def test_the_page_brings_its_style_along(public: httpx2.AsyncClient) -> None:
+    reply = await public.get("/")
+
+    (style,) = re.findall(r"<style>(.*?)</style>", reply.text, re.DOTALL)
+    assert style == TEXTS["page.css"]
+    digest = b64encode(sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}';" in reply.headers["content-security-policy"]
+    assert "stylesheet" not in reply.text
 
 
 def test_every_script_is_loaded_at_once() -> None:
