@@ -59,6 +59,10 @@ bench:
     meshllm bench --nodes 1,2,3 --quant none,int8
     meshllm bench --processes --nodes 1,2 --threads 1 --quant none,int8
 
+# screenshots of the page of a real ring, in the folder `film` (needs Chromium)
+film:
+    python -m tests.bench.film
+
 # real clients of the API, each in a virtual environment of its own (downloads them)
 clients:
     python -m tests.clients

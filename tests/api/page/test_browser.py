@@ -11,7 +11,7 @@ from meshllm.api.page import routes
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import MeshStatus, NodeState, PlanTerms
 from tests.api.page.conftest import Visit, visiting
-from tests.builders.fake_node import FakeNode
+from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.status import with_node
 
@@ -67,6 +67,7 @@ CONTRAST = """() => {
 
 async def ask(page: "Page", text: str, answers: int = 1) -> None:
     """Ask in the chat, and wait until there are so many complete answers."""
+    await page.locator("#model option").first.wait_for(state="attached")
     await page.fill("#question", text)
     await page.press("#question", "Enter")
     await page.locator(".assistant .actions").nth(answers - 1).wait_for()
@@ -115,6 +116,7 @@ async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
 async def test_stop_cancels_the_answer_and_keeps_what_came(visit: Visit, door: FakeNode) -> None:
     door.waits_at = 2
     page = await visit.open("chat")
+    await page.locator("#model option").first.wait_for(state="attached")
     await page.fill("#question", "Hi")
     await page.press("#question", "Enter")
     await page.get_by_text("hello", exact=True).wait_for()
@@ -292,6 +294,19 @@ async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, door: FakeNo
     assert await page.locator("#ring .away").count() == 1
 
 
+async def test_a_model_that_joins_can_be_asked(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await page.locator("#model option").first.wait_for(state="attached")
+    door.provided = (FOX,)
+    await page.locator("#model option").nth(1).wait_for(state="attached")
+    await page.click("#conversation > details > summary")
+    await page.select_option("#model", "fox")
+
+    await ask(page, "Hi")
+
+    assert door.requests[0].model == "fox"
+
+
 async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("models")
 
@@ -438,6 +453,7 @@ async def test_shift_enter_breaks_the_line(visit: Visit, door: FakeNode) -> None
     await page.fill("#question", "a")
     await page.press("#question", "Shift+Enter")
     await page.type("#question", "b")
+    await page.locator("#model option").first.wait_for(state="attached")
     assert door.requests == []
 
     await page.press("#question", "Enter")

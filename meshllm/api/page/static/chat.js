@@ -1,5 +1,5 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, element, objects } from "./door.js";
+import { at, button, call, element, key, objects } from "./door.js";
 import { copy, render } from "./markdown.js";
 import { blank, forget, load, save, title } from "./talks.js";
 
@@ -8,6 +8,7 @@ const alternatives = 4; // beside the token that was chosen
 let talks = [];
 let talk = null;
 let running = null;
+let offered = "";
 
 export function startChat() {
   talks = load();
@@ -31,9 +32,7 @@ export function startChat() {
   at("stop").addEventListener("click", () => running?.abort());
   at("probable").addEventListener("change", draw);
   addEventListener("storage", refresh);
-  addEventListener("key", listModels);
   draw();
-  listModels();
 }
 
 function sendOnEnter(field, send) {
@@ -45,12 +44,17 @@ function sendOnEnter(field, send) {
   });
 }
 
-async function listModels() {
-  let names = [];
+// Offers the models that this key may use, once others are served or the key is another.
+export async function offerModels(served) {
+  const basis = JSON.stringify([key(), served.map(({ name }) => name)]);
+  if (basis === offered) return;
+  offered = basis;
+  let names;
   try {
     names = (await (await call("/v1/models")).json()).data.map((each) => each.id);
   } catch {
-    return; // locked or away; asking will say so
+    offered = ""; // the server is away: the next state of the mesh will try again
+    return;
   }
   const chosen = at("model").value;
   at("model").replaceChildren(...names.map((name) => element("option", name)));
@@ -196,9 +200,9 @@ function drawTokens(tokens) {
     line.children[chosen]?.classList.add("chosen");
     told.textContent = describe(tokens[chosen]);
   };
-  line.addEventListener("keydown", ({ key }) => {
-    if (key === "ArrowRight") choose(chosen + 1);
-    if (key === "ArrowLeft") choose(chosen - 1);
+  line.addEventListener("keydown", (happened) => {
+    if (happened.key === "ArrowRight") choose(chosen + 1);
+    if (happened.key === "ArrowLeft") choose(chosen - 1);
   });
   line.addEventListener("pointerover", ({ target }) => {
     const place = [...line.children].indexOf(target);
@@ -296,8 +300,7 @@ function painter(turn, isCurrent) {
 }
 
 async function request(system, turns, signal) {
-  if (!at("model").value) await listModels();
-  if (!at("model").value) throw new Error("No model is served, or the server is locked or away");
+  if (!at("model").value) throw new Error("No model is served yet, or the server is locked or away");
   const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
   const body = {
     model: at("model").value,

@@ -1,5 +1,5 @@
 // The views of the page, the key, and the state of the mesh, which most views show.
-import { startChat } from "./chat.js";
+import { offerModels, startChat } from "./chat.js";
 import { at, headers, keep, key, objects } from "./door.js";
 import { drawMesh, drawModels } from "./mesh.js";
 import { drawPlan, startPlan } from "./plan.js";
@@ -31,6 +31,7 @@ function draw(mesh) {
   document.title = `meshllm: ${mesh.state}`;
   drawMesh(mesh);
   drawModels(mesh.models);
+  offerModels(mesh.models);
   drawPlan(mesh);
 }
 
