@@ -104,7 +104,10 @@ class PublicProtocol(H11Protocol):
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol for WebSockets, which drops a client that does not read."""
+    """uvicorn's protocol for WebSockets, which drops a client that does not read.
+
+    It reads nothing from such a client: each ping would add a pong to what waits.
+    """
 
     is_idle = False
     """Its application ends it when it is idle."""
@@ -121,9 +124,12 @@ class SocketProtocol(WebSocketsSansIOProtocol):
     def pause_writing(self) -> None:
         """Give the client time to read."""
         self._stall.start(self.loop, self.transport)
+        self.transport.pause_reading()
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """Note that the client has read."""
         self._stall.stop()
+        if not self.read_paused:  # else the application has not read the last message
+            self.transport.resume_reading()
         super().resume_writing()

@@ -16,8 +16,9 @@ where one is needed; elsewhere clients send any text, as OpenAI's libraries insi
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hmac import compare_digest
 from urllib.parse import urlsplit
 
@@ -36,7 +37,7 @@ MAX_KEY_CHARS = 256
 KEY_PROTOCOL = "meshllm.key."
 """Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
 
-_SCOPE = "meshllm.key"
+_SCOPE, _AGAIN = "meshllm.key", "meshllm.identify"
 _WEB = {"ws": "http", "wss": "https"}
 _UNKNOWN = Failure(401, INVALID, "invalid_api_key")
 _NOT_OWNER = Failure(403, INVALID, "owner_key_required")
@@ -86,6 +87,16 @@ def key_of(request: HTTPConnection) -> ApiKey | None:
     return key
 
 
+async def identify_again(request: HTTPConnection) -> ApiKey | None:
+    """Return the key of a connection as it is now: a long one may outlive its key.
+
+    Raises:
+        Refused: it has expired or was revoked since.
+    """
+    identify: Callable[[], Awaitable[ApiKey | None]] | None = request.scope.get(_AGAIN)
+    return await identify() if identify else None
+
+
 class _Site:
     """Refuses requests of web pages that may not use the API."""
 
@@ -128,7 +139,8 @@ class _Gate:
         """Pass a request on with its key, or refuse it."""
         try:
             offered = scope.get("subprotocols", ())
-            scope[_SCOPE] = await self._identify(_sent(Headers(scope=scope), offered))
+            scope[_AGAIN] = partial(self._identify, _sent(Headers(scope=scope), offered))
+            scope[_SCOPE] = await scope[_AGAIN]()
         except Refused as refused:
             await response_of(refused, scope["path"])(scope, receive, send)
         else:

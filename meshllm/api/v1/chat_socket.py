@@ -22,8 +22,7 @@ from typing import Any, Literal
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from meshllm.api.access.accounts import ApiKey
-from meshllm.api.access.gate import key_of
+from meshllm.api.access.gate import identify_again
 from meshllm.api.failure import RETRY_S, Failure, Refused, error_object, failure_of, response_of
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
 from meshllm.api.v1.generating import build_fields
@@ -75,7 +74,7 @@ def routes(service: Service) -> list[WebSocketRoute]:
             return
         async with sockets:
             await socket.accept(PROTOCOL if PROTOCOL in socket.scope["subprotocols"] else None)
-            await _ChatSocket(service, key_of(socket), socket).run()
+            await _ChatSocket(service, socket).run()
 
     return [WebSocketRoute(PATH, chat)]
 
@@ -85,7 +84,6 @@ class _ChatSocket:
     """One connection."""
 
     service: Service
-    key: ApiKey | None
     socket: WebSocket
     answers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """In progress, by the id of the ask."""
@@ -171,7 +169,7 @@ class _ChatSocket:
                 raise WrongField(name, f"`{name}` has no effect on a WebSocket")
         if body.choices != 1:
             raise WrongField("n", f"`n` is {body.n}, not 1: ask several times")
-        return await call(self.service, self.key, body, apart)
+        return await call(self.service, await identify_again(self.socket), body, apart)
 
     async def _fail(self, ask: str | None, error: MeshError) -> None:
         told = json.loads(error_object(error))

@@ -325,6 +325,24 @@ async def test_a_key_is_needed_where_the_api_needs_one(door: FakeNode, accounts:
     assert [(name, used.requests) for name, used in accounts.usage("key")] == [("laptop", 3)]
 
 
+async def test_a_revoked_key_ends_with_its_next_ask(door: FakeNode, accounts: Accounts) -> None:
+    key = accounts.create("guest", KeyLimits(), 0)
+    async with (
+        serving(door, accounts) as address,
+        asyncio.timeout(30),
+        connect(address, additional_headers={"authorization": f"Bearer {key}"}) as socket,
+    ):
+        await ask(socket)
+        assert (await until_end(socket))[-1]["type"] == "done"
+        accounts.revoke("guest", 1)
+        await ask(socket)
+        (error,) = await until_end(socket)
+
+    assert error["error"]["code"] == "invalid_api_key"
+    assert "revoked" in error["error"]["message"]
+    assert len(door.requests) == 1
+
+
 async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> None:
     door.waits_at = 0
     key = accounts.create("guest", KeyLimits(concurrency=1), 0)

@@ -1,0 +1,84 @@
+"""What a WebSocket does with a client that does not read; HTTP is in `test_tcp`."""
+
+import asyncio
+
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from meshllm.api import connection
+from meshllm.api.app import owner_application
+from meshllm.api.connection import SocketProtocol
+from tests.builders.fake_node import FakeNode
+
+
+class Wire(asyncio.Transport):
+    """A transport that records what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.aborted = asyncio.Event()
+
+    def pause_reading(self) -> None:
+        self.asked.append("pause")
+
+    def resume_reading(self) -> None:
+        self.asked.append("resume")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.fixture
+async def protocol() -> SocketProtocol:
+    config = Config(owner_application(FakeNode()), log_config=None)
+    config.load()
+    protocol = SocketProtocol(config, ServerState(), {})
+    protocol.connection_made(Wire())
+    return protocol
+
+
+def wire_of(protocol: SocketProtocol) -> Wire:
+    assert isinstance(protocol.transport, Wire)
+    return protocol.transport
+
+
+async def test_nothing_is_read_while_the_client_does_not_read(protocol: SocketProtocol) -> None:
+    protocol.pause_writing()
+    protocol.resume_writing()
+
+    assert wire_of(protocol).asked == ["pause", "resume"]
+
+
+async def test_reading_stays_paused_for_the_application(protocol: SocketProtocol) -> None:
+    protocol.read_paused = True
+    protocol.pause_writing()
+    protocol.resume_writing()
+
+    assert wire_of(protocol).asked == ["pause"]
+
+
+async def test_a_client_that_never_reads_is_dropped(
+    protocol: SocketProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALL_S", 0.0)
+    protocol.pause_writing()
+
+    await asyncio.wait_for(wire_of(protocol).aborted.wait(), 5)
+
+
+async def test_a_client_that_has_read_is_kept(
+    protocol: SocketProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "STALL_S", 0.0)
+    protocol.pause_writing()
+    protocol.resume_writing()
+    protocol.pause_writing()
+    protocol.connection_lost(None)
+    await asyncio.sleep(0.01)  # the timers are stopped
+
+    assert not wire_of(protocol).aborted.is_set()
