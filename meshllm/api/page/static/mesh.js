@@ -4,8 +4,8 @@ import { render } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const loggedMost = 50;
-const narrowBelow = 560; // px
-const ringMost = 10; // ranks on an ellipse; more are drawn one below the other
+const narrowBelow = 560; // px, and `perRank` for each rank: else ranks are drawn one below the other
+const perRank = 110;
 const away = ["down", "left", "leaving", "refused"];
 let before = null;
 
@@ -67,10 +67,10 @@ function drawFigures(mesh) {
 function drawRing(mesh) {
   const width = at("drawing").clientWidth;
   if (!width) return;
-  const isNarrow = width < narrowBelow || mesh.hops.length > ringMost;
+  const isNarrow = width < Math.max(narrowBelow, perRank * mesh.hops.length);
   const idle = mesh.nodes.filter((node) => node.rank === null);
-  const [parts, height] = isNarrow ? column(mesh, idle) : ellipse(mesh, idle);
-  at("ring").setAttribute("viewBox", `0 0 ${isNarrow ? 360 : 760} ${height}`);
+  const [parts, wide, height] = isNarrow ? column(mesh, idle) : ellipse(mesh, idle);
+  at("ring").setAttribute("viewBox", `0 0 ${wide} ${height}`);
   at("ring").classList.toggle("narrow", isNarrow);
   at("ring").classList.toggle("live", mesh.active > 0);
   at("ring").replaceChildren(...parts);
@@ -82,22 +82,24 @@ function drawRing(mesh) {
 
 function ellipse(mesh, idle) {
   const count = mesh.hops.length;
+  const scale = Math.max(1, count / 5);
+  const [middle, top, low] = [380 * scale, count === 2 ? 70 : 45, count > 2 ? 135 * scale : 0];
   const places = mesh.hops.map((_, rank) => {
     const turn = (2 * Math.PI * rank) / count - (count === 2 ? Math.PI : Math.PI / 2);
-    return count === 1 ? [380, 60] : [380 + 285 * Math.cos(turn), 180 + 135 * Math.sin(turn)];
+    return count === 1 ? [middle, top] : [middle + 285 * scale * Math.cos(turn), top + low + low * Math.sin(turn)];
   });
   const parts = [];
   mesh.hops.forEach((hop, rank) => {
     if (count > 1) parts.push(...curve(places[rank], places[(rank + 1) % count], wire(mesh, rank)));
   });
   mesh.hops.forEach((hop, rank) => parts.push(...box(places[rank], hop, rank, mesh)));
-  if (!count) parts.push(label(380, 60, mesh.reason || "no ring yet"));
-  let height = count > 2 ? 360 : count === 2 ? 330 : 120;
+  if (!count) parts.push(label(middle, top, "no ring yet"));
+  let height = Math.max(top, ...places.map(([, y]) => y)) + (count > 1 ? 75 : 50);
   for (let at = 0; at < idle.length; at += 4, height += 80) {
     const shown = idle.slice(at, at + 4);
-    shown.forEach((node, place) => parts.push(...idleBox(380 + 180 * (place - (shown.length - 1) / 2), height + 36, node)));
+    shown.forEach((node, place) => parts.push(...idleBox(middle + 180 * (place - (shown.length - 1) / 2), height + 36, node)));
   }
-  return [parts, height];
+  return [parts, 2 * middle, height];
 }
 
 function column(mesh, idle) {
@@ -117,13 +119,13 @@ function column(mesh, idle) {
     }
   });
   mesh.hops.forEach((hop, rank) => parts.push(...box([115, 40 + rank * step], hop, rank, mesh)));
-  if (!count) parts.push(label(180, 40, short(mesh.reason || "no ring yet", 44)));
+  if (!count) parts.push(label(115, 40, "no ring yet"));
   let height = count ? 90 + (count - 1) * step : 80;
   for (const node of idle) {
     parts.push(...idleBox(115, height + 36, node));
     height += 80;
   }
-  return [parts, height];
+  return [parts, 360, height];
 }
 
 // The time of a hop, and whether it is known to pass a relay: its path is known at one end only.
@@ -143,7 +145,7 @@ function box([x, y], hop, rank, mesh) {
   const told = time === null ? "" : `, ${time.toFixed(2)} ms`;
   return [
     make("rect", { x: x - 80, y: y - 32, width: 160, height: 64, rx: 10, class: away.includes(state) ? "node away" : "node" }),
-    label(x, y - 8, `${rank ? "" : "▸ "}${short(hop.name, 17)}`, "name"),
+    label(x, y - 8, `${rank ? "" : "▸ "}${short(hop.name, 15)}`, "name"),
     label(x, y + 15, away.includes(state) ? state : `${hop.layers}${told}`, "small"),
   ];
 }
