@@ -63,7 +63,7 @@ bench:
 film:
     python -m tests.bench.film
 
-# real clients of the API, each in a virtual environment of its own (downloads them)
+# real clients of the API, each in a virtual environment or node project of its own (downloads them)
 clients:
     python -m tests.clients
 

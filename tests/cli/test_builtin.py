@@ -74,7 +74,7 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
     result = _meshllm("chat", stdin="word " * 3000)
 
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "the model takes 1 to 2047" in result.stderr
+    assert "maximum context length is 2048 tokens" in result.stderr
 
 
 def test_a_folder_without_weights_and_a_cut_file_are_named(tmp_path: Path) -> None:

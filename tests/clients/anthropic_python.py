@@ -1,10 +1,9 @@
 """Anthropic's own library for Python."""
 
-import json
-from collections.abc import Callable
 from typing import Any
 
 import anthropic
+from calls import run
 
 MODEL = "builtin"
 ASKED = "What is a ring?"
@@ -96,13 +95,5 @@ def ask(**more: Any) -> Any:
     return client.messages.create(**asked | more)
 
 
-CALLS: list[Callable[[], None]] = [message, blocks, stream, ends, count, tools, errors]
-
 if __name__ == "__main__":
-    for call in CALLS:
-        try:
-            call()
-            problem = ""
-        except Exception as error:  # each call is reported
-            problem = f"{type(error).__name__}: {error}"
-        print(json.dumps({"call": call.__name__, "problem": problem}))
+    run(message, blocks, stream, ends, count, tools, errors)

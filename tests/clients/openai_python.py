@@ -1,10 +1,10 @@
 """OpenAI's own library for Python."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
+from calls import run
 
 MODEL = "builtin"
 ASKED = "What is a ring?"
@@ -182,16 +182,21 @@ def ask(**more: Any) -> Any:
     return client.chat.completions.create(**asked | more)
 
 
-CALLS: list[Callable[[], None]] = [
-    models, chat, seeds, stream, stream_helper, choices, logprobs, completion, scored_prompt,
-    embeddings, structured, tools, responses, responses_tools, errors,
-]  # fmt: skip
-
 if __name__ == "__main__":
-    for call in CALLS:
-        try:
-            call()
-            problem = ""
-        except Exception as error:  # each call is reported
-            problem = f"{type(error).__name__}: {error}"
-        print(json.dumps({"call": call.__name__, "problem": problem}))
+    run(
+        models,
+        chat,
+        seeds,
+        stream,
+        stream_helper,
+        choices,
+        logprobs,
+        completion,
+        scored_prompt,
+        embeddings,
+        structured,
+        tools,
+        responses,
+        responses_tools,
+        errors,
+    )

@@ -289,7 +289,8 @@ def _check_length(request: Request, context: int) -> None:
     chars += len(request.tools.functions) if request.tools else 0
     if chars > context * MAX_TOKEN_CHARS:
         raise ContextTooLong(
-            f"The prompt has {chars} characters, too many for {context} tokens of context"
+            f"This model's maximum context length is {context} tokens; the prompt has {chars}"
+            " characters, more than they can have"
         )
 
 
@@ -305,7 +306,8 @@ def _check_room(request: Request, prompt: Sequence[int], context: int) -> None:
     most = context - min(1, request.max_tokens)
     if not 0 < len(prompt) <= most:
         raise ContextTooLong(
-            f"A prompt of {len(prompt)} tokens to score; the model takes 1 to {most}"
+            f"This model's maximum context length is {context} tokens; the prompt to score has"
+            f" {len(prompt)}, not 1 to {most}"
         )
 
 

@@ -112,8 +112,8 @@ class Admission:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)
         cost = room.cost(tokens)
         return ContextTooLong(
-            f"The prompt and its answer may take {tokens} tokens, and the KV cache has room for"
-            f" {self._budget.tokens}: one node would need {cost.held + cost.growth} bytes and has"
-            f" {max(0, room.total)}",
+            f"This model's maximum context length is {self._budget.tokens} tokens, for which the KV"
+            f" caches have room; prompt and answer may take {tokens}: one node would need"
+            f" {cost.held + cost.growth} bytes and has {max(0, room.total)}",
             hint="use a shorter prompt, a smaller `--max-tokens`, more memory or more nodes",
         )

@@ -43,7 +43,8 @@ class GenerationTask:
         context = min(self.context, MAX_POSITION)
         if not 0 < len(self.prompt) < context:
             raise ContextTooLong(
-                f"A prompt of {len(self.prompt)} tokens; the model takes 1 to {context - 1}",
+                f"This model's maximum context length is {context} tokens; the prompt has"
+                f" {len(self.prompt)}, not 1 to {context - 1}",
                 hint="shorten the prompt or the chat",
             )
         if self.max_tokens < 1:

@@ -299,7 +299,7 @@ async def test_a_model_larger_than_the_memory_is_refused(
 
 async def test_a_prompt_longer_than_the_context_is_refused(llama: Path) -> None:
     async with ring_of(llama, 2) as ring:
-        with pytest.raises(UserError, match="A prompt of 128 tokens"):
+        with pytest.raises(UserError, match="the prompt has 128"):
             await answer(ring, order(prompt=[1] * 128))
 
         assert ring.entry.sessions == 0

@@ -521,7 +521,7 @@ async def test_penalties_do_not_count_a_scored_prompt(ring: LocalRing) -> None:
 async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
     longest = ring.entry.context
     for ids in ((5,) * longest, (5,) * (longest + 7)):
-        with pytest.raises(ContextTooLong, match="tokens to score"):
+        with pytest.raises(ContextTooLong, match="prompt to score"):
             await events_of(ring, Request(ids=ids, max_tokens=1, scores_prompt=True))
 
 

@@ -83,8 +83,8 @@ def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
         entry.ask(B, 5 * BLOCK)
 
     assert str(refused.value) == (
-        "The prompt and its answer may take 1280 tokens, and the KV cache has room for 1024: one"
-        " node would need 1280 bytes and has 1024"
+        "This model's maximum context length is 1024 tokens, for which the KV caches have room;"
+        " prompt and answer may take 1280: one node would need 1280 bytes and has 1024"
     )
     assert "--max-tokens" in str(refused.value.hint)
     assert not entry.ask(C, 4 * BLOCK)

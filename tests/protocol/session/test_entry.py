@@ -411,8 +411,8 @@ def test_a_lost_close_times_out() -> None:
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (replace(TASK, prompt=()), "prompt of 0 tokens"),
-        (replace(TASK, context=5), "prompt of 5 tokens; the model takes 1 to 4"),
+        (replace(TASK, prompt=()), "the prompt has 0, not 1 to 63"),
+        (replace(TASK, context=5), "length is 5 tokens; the prompt has 5, not 1 to 4"),
         (replace(TASK, max_tokens=0), "at most 0 tokens"),
     ],
 )
