@@ -387,6 +387,13 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokedKeys:
+    """The tags of all API keys that the owner revoked, in hexadecimal: `/mesh/revoked`."""
+
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Removed(Named):
     """The removed member: `/mesh/remove`."""
 

@@ -17,6 +17,7 @@ from meshllm.status import (
     NetworkStatus,
     NodeState,
     Removed,
+    RevokedKeys,
     RingState,
     Unplaced,
     find_model,
@@ -58,6 +59,7 @@ def sent(value: object) -> Any:
         with_node(status_of(1, measured=False), 0, layers=None, rank=None),
         Members((member(0), member(1, role="client", state="linked"))),
         Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),)),
+        RevokedKeys(("01" * 16,)),
         Change("changed", RingState.FORMING, 3, "4f2a", {node_id(0): NodeState.LOADING}),
     ],
 )

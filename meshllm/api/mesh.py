@@ -11,10 +11,11 @@ from starlette.routing import Route
 from meshllm.api.metrics import exposition
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
-from meshllm.errors import MeshError
+from meshllm.errors import MeshError, UserError
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
-from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, Stopped, to_json
+from meshllm.protocol.membership.records import KEY_TAG_BYTES
+from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, RevokedKeys, Stopped, to_json
 
 NDJSON = "application/x-ndjson"
 METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
@@ -47,6 +48,7 @@ def routes(node: NodePort) -> list[Route]:
         Route("/mesh/events", mesh.events),
         Route("/mesh/ticket", mesh.ticket, methods=["POST"]),
         Route("/mesh/remove", mesh.remove, methods=["POST"]),
+        Route("/mesh/revoked", mesh.revoked, methods=["POST"]),
         Route("/mesh/ask", mesh.ask, methods=["POST"]),
         Route("/metrics", mesh.metrics),
     ]
@@ -87,6 +89,17 @@ class _Mesh:
     async def remove(self, request: Request) -> Response:
         asked = await read(request, _RemoveRequest)
         return _object(self.node.remove(asked.node, asked.spare))
+
+    async def revoked(self, request: Request) -> Response:
+        asked = await read(request, RevokedKeys)
+        try:
+            tags = [bytes.fromhex(each) for each in asked.tags]
+        except ValueError:
+            tags = [b""]
+        if not all(len(each) == KEY_TAG_BYTES for each in tags):
+            raise UserError(f"A tag is not {KEY_TAG_BYTES} bytes in hexadecimal")
+        self.node.revoke(tags)
+        return _object(asked)
 
     async def events(self, _: Request) -> Response:
         return Stream(self.node.events(), NDJSON, _line, _failure)

@@ -1,6 +1,6 @@
 """The interface of a node that the HTTP application uses."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from meshllm.node.options import ModelOptions
@@ -74,6 +74,12 @@ class NodePort(DoorPort, Protocol):
 
     def stop(self, model: str) -> Stopped:
         """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
+
+    def revoke(self, tags: Sequence[bytes]) -> None:
+        """Publish the API keys that the owner of this node revoked, the newest last."""
+
+    def revocations(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Return the API keys that other members revoked, by the id of the member."""
 
     def events(self) -> AsyncGenerator[Change, None]:
         """Yield the state at once and after each change; missed changes are merged into one."""

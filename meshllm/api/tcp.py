@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from meshllm.api.access.accounts import Accounts
-from meshllm.api.access.gate import LOOPBACK, MAX_KEY_CHARS, AccessPolicy
+from meshllm.api.access.accounts import MAX_KEY_CHARS, Accounts
+from meshllm.api.access.gate import LOOPBACK, AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.connection import MAX_OPEN, PublicProtocol
 from meshllm.api.page.owner import owner_views

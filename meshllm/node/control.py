@@ -20,6 +20,7 @@ from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
+    MAX_REVOKED,
     Lifecycle,
     ModelOffer,
     Profile,
@@ -74,6 +75,7 @@ class NodeControl:
     create_ticket: Callable[[Role, float | None, int | None], str]
     """Takes role, seconds of validity, and uses; None means no limit."""
     expel: Callable[[Removal], None]
+    publish_revoked: Callable[[tuple[bytes, ...]], None]
     changes: Callable[[], AsyncGenerator[None, None]]
     """Yields once at first, then after each possible change."""
     answer: Callable[[Request], AsyncGenerator[Event, None]]
@@ -208,6 +210,16 @@ class NodeControl:
         )
         return Removed(*_named(view, gone), stay, go)
 
+    def revoke(self, tags: Sequence[bytes]) -> None:
+        """Publish the newest of the API keys that the owner of this node revoked."""
+        self.publish_revoked(tuple(tags[-MAX_REVOKED:]))
+
+    def revocations(self) -> dict[str, tuple[bytes, ...]]:
+        """Return the API keys that other members revoked, by the member."""
+        view = self.snapshot()
+        others = view.profiles.items()
+        return {show(each): at.revoked for each, at in others if each != view.me and at.revoked}
+
     async def events(self) -> AsyncGenerator[Change, None]:
         """Yield once at first, then after each possible change."""
         async with aclosing(self.changes()) as changes:
@@ -263,6 +275,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.store.key,
         node.invite,
         node.expel,
+        node.revoke,
         node.ring_member.changes,
         node.router.generate,
         lambda: measure(node.ring_member.rank),

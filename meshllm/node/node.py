@@ -302,6 +302,12 @@ class MeshNode:
             )
         self.changed()
 
+    def revoke(self, tags: tuple[bytes, ...]) -> None:
+        """Publish the API keys that the owner of this node revoked."""
+        self._profile = replace(self._profile, revoked=tags)
+        if not self.is_leaving:
+            self._publish(profile=self._profile)
+
     def leave(self) -> None:
         """Leave the ring, finish the requests of its clients, leave the mesh, and stop.
 
@@ -613,7 +619,8 @@ class MeshNode:
             self._amend_first(model)
         offered = await preparation.offer(model, self._profile)
         self._measured = offered = replace(offered, models=self._profile.models)
-        self._profile = replace(offered, addresses=self.endpoints.addresses)  # may have changed
+        addresses, revoked = self.endpoints.addresses, self._profile.revoked  # may have changed
+        self._profile = replace(offered, addresses=addresses, revoked=revoked)
         self._publish(profile=self._profile)
         runtime = self.ring_member.begin(model)
         self._pending = None  # follow the plan that was agreed on before

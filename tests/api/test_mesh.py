@@ -207,3 +207,22 @@ async def test_other_terms_are_tried(client: httpx2.AsyncClient, door: FakeNode)
     assert door.calls[0] == (PlanTerms("throughput", 2, None, {"abc": 9}),)
     assert (wrong.status_code, unknown.status_code) == (400, 400)
     assert "Unknown policy" in wrong.json()["error"]["message"]
+
+
+async def test_revoked_keys_are_published(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    tags = [("01" * 16), ("ab" * 16)]
+
+    said = await client.post("/mesh/revoked", json={"tags": tags})
+
+    assert said.json() == {"schema": 1, "tags": tags}
+    assert door.calls == [(b"\x01" * 16, b"\xab" * 16)]
+
+
+@pytest.mark.parametrize("tag", ["", "zz" * 16, "01" * 15, "01" * 17])
+async def test_an_invalid_tag_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, tag: str
+) -> None:
+    said = await client.post("/mesh/revoked", json={"tags": ["01" * 16, tag]})
+
+    assert (said.status_code, door.calls) == (400, [])
+    assert said.json()["error"]["message"] == "A tag is not 16 bytes in hexadecimal"

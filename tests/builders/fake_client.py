@@ -47,6 +47,9 @@ class FakeClient:
         self.posted.append((node, *spare))
         return self.removed
 
+    async def revoke(self, tags: Sequence[bytes]) -> None:
+        self.posted.append(tuple(tags))
+
     async def events(self) -> AsyncGenerator[Change, None]:
         yield Change("changed", RingState.SERVING, 3, "4f2a91c0d3e1", {})
         await asyncio.Event().wait()

@@ -77,6 +77,8 @@ class FakeNode:
     """Answer with these events instead."""
     entry: str = node_id(0)
     provided: tuple[ModelStatus, ...] = ()
+    revoked: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    """By other members."""
 
     def status(self) -> MeshStatus:
         status = told()
@@ -121,6 +123,12 @@ class FakeNode:
     def stop(self, model: str) -> Stopped:
         self.calls.append(("stop", model))
         return Stopped(model)
+
+    def revoke(self, tags: Sequence[bytes]) -> None:
+        self.calls.append(tuple(tags))
+
+    def revocations(self) -> dict[str, tuple[bytes, ...]]:
+        return self.revoked
 
     async def events(self) -> AsyncGenerator[Change, None]:
         self.begun.set()

@@ -14,7 +14,7 @@ from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Lifecycle, Profile
+from meshllm.protocol.membership.records import MAX_REVOKED, Lifecycle, Profile
 from meshllm.protocol.trust.credential import Removal, Role
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Event, Piece, Request
@@ -57,9 +57,10 @@ class Owned:
         self.is_full = False
         self.asked: list[ModelOptions] = []
         self.stopped: list[str] = []
+        self.revoked: tuple[bytes, ...] = ()
         self.control = NodeControl(
-            lambda: self.view, KEYS[0], self.invite, self.expel, self.changes, self.answer,
-            MemoryStatus, self.add_model, self.stopped.append,
+            lambda: self.view, KEYS[0], self.invite, self.expel, self.revoke, self.changes,
+            self.answer, MemoryStatus, self.add_model, self.stopped.append,
         )  # fmt: skip
 
     def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
@@ -74,6 +75,9 @@ class Owned:
         self.expelled.append(removal)
         if not self.is_full:
             self.view = replace(self.view, removed=(removal.node,))
+
+    def revoke(self, tags: tuple[bytes, ...]) -> None:
+        self.revoked = tags
 
     async def changes(self) -> AsyncGenerator[None, None]:
         while True:
@@ -454,3 +458,15 @@ async def test_before_the_mesh_has_formed_there_is_nothing_to_try(node: Owned) -
 
     with pytest.raises(Busy, match="nothing to plan"):
         await node.control.try_plan(PlanTerms())
+
+
+def test_the_newest_revoked_keys_are_published_and_those_of_others_listed() -> None:
+    owned = Owned()
+    tags = [bytes([number]) * 16 for number in (1, 2)]
+    mine, theirs = (replace(owned.view.profiles[each], revoked=(tags[0],)) for each in (A, B))
+    owned.see(profiles={**owned.view.profiles, A: mine, B: theirs})
+
+    owned.control.revoke(tags * MAX_REVOKED)
+
+    assert owned.revoked == tuple(tags * (MAX_REVOKED // 2))
+    assert owned.control.revocations() == {show(B): (tags[0],)}

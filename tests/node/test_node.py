@@ -262,6 +262,18 @@ async def test_a_removed_node_is_unlinked_and_ends(mesh: Mesh) -> None:
     ]
 
 
+async def test_revoked_keys_reach_the_members_and_outlast_the_offer(mesh: Mesh) -> None:
+    desk = await mesh.start("desk", model="builtin")
+    tag = b"k" * 16
+    desk.revoke((tag,))  # before the model is measured, which replaces the profile
+
+    attic = await mesh.start("attic", join=desk.ticket)
+    await until(lambda: bool(spans(attic)), attic)
+
+    assert control_of(attic).revocations() == {show(desk.me): (tag,)}
+    assert control_of(desk).revocations() == {}
+
+
 async def test_a_client_needs_no_model(mesh: Mesh) -> None:
     a = await mesh.start("a", members=2)
     await mesh.start("b", join=a.ticket)

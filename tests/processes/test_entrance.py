@@ -4,13 +4,15 @@ import shutil
 import time
 from collections.abc import Iterator
 
+import httpx2
 import pytest
 
-from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
+from tests.processes.fleet import ALONE, Fleet, Node, free_address, meshllm, open_fleet, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
 NOT_AUTHORISED, USAGE = 5, 2
+KEY = "a-key-that-several-doors-know"
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +108,28 @@ def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
     shutil.rmtree(member.state)
     assert member.start("--join", once, *ALONE).ended() == NOT_AUTHORISED
     assert "Ticket rejected" in member.stderr
+
+
+def test_a_key_revoked_on_one_node_is_refused_at_the_door_of_another() -> None:
+    with open_fleet() as fleet:
+        address, keys = free_address(), fleet.folder / "keys"
+        keys.write_text(f"{KEY}\n")
+        keys.chmod(0o600)
+        invitation = fleet.found("founder")
+        door = ("--serve", address, "--key-file", str(keys))
+        fleet.node("founder").start("--members", "2", *ALONE)
+        fleet.node("guest").start("--join", invitation, *door, *ALONE)
+        fleet.form()
+        assert models_status(address) == 200
+
+        done = meshllm("key", "revoke", "-", state=fleet.node("founder").state, stdin=f"{KEY}\n")
+
+        assert done.stderr == "the key is revoked at all doors of the mesh\n"
+        until(lambda: models_status(address) == 401, fleet.told)
+        assert KEY not in fleet.told()
+
+
+def models_status(address: str) -> int:
+    """Ask a door for its models with the key; return the HTTP status."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    return httpx2.get(f"http://{address}/v1/models", headers=headers).status_code

@@ -3,6 +3,10 @@
 A key is ``sk-meshllm-ID-SECRET``. Only a keyed hash of it is stored, under its id; the hash key is
 derived from the node's own, which is in another file. Several processes may use the file at once.
 Methods block on the disk; call them off the event loop.
+
+The members of a mesh tell each other which keys they revoked by *tags*: public hashes of keys, from
+which no key can be found. Only who knows a key can make its tag, so that a member can revoke only
+the keys that it was given. The tag of a stored key is encrypted, as long as it is not revoked.
 """
 
 import os
@@ -14,23 +18,30 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, fields
 from hmac import compare_digest
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from threading import RLock
+from typing import Any, Literal, Self, TypeAlias
 
 from blake3 import blake3
 
 from meshllm.errors import UserError
 from meshllm.node.membership.state_store import StateStore
+from meshllm.protocol.membership.records import KEY_TAG_BYTES
 
 FILE = "api.sqlite"
 PREFIX = "sk-meshllm"
 ID_BYTES = 4
 SECRET_BYTES = 24
+MAX_KEY_CHARS = 256
 BUSY_S = 5.0  # s to wait for another process that writes
+MAX_HEARD = 1024  # keys revoked by one other member; its newest are kept
+MAX_HEARD_IN_ALL = 64 * MAX_HEARD
 
 Grouping: TypeAlias = Literal["key", "model", "day"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _CONTEXT = "meshllm 2026-11-25 API keys"  # of blake3's key derivation; changing it voids all keys
+_TAG_CONTEXT = "meshllm 2026-11-26 tags of API keys"
+_OWN = ""  # the owner of this node, as the one who revoked
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
     name TEXT PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash BLOB NOT NULL, created_s INTEGER NOT NULL,
@@ -42,6 +53,11 @@ CREATE TABLE IF NOT EXISTS usage (
     read INTEGER NOT NULL, cached INTEGER NOT NULL, written INTEGER NOT NULL,
     PRIMARY KEY (day, key, model)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tags (id TEXT PRIMARY KEY, sealed BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS revoked (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, tag BLOB NOT NULL, node TEXT NOT NULL,
+    UNIQUE (tag, node)
+);
 """
 
 
@@ -113,6 +129,7 @@ class Accounts:
     def __init__(self, database: sqlite3.Connection, hash_key: bytes) -> None:
         self._database = database
         self._hash_key = hash_key
+        self._lock = RLock()
 
     @classmethod
     @contextmanager
@@ -123,8 +140,14 @@ class Accounts:
             UserError: the folder or the file cannot be used.
         """
         seed = StateStore.open(folder).key.seed
-        with closing(_connect(folder / FILE)) as database:
-            yield cls(database, blake3(seed, derive_key_context=_CONTEXT).digest())
+        accounts = cls(_connect(folder / FILE), blake3(seed, derive_key_context=_CONTEXT).digest())
+        with closing(accounts):
+            yield accounts
+
+    def close(self) -> None:
+        """Close the file, once no thread uses it: an abandoned one may still be at work."""
+        with self._lock:
+            self._database.close()
 
     def create(self, name: str, limits: KeyLimits, now_s: float, *, is_owner: bool = False) -> str:
         """Create a key and return it: it is not stored.
@@ -141,8 +164,11 @@ class Accounts:
             name, key_id, self._hash(key), int(now_s), limits.expires_s, "\n".join(limits.models),
             limits.concurrency, limits.tokens_per_day, None, is_owner,
         )  # fmt: skip
+        tag = key_id, self._seal(key_id, tag_of(key))
         try:
-            self._database.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_VALUES})", row)
+            with self._transaction():
+                self._rows(f"INSERT INTO keys ({_COLUMNS}) VALUES ({_VALUES})", row)
+                self._rows("INSERT INTO tags VALUES (?, ?)", tag)
         except sqlite3.IntegrityError:
             hint = "choose another name; `meshllm key list` shows all"
             raise UserError(f"There is already a key `{name}`", hint=hint) from None
@@ -150,44 +176,102 @@ class Accounts:
 
     def list_keys(self) -> list[ApiKey]:
         """List the keys by age."""
-        rows = self._database.execute(f"SELECT {_KEY} FROM keys ORDER BY created_s, name")
+        rows = self._rows(f"SELECT {_KEY} FROM keys ORDER BY created_s, name")
         return [_key_of(row) for row in rows]
 
     def revoke(self, name: str, now_s: float) -> None:
         """Revoke a key at once and permanently; raise `UserError` if there is none."""
-        done = self._database.execute(
-            "UPDATE keys SET revoked_s = coalesce(revoked_s, ?) WHERE name = ?", (int(now_s), name)
-        )
-        if not done.rowcount:
-            raise UserError(f"There is no key `{name}`", hint="`meshllm key list` shows all")
+        with self._transaction():
+            done = self._rows(
+                "UPDATE keys SET revoked_s = coalesce(revoked_s, ?) WHERE name = ? RETURNING id",
+                (int(now_s), name),
+            )
+            if not done:
+                hint = "`meshllm key list` shows all"
+                raise UserError(f"There is no key `{name}`", hint=hint)
+            ((key_id,),) = done
+            for (sealed,) in self._rows("SELECT sealed FROM tags WHERE id = ?", (key_id,)):
+                self._add(self._seal(key_id, sealed), _OWN)  # earlier versions stored none
+
+    def revoke_key(self, key: str) -> None:
+        """Revoke a key that may be stored elsewhere, or in a file of keys."""
+        self._add(tag_of(key), _OWN)
+
+    def hear(self, node: str, tags: Sequence[bytes]) -> None:
+        """Store keys that another member revoked, the newest of it and of all within limits."""
+        with self._transaction():
+            for tag in tags:
+                self._add(tag, node)
+            for where, most in (("node = ?", MAX_HEARD), ("node != ?", MAX_HEARD_IN_ALL)):
+                newest = f"SELECT place FROM revoked WHERE {where} ORDER BY place DESC LIMIT {most}"
+                query = f"DELETE FROM revoked WHERE {where} AND place NOT IN ({newest})"
+                named = node if most == MAX_HEARD else _OWN
+                self._rows(query, (named, named))
+
+    def revoked(self) -> list[bytes]:
+        """Return the tags of keys that the owner of this node revoked, the newest last."""
+        query = "SELECT tag FROM revoked WHERE node = ? ORDER BY place"
+        return [bytes(tag) for (tag,) in self._rows(query, (_OWN,))]
+
+    def is_revoked(self, key: str) -> bool:
+        """Return whether this node or another member revoked a key."""
+        query = "SELECT 1 FROM revoked WHERE tag = ? LIMIT 1"
+        return bool(self._rows(query, (tag_of(key),)))
 
     def find(self, key: str) -> ApiKey | None:
         """Return the stored key, expired or revoked ones too; in a time that depends on its id."""
         key_id = key[len(PREFIX) + 1 :].partition("-")[0]
-        row = self._database.execute(
-            f"SELECT hash, {_KEY} FROM keys WHERE id = ?", (key_id,)
-        ).fetchone()
+        (row,) = self._rows(f"SELECT hash, {_KEY} FROM keys WHERE id = ?", (key_id,)) or (None,)
         given, stored = self._hash(key), row[0] if row else bytes(32)
         return _key_of(row[1:]) if compare_digest(given, stored) and row else None
 
     def record(self, day: str, key: str, model: str, used: KeyUsage) -> None:
         """Add to the usage of a key, which is empty for requests without one."""
-        self._database.execute(_RECORD, (day, key, model, *astuple(used)))
+        self._rows(_RECORD, (day, key, model, *astuple(used)))
 
     def tokens(self, day: str, key: str) -> int:
         """Return how many tokens a key read and wrote on a day."""
         query = "SELECT coalesce(sum(read + written), 0) FROM usage WHERE day = ? AND key = ?"
-        (found,) = self._database.execute(query, (day, key)).fetchone()
+        ((found,),) = self._rows(query, (day, key))
         return int(found)
 
     def usage(self, by: Grouping) -> list[tuple[str, KeyUsage]]:
         """Return the usage by key, model or day."""
         sums = ", ".join(f"sum({each.name})" for each in fields(KeyUsage))
-        rows = self._database.execute(f"SELECT {by}, {sums} FROM usage GROUP BY {by} ORDER BY {by}")
+        rows = self._rows(f"SELECT {by}, {sums} FROM usage GROUP BY {by} ORDER BY {by}")
         return [(name, KeyUsage(*counts)) for name, *counts in rows]
+
+    def _add(self, tag: bytes, node: str) -> None:
+        self._rows("INSERT OR IGNORE INTO revoked (tag, node) VALUES (?, ?)", (tag, node))
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Run one statement; return its rows."""
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
+
+    def _seal(self, key_id: str, tag: bytes) -> bytes:
+        """Encrypt or decrypt the tag of a stored key, with a key stream of its own."""
+        stream = blake3(key_id.encode(), key=self._hash_key).digest(KEY_TAG_BYTES)
+        return bytes(one ^ other for one, other in zip(tag, stream, strict=True))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._rows("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._rows("ROLLBACK")
+                raise
+            self._rows("COMMIT")
 
     def _hash(self, key: str) -> bytes:
         return blake3(key.encode(), key=self._hash_key).digest()
+
+
+def tag_of(key: str) -> bytes:
+    """Return the tag of a key, the same on every node."""
+    return blake3(key.encode(), derive_key_context=_TAG_CONTEXT).digest(KEY_TAG_BYTES)
 
 
 _KEY = "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner"

@@ -10,7 +10,8 @@ page does not have it, and any Host will do. CORS headers go to named origins on
 The owner's views need a key of the owner everywhere: other users of this machine reach the loopback
 address, too.
 
-A known key is refused when it has expired or was revoked, needed or not. Unknown ones are refused
+A known key is refused when it has expired or was revoked, here or by another member of the mesh,
+needed or not. Unknown ones are refused
 where one is needed; elsewhere clients send any text, as OpenAI's libraries insist on a key.
 """
 
@@ -28,11 +29,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from meshllm.api.access.accounts import Accounts, ApiKey
+from meshllm.api.access.accounts import MAX_KEY_CHARS, Accounts, ApiKey
 from meshllm.api.failure import INVALID, Failure, Refused, response_of
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-MAX_KEY_CHARS = 256
 
 KEY_PROTOCOL = "meshllm.key."
 """Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
@@ -148,14 +148,22 @@ class _Gate:
 
     async def _identify(self, sent: str) -> ApiKey | None:
         key = await self._find(sent) if 0 < len(sent) <= MAX_KEY_CHARS else None
+        if key is not None and (state := key.state(time.time())) != "active":
+            raise Refused(f"The API key `{key.name}` is {state}", _UNKNOWN)
         if key is None and (self._policy.needs_key or self._is_owners):
             text = "The API key is invalid" if sent else "An API key is required"
             raise Refused(text, _UNKNOWN, hint="send it as `Authorization: Bearer KEY`")
-        if key is not None and (state := key.state(time.time())) != "active":
-            raise Refused(f"The API key `{key.name}` is {state}", _UNKNOWN)
+        if await self._is_revoked(sent):
+            raise Refused("The API key is revoked", _UNKNOWN)
         if self._is_owners and not (key and key.is_owner):
             raise Refused("This needs a key of the owner", _NOT_OWNER, hint=_OWNER_HINT)
         return key
+
+    async def _is_revoked(self, sent: str) -> bool:
+        """Return whether the owner of this node or of another member revoked a key."""
+        if self._accounts is None or not 0 < len(sent) <= MAX_KEY_CHARS:
+            return False
+        return await asyncio.to_thread(self._accounts.is_revoked, sent)
 
     async def _find(self, sent: str) -> ApiKey | None:
         secret = sent.encode()

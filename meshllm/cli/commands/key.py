@@ -1,5 +1,6 @@
 """`meshllm key`: the keys of the API."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, state_path
+from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.api.access.accounts import Accounts, ApiKey
@@ -99,13 +102,43 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
 @app.command()
 @takes("state")
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Revoke the key of this name.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Revoke the key of this name; `-` reads a key from stdin."
+        ),
+    ],
     **flags: Scalar,
 ) -> None:
-    """Revoke a key permanently; the next request with it is refused."""
-    with _accounts(settings(flags)) as accounts:
-        accounts.revoke(name, time.time())
-    render.talk(f"`{name}` is revoked")
+    """Revoke a key permanently; the next request with it is refused.
+
+    The running node tells its mesh: every member refuses the key at its doors, also one from a
+    `--key-file`. With `-` it can be a key that was created on another node.
+    """
+    chosen = settings(flags)
+    with _accounts(chosen) as accounts:
+        if name == "-":
+            accounts.revoke_key(_read_key())
+        else:
+            accounts.revoke(name, time.time())
+        tags = accounts.revoked()
+    what = "the key" if name == "-" else f"`{name}`"
+    if not is_running(chosen):
+        render.talk(f"{what} is revoked here; the mesh learns it when the node runs")
+        return
+    import asyncio
+
+    asyncio.run(NodeClient(socket_path(chosen)).revoke(tags))
+    render.talk(f"{what} is revoked at all doors of the mesh")
+
+
+def _read_key() -> str:
+    from meshllm.api.access.accounts import MAX_KEY_CHARS
+
+    key = sys.stdin.readline(2 * MAX_KEY_CHARS).strip()
+    if not 0 < len(key) <= MAX_KEY_CHARS:
+        raise UserError(f"stdin has no key of 1 to {MAX_KEY_CHARS} characters")
+    return key
 
 
 @contextmanager

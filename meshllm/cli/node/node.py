@@ -177,6 +177,8 @@ async def _run(
 ) -> None:
     import asyncio
 
+    from meshllm.api.access.accounts import Accounts
+    from meshllm.api.access.revocations import share_revocations
     from meshllm.api.serve import serve
     from meshllm.api.unix import SOCKET, is_answered
     from meshllm.cli.shared.signals import draining
@@ -188,11 +190,15 @@ async def _run(
         opened.leave()
 
     sys.setswitchinterval(SWITCH_S)  # process-wide: only the node runs here
-    with draining() as drain:
-        async with open_node(options, provider=provider) as opened, asyncio.TaskGroup() as group:
+    with draining() as drain, Accounts.open(options.state) as accounts:
+        async with (
+            open_node(options, provider=provider) as opened,
+            asyncio.TaskGroup() as group,
+        ):
             drain.leave = leave
             control, socket = control_of(opened), options.state / SOCKET
             tasks = [group.create_task(serve(control, socket))]
+            tasks.append(group.create_task(share_revocations(control, accounts)))
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_POLL_S)
             count = opened.ticket_uses

@@ -120,6 +120,10 @@ class NodeClient:
         """Let the mesh no longer serve a model."""
         await self._fetch("DELETE", "/mesh/models", json.dumps({"model": model}).encode())
 
+    async def revoke(self, tags: Sequence[bytes]) -> None:
+        """Let the node tell its mesh which API keys its owner revoked, the newest last."""
+        await self._post("/mesh/revoked", {"tags": [each.hex() for each in tags]})
+
     async def events(self) -> AsyncGenerator["Change", None]:
         """Yield changes of the mesh as they happen."""
         from meshllm.status import Change, from_json

@@ -39,7 +39,9 @@ MAX_CONTEXT = 1 << 30  # tokens
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
 MAX_HELD = 64  # models that a node has locally, of those that its mesh serves or served
 GROUP_BYTES = MODEL_KEY_BYTES + 1
+MAX_REVOKED = 256  # API keys revoked by one node
 DIGEST_PART_BYTES = 16
+KEY_TAG_BYTES = 16
 MACHINE_BYTES = 16
 ENDS = 3
 """Parts of a manifest after the layers: embedding, head, configuration."""
@@ -100,6 +102,8 @@ class Profile:
     """A tag that nodes on the same machine can verify; empty of earlier versions."""
     models: tuple[ModelKey, ...] = ()
     """The models of the mesh that it has locally; empty while the mesh serves one ring."""
+    revoked: tuple[bytes, ...] = ()
+    """Tags of API keys that its owner revoked, the newest last."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -115,6 +119,7 @@ class Profile:
                 sized(b"".join(self.weights)),
                 sized(self.machine),
                 sized(b"".join(self.models)),
+                sized(b"".join(self.revoked)),
             )
         )
 
@@ -128,8 +133,8 @@ class Profile:
         model = reader.text(MAX_NAME_BYTES)
         reader.bounded("addresses", counts[1], 0, MAX_ADDRESSES)
         addresses = tuple(reader.text(MAX_ADDRESS_BYTES) for _ in range(counts[1]))
-        weights = reader.sized((MAX_LAYERS + ENDS) * DIGEST_PART_BYTES)
-        reader.bounded("bytes at the end of its weights", len(weights) % DIGEST_PART_BYTES, 0, 0)
+        most = (MAX_LAYERS + ENDS) * DIGEST_PART_BYTES
+        weights = _parts(reader, "weights", DIGEST_PART_BYTES, most)
         reader.bounded("first layer", start, 0, reader.bounded("layers", stop, 0, MAX_LAYERS))
         return cls(
             name,
@@ -141,12 +146,10 @@ class Profile:
             reader.bounded("bytes of reserve", reserve, 0, MAX_BYTES),
             Span(start, stop) if start < stop else None,
             model,
-            tuple(
-                weights[at : at + DIGEST_PART_BYTES]
-                for at in range(0, len(weights), DIGEST_PART_BYTES)
-            ),
+            weights,
             reader.sized(MACHINE_BYTES) if reader.left else b"",
             _keys(reader) if reader.left else (),
+            _revoked(reader) if reader.left else (),
         )
 
 
@@ -258,9 +261,19 @@ def _keys(reader: Reader) -> tuple[ModelKey, ...]:
 
 
 def _node_ids(reader: Reader) -> tuple[NodeId, ...]:
-    data = reader.sized(MAX_MEMBERS * NODE_ID_BYTES)
-    reader.bounded("bytes at the end of its faulty nodes", len(data) % NODE_ID_BYTES, 0, 0)
-    return tuple(NodeId(data[at : at + NODE_ID_BYTES]) for at in range(0, len(data), NODE_ID_BYTES))
+    most = MAX_MEMBERS * NODE_ID_BYTES
+    return tuple(map(NodeId, _parts(reader, "faulty nodes", NODE_ID_BYTES, most)))
+
+
+def _revoked(reader: Reader) -> tuple[bytes, ...]:
+    return _parts(reader, "revoked keys", KEY_TAG_BYTES, MAX_REVOKED * KEY_TAG_BYTES)
+
+
+def _parts(reader: Reader, what: str, size: int, most: int) -> tuple[bytes, ...]:
+    """Read at most so many bytes, in parts of one size."""
+    data = reader.sized(most)
+    reader.bounded(f"bytes at the end of its {what}", len(data) % size, 0, 0)
+    return tuple(data[at : at + size] for at in range(0, len(data), size))
 
 
 def _costs(reader: Reader, count: int) -> tuple[tuple[int, float], ...]:

@@ -3,10 +3,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
-from meshllm.api.access.accounts import FILE, Accounts, KeyLimits, KeyUsage
+from meshllm.api.access.accounts import FILE, Accounts, KeyLimits, KeyUsage, tag_of
 from meshllm.errors import UserError
 
 NOW = 1_000_000.0
@@ -173,3 +174,110 @@ def test_keys_of_an_earlier_version_are_users(tmp_path: Path) -> None:
             found = accounts.find(key)
             assert found
             assert (found.name, found.is_owner) == ("old", False)
+
+
+def test_a_revoked_key_is_told_by_a_tag_that_was_encrypted(
+    accounts: Accounts, tmp_path: Path
+) -> None:
+    key = accounts.create("laptop", KeyLimits(), NOW)
+    files = [each for each in (tmp_path / "state").iterdir() if each.is_file()]
+    assert [each.name for each in files if tag_of(key) in each.read_bytes()] == []
+    assert (accounts.revoked(), accounts.is_revoked(key)) == ([], False)
+
+    accounts.revoke("laptop", NOW)
+    accounts.revoke("laptop", NOW)
+
+    assert (accounts.revoked(), accounts.is_revoked(key)) == ([tag_of(key)], True)
+
+
+def test_a_key_of_another_node_can_be_revoked(accounts: Accounts) -> None:
+    accounts.revoke_key("a key of elsewhere")
+    accounts.revoke_key("another one")
+
+    assert accounts.revoked() == [tag_of("a key of elsewhere"), tag_of("another one")]
+    assert accounts.is_revoked("a key of elsewhere")
+    assert not accounts.is_revoked("a key of elsewher")
+
+
+def test_what_others_revoked_is_stored_and_not_told_again(
+    accounts: Accounts, tmp_path: Path
+) -> None:
+    accounts.hear("node-b", [tag_of("one"), tag_of("two")])
+    accounts.hear("node-b", [tag_of("two")])
+
+    with Accounts.open(tmp_path / "state") as again:
+        assert [again.is_revoked(each) for each in ("one", "two", "three")] == [True, True, False]
+        assert again.revoked() == []
+
+
+def test_a_member_that_revokes_without_end_displaces_only_its_own(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.api.access.accounts.MAX_HEARD", 3)
+    accounts.revoke_key("own")
+    accounts.hear("node-b", [tag_of("of b")])
+
+    accounts.hear("node-c", [tag_of(str(number)) for number in range(5)])
+
+    kept = [each for each in ("own", "of b", *map(str, range(5))) if accounts.is_revoked(each)]
+    assert kept == ["own", "of b", "2", "3", "4"]
+
+
+def test_many_members_displace_the_oldest_and_never_the_owners(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.api.access.accounts.MAX_HEARD_IN_ALL", 2)
+    accounts.revoke_key("own")
+
+    for number in range(4):
+        accounts.hear(f"node-{number}", [tag_of(str(number))])
+
+    kept = [each for each in ("own", *map(str, range(4))) if accounts.is_revoked(each)]
+    assert kept == ["own", "2", "3"]
+
+
+def test_a_key_of_an_earlier_version_is_revoked_here(accounts: Accounts, tmp_path: Path) -> None:
+    key = accounts.create("laptop", KeyLimits(), NOW)
+    with closing(sqlite3.connect(tmp_path / "state" / FILE)) as database:
+        database.execute("DELETE FROM tags")
+        database.commit()
+
+    accounts.revoke("laptop", NOW)
+
+    found = accounts.find(key)
+    assert found
+    assert (found.state(NOW), accounts.revoked()) == ("revoked", [])
+
+
+def test_a_name_that_is_taken_leaves_nothing_behind(accounts: Accounts) -> None:
+    accounts.create("laptop", KeyLimits(), NOW)
+    with pytest.raises(UserError, match="already a key"):
+        accounts.create("laptop", KeyLimits(), NOW)
+
+    accounts.revoke("laptop", NOW)
+
+    assert len(accounts.revoked()) == 1
+
+
+def test_a_thread_that_nobody_waits_for_finds_the_file_open_or_closed(tmp_path: Path) -> None:
+    """SQLite crashes when a connection is closed while another thread uses it."""
+    ends: list[type[Exception] | None] = []
+
+    def read(accounts: Accounts, begun: Event) -> None:
+        try:
+            while True:
+                accounts.revoked()
+                begun.set()
+        except Exception as error:
+            ends.append(type(error))
+
+    for _ in range(20):
+        begun = Event()
+        with Accounts.open(tmp_path / "state") as accounts:
+            reader = Thread(target=read, args=(accounts, begun))
+            reader.start()
+            assert begun.wait(20)
+        reader.join(20)
+        assert not reader.is_alive()
+
+    assert ends == [sqlite3.ProgrammingError] * 20

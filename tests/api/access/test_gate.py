@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.access.accounts import Accounts, KeyLimits, tag_of
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.v1.service import Service
@@ -221,3 +221,17 @@ async def test_any_text_is_accepted_where_no_key_is_needed(accounts: Accounts) -
 
 def test_a_policy_shows_no_key() -> None:
     assert SHUT.file_keys[0] not in repr(SHUT)
+
+
+@pytest.mark.parametrize("policy", [OPEN, SHUT], ids=["open", "shut"])
+async def test_a_key_that_another_member_revoked_is_refused(
+    accounts: Accounts, policy: AccessPolicy
+) -> None:
+    key, other = SHUT.file_keys
+    accounts.hear("node-b", [tag_of(key)])
+    async with entering(policy, accounts) as client:
+        said = [await client.get(MODELS, headers=bearer(each)) for each in (key, other)]
+
+    assert [each.status_code for each in said] == [401, 200]
+    assert said[0].json()["error"]["message"] == "The API key is revoked"
+    assert key not in said[0].text

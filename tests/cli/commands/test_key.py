@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.api.access.accounts import Accounts
+from meshllm.api.access.accounts import Accounts, tag_of
+from tests.builders.fake_client import FakeClient
 from tests.cli.conftest import Invoke
 
 
@@ -72,3 +73,31 @@ def test_a_key_of_the_owner_says_so(meshllm: Invoke) -> None:
 
     assert (made["owner"], listed["owner"]) == (True, True)
     assert "owner" in meshllm("key", "list").stdout.splitlines()[-1]
+
+
+def test_a_key_of_elsewhere_is_revoked_from_stdin(meshllm: Invoke, home: Path) -> None:
+    result = meshllm("key", "revoke", "-", stdin="sk-of-elsewhere\n")
+
+    with Accounts.open(home / "state" / "meshllm") as accounts:
+        assert accounts.is_revoked("sk-of-elsewhere")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "the key is revoked here; the mesh learns it when the node runs\n"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "x" * 257])
+def test_stdin_must_have_a_key(meshllm: Invoke, text: str) -> None:
+    result = meshllm("key", "revoke", "-", stdin=text)
+
+    assert (result.exit_code, "no key of 1 to 256 characters" in result.stderr) == (2, True)
+
+
+def test_a_running_node_tells_the_mesh(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(monkeypatch)
+    monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
+    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+    key = meshllm("key", "create", "laptop").stdout.strip()
+
+    result = meshllm("key", "revoke", "laptop")
+
+    assert client.posted == [(tag_of(key),)]
+    assert result.stderr == "`laptop` is revoked at all doors of the mesh\n"

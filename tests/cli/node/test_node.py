@@ -7,7 +7,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,8 @@ class FakeNode:
     ticket_uses: int = 2
     asked: int = 0
     is_open: bool = False
+    is_over: bool = False
+    """The reports are at an end, and ``last`` is called."""
 
     @asynccontextmanager
     async def __call__(self, options: NodeOptions, provider: None) -> AsyncIterator["FakeNode"]:
@@ -63,8 +65,18 @@ class FakeNode:
 
     async def events(self) -> AsyncGenerator[MeshStatus, None]:
         while self.statuses:
+            await asyncio.sleep(0)  # several tasks listen, and one takes the reports
             yield self.statuses[0]
-        self.last()
+        if not self.is_over:
+            self.is_over = True
+            self.last()
+        await asyncio.Event().wait()
+
+    def revoke(self, tags: Sequence[bytes]) -> None:
+        assert not tags
+
+    def revocations(self) -> dict[str, tuple[bytes, ...]]:
+        return {}
 
     def leave(self) -> None:
         self.asked += 1

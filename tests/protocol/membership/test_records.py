@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshllm.errors import PeerFault
 from meshllm.names import GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.membership.records import (
+    KEY_TAG_BYTES,
     MAX_ADDRESS_BYTES,
     MAX_ADDRESSES,
     MAX_BYTES,
@@ -21,6 +22,7 @@ from meshllm.protocol.membership.records import (
     MAX_OBSTACLE_BYTES,
     MAX_OFFERS,
     MAX_PLAN_BYTES,
+    MAX_REVOKED,
     MAX_ROUND_TRIP_US,
     Lifecycle,
     ModelOffer,
@@ -206,3 +208,17 @@ def test_all_living_nodes_agree_on_who_is_alive(
 
     for node in alive(linked, me) - {me}:
         assert alive(linked, node) - {me} == alive(linked, me) - {me}
+
+
+def test_revoked_keys_are_bounded_and_of_one_size() -> None:
+    most = replace(PROFILE, revoked=(b"k" * KEY_TAG_BYTES,) * MAX_REVOKED)
+    assert Profile.decode(most.encode()) == most
+
+    for wrong in ((*most.revoked, b"k" * KEY_TAG_BYTES), (b"short",)):
+        with pytest.raises(PeerFault):
+            Profile.decode(replace(PROFILE, revoked=wrong).encode())
+
+
+@pytest.mark.parametrize("missing", [2, 4], ids=["revoked keys", "machine"])
+def test_a_profile_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
+    assert Profile.decode(PROFILE.encode()[:-missing]) == PROFILE

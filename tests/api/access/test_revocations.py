@@ -1,0 +1,41 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from meshllm.api.access.accounts import Accounts, tag_of
+from meshllm.api.access.revocations import share_revocations
+from tests.builders.fake_node import FakeNode
+
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
+
+
+async def test_own_ones_are_published_and_others_stored(node: FakeNode, tmp_path: Path) -> None:
+    node.revoked = {"node-b": (tag_of("heard"),)}
+    with Accounts.open(tmp_path / "state") as accounts:
+        accounts.revoke_key("own")
+        sharing = asyncio.ensure_future(share_revocations(node, accounts))
+        async with asyncio.timeout(20):
+            await node.begun.wait()
+            node.revoked = {"node-b": (tag_of("heard"),), "node-c": (tag_of("later"),)}
+            node.go.set()
+            await sharing
+
+        assert [accounts.is_revoked(each) for each in ("own", "heard", "later")] == [True] * 3
+        assert accounts.revoked() == [tag_of("own")]
+    assert node.calls == [(tag_of("own"),)]
+    assert node.closed.is_set()
+
+
+async def test_it_ends_with_the_node(node: FakeNode, tmp_path: Path) -> None:
+    with Accounts.open(tmp_path / "state") as accounts:
+        sharing = asyncio.ensure_future(share_revocations(node, accounts))
+        async with asyncio.timeout(20):
+            await node.begun.wait()
+            sharing.cancel()
+            await asyncio.wait([sharing])
+    assert sharing.cancelled()
+    assert node.closed.is_set()
