@@ -67,6 +67,10 @@ class ModelStatus:
     """Identifies it in this mesh: 16 hexadecimal digits, a prefix of which is a name too."""
     replicas: int = 0
     """Rings that are wanted; 0 for a model of providers."""
+    epoch: int = 0
+    """Of the ring that serves it; 0 if none does."""
+    is_exact: bool = field(default=False, metadata={"json": "exact"})
+    """Whether every node of the ring computes each token bit-identically to transformers."""
 
 
 @dataclass(frozen=True, slots=True)

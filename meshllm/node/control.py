@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from blake3 import blake3
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
@@ -358,6 +358,7 @@ def _group_of(view: NodeView, node: NodeId) -> GroupId:
 def _model(view: NodeView, charter: Charter) -> ModelStatus:
     shape = charter.shape
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
+    plan = _plan_for(view, charter)
     return ModelStatus(
         shape.name,
         shape.layers,
@@ -369,7 +370,22 @@ def _model(view: NodeView, charter: Charter) -> ModelStatus:
         aliases=charter.aliases,
         key=charter.key.hex(),
         replicas=charter.replicas,
+        epoch=plan.epoch if plan else 0,
+        is_exact=charter.quant is Quant.NONE and _is_exact(view, plan),
     )
+
+
+def _plan_for(view: NodeView, charter: Charter) -> Plan | None:
+    """Return the plan of the first ring that serves a model, as far as known here."""
+    if view.charter is not None and view.charter.key == charter.key and view.plan:
+        return view.plan
+    plans = (ring.plan for ring in view.rings if ring.group.charter.key == charter.key)
+    return next(filter(None, plans), None)
+
+
+def _is_exact(view: NodeView, plan: Plan | None) -> bool:
+    stages = plan.stages if plan else ()
+    return bool(stages) and all(view.profiles.get(at.node, _UNKNOWN).is_exact for at in stages)
 
 
 def _provided(view: NodeView) -> tuple[ModelStatus, ...]:

@@ -138,7 +138,12 @@ class MeshNode:
         self._options, self._own = options, own
         self._preparation = preparation
         self._profile = Profile(
-            self.name, __version__, endpoints.addresses, memory_bytes=0, machine=here.tag(self.me)
+            self.name,
+            __version__,
+            endpoints.addresses,
+            memory_bytes=0,
+            machine=here.tag(self.me),
+            is_exact=options.inference.is_exact,
         )
         self._measured = self._profile
         self._retry_s = FIRST_RETRY_S

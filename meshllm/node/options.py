@@ -41,6 +41,11 @@ class InferenceConfig:
     cache: Path | None = None
     """Folder for quantised matrices."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens are bit-identical to those of transformers, hidden states included."""
+        return self.exact and self.wire is WireMode.EXACT
+
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, MeshError, UserError
-from meshllm.names import LossCause, NodeId
+from meshllm.names import LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
@@ -112,7 +112,7 @@ def test_the_status_is_that_of_the_node(node: Owned) -> None:
     assert (status.name, status.version, status.since_s) == ("here", "1.0", 3.0)
     key = charter().key.hex()
     assert status.model == ModelStatus(
-        "tiny", 4, 4, "bfloat16", "none", 10, "fp_1a7ab2161d6c", key=key, replicas=1
+        "tiny", 4, 4, "bfloat16", "none", 10, "fp_1a7ab2161d6c", key=key, replicas=1, epoch=1
     )
     assert status.listening == ("loopback:a",)
     assert status.networks == (
@@ -470,3 +470,29 @@ def test_the_newest_revoked_keys_are_published_and_those_of_others_listed() -> N
 
     assert owned.revoked == tuple(tags * (MAX_REVOKED // 2))
     assert owned.control.revocations() == {show(B): (tags[0],)}
+
+
+@pytest.mark.parametrize(
+    ("others", "quant", "expected"),
+    [(True, Quant.NONE, True), (False, Quant.NONE, False), (True, Quant.INT8, False)],
+)
+async def test_a_model_is_exact_if_the_whole_ring_is(
+    quant: Quant, *, others: bool, expected: bool
+) -> None:
+    owned = Owned()
+    plan = plan_of(owned.view)
+    assert owned.view.charter
+    first, *rest = (stage.node for stage in plan.stages)
+    exact = {first: True, **dict.fromkeys(rest, others)}
+    owned.see(
+        charter=replace(owned.view.charter, quant=quant),
+        profiles={
+            node: replace(each, is_exact=exact.get(node, False))
+            for node, each in owned.view.profiles.items()
+        },
+    )
+
+    (model,) = await owned.control.models()
+
+    assert rest
+    assert (model.is_exact, model.epoch) == (expected, plan.epoch)

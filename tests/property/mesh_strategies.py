@@ -63,6 +63,7 @@ profiles = st.builds(
     st.just(b"") | sixteen,
     st.lists(eight, max_size=3).map(tuple),
     st.lists(sixteen, max_size=3).map(tuple),
+    st.booleans(),
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 few_nodes = st.lists(nodes, max_size=3).map(tuple)

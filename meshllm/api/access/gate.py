@@ -36,6 +36,8 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 KEY_PROTOCOL = "meshllm.key."
 """Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
+EXPOSED = "x-request-id", "x-meshllm-model-digest", "x-meshllm-precision", "x-meshllm-ring-epoch"
+"""Headers about what answers, which web pages of allowed origins may read."""
 
 _SCOPE, _AGAIN = "meshllm.key", "meshllm.identify"
 _WEB = {"ws": "http", "wss": "https"}
@@ -66,7 +68,7 @@ def site_guards(policy: AccessPolicy) -> Sequence[Middleware]:
             allow_origins=policy.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", *EXPOSED],
         ),
     ]
 

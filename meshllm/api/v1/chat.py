@@ -15,7 +15,7 @@ from meshllm.api.respond import Stream, with_keep_alive, within
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import Extension
 from meshllm.api.v1.generating import Generating, read_fields, variants
-from meshllm.api.v1.precision import precision_of
+from meshllm.api.v1.headers import headers_of, is_traced
 from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.structured import schema_of
@@ -261,9 +261,10 @@ def routes(service: Service) -> list[Route]:
         made = await call(service, key_of(request), body, apart)
         model = made.model
         reply = _ChatReply(
-            "chatcmpl", model.name, model.fingerprint, made.asked, body.choices, body.has_usage
-        )
-        headers = {"x-request-id": reply.id, "x-meshllm-precision": precision_of(model)}
+            "chatcmpl", model.name, model.fingerprint, made.asked, body.choices, body.has_usage,
+            is_traced(request),
+        )  # fmt: skip
+        headers = headers_of(model, reply.id)
         if body.stream:
             slow = with_keep_alive(made.events, base.KEEP_ALIVE_S)
             return Stream(slow, STREAM, reply.chunks, failure, headers)

@@ -13,6 +13,7 @@ from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import Generating, read_fields, variants
+from meshllm.api.v1.headers import headers_of, is_traced
 from meshllm.api.v1.prompts import read_prompts, with_prompt
 from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
 from meshllm.api.v1.service import Choices, Service
@@ -133,11 +134,12 @@ def routes(service: Service) -> list[Route]:
         asked, key = body.requests(prompts), key_of(request)
         model = await service.model(key, body.model)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
-        reply, events = _TextReply("cmpl", *head), service.answer(key, model, asked)
+        reply = _TextReply("cmpl", *head, is_traced(request))
+        events, headers = service.answer(key, model, asked), headers_of(model, reply.id)
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.chunks, failure)
-        return Stream(events, JSON, reply.completion, error_object)
+            return Stream(slow, STREAM, reply.chunks, failure, headers)
+        return Stream(events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/completions", complete, methods=["POST"])]
 

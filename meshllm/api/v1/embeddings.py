@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 import base64
 import json
+import secrets
 import struct
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,6 +18,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object
 from meshllm.api.respond import Stream
 from meshllm.api.v1.generating import read_fields
+from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.prompts import read_prompts, with_prompt
 from meshllm.api.v1.service import Choices, Service
 from meshllm.request import Answer
@@ -96,7 +98,8 @@ def routes(service: Service) -> list[Route]:
         asked = [with_prompt(common, each) for each in inputs]
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
         events = service.answer(key, model, asked)
-        return Stream(events, JSON, reply.write, error_object)
+        headers = headers_of(model, f"embd-{secrets.token_hex(16)}")
+        return Stream(events, JSON, reply.write, error_object, headers)
 
     return [Route("/v1/embeddings", embed, methods=["POST"])]
 

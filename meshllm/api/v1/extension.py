@@ -19,6 +19,8 @@ class Extension:
     """Refuse models whose weights have fewer bits: `int4`, `int8`, `bf16`, `fp16`, `fp32`."""
     min_context: int | None = None
     """Refuse models that take fewer tokens."""
+    exact: bool | None = None
+    """Refuse models whose tokens are not bit-identical to those of transformers."""
     deadline_ms: int | None = None
     """End the answer with an error if it is not complete by then."""
     trust: tuple[str, ...] | None = None
@@ -37,6 +39,10 @@ class Extension:
         if (self.min_context or 0) > model.context:
             text = f"`{model.name}` takes {model.context or 'an unknown number of'} tokens"
             raise WrongField("meshllm.min_context", text)
+        if self.exact and not model.is_exact:
+            text = f"`{model.name}` is not computed bit-identically to transformers"
+            hint = "start every node of its ring with `--exact`"
+            raise WrongField("meshllm.exact", text, hint=hint)
         if self.deadline_ms is not None and self.deadline_ms < 1:
             text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
             raise WrongField("meshllm.deadline_ms", text)

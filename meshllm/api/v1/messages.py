@@ -18,6 +18,7 @@ from meshllm.api.failure import JSON, messages_error
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import MAX_STOPS, SEEDS, read_fields
+from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import STREAM
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.tools import tools_of_messages
@@ -282,10 +283,11 @@ def routes(service: Service) -> list[Route]:
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
         reply, events = _MessagesReply(model.name), service.answer(key, model, [asked])
+        headers = headers_of(model, reply.id)
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.events, _failure)
-        return Stream(events, JSON, reply.message, messages_error)
+            return Stream(slow, STREAM, reply.events, _failure, headers)
+        return Stream(events, JSON, reply.message, messages_error, headers)
 
     async def count(request: Request) -> Response:
         (body, apart), key = await _read(request, MessagesPrompt), key_of(request)

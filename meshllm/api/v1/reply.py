@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshllm.api.failure import error_object
+from meshllm.api.v1.headers import trace_of
 from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, TokenLogprobs
 from meshllm.request import Request as Asked
@@ -42,6 +43,8 @@ class Reply:
     per_prompt: int
     """Choices of one prompt, which follow each other."""
     has_usage: bool
+    is_traced: bool = False
+    """Whether the last object says where the time went."""
     choices: list[Choice] = field(init=False)
     id: str = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -65,9 +68,14 @@ class Reply:
             "system_fingerprint": self.fingerprint or None,
             "choices": choices,
             **more,
-            "meshllm": {"seed": self.asked[0].sampling.seed},
+            "meshllm": {"seed": self.asked[0].sampling.seed, **self._trace()},
         }
         return json.dumps(fields, separators=(",", ":")).encode()
+
+    def _trace(self) -> dict[str, Any]:
+        """Return the times of the answers, once all are complete and if they are asked for."""
+        is_told = self.is_traced and self.is_complete
+        return {"trace": trace_of([each.answer for each in self.choices])} if is_told else {}
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> bytes:
         """Write one chunk; with usage requested, all but the last say that it is not known yet."""

@@ -19,6 +19,7 @@ from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, f
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, SEEDS, read_fields
+from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
 from meshllm.api.v1.service import Choices, Service
@@ -366,11 +367,11 @@ def routes(service: Service) -> list[Route]:
         asked = replace(asked, schema=schema, tools=tools)
         model = await service.model(key, body.model)
         reply = _ResponsesReply(model.name, body, given, owner, turns, store)
-        events = service.answer(key, model, [asked])
+        events, headers = service.answer(key, model, [asked]), headers_of(model, reply.id)
         if body.stream:
             slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.events, reply.failure)
-        return Stream(events, JSON, reply.whole, error_object)
+            return Stream(slow, STREAM, reply.events, reply.failure, headers)
+        return Stream(events, JSON, reply.whole, error_object, headers)
 
     async def retrieve(request: Request) -> Response:
         found = _found(store, request.path_params["name"], _owner(request))

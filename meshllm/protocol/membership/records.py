@@ -104,6 +104,8 @@ class Profile:
     """The models of the mesh that it has locally; empty while the mesh serves one ring."""
     revoked: tuple[bytes, ...] = ()
     """Tags of API keys that its owner revoked, the newest last."""
+    is_exact: bool = False
+    """Whether it computes each token bit-identically to transformers."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -120,6 +122,7 @@ class Profile:
                 sized(self.machine),
                 sized(b"".join(self.models)),
                 sized(b"".join(self.revoked)),
+                _COUNT.pack(self.is_exact),
             )
         )
 
@@ -150,6 +153,7 @@ class Profile:
             reader.sized(MACHINE_BYTES) if reader.left else b"",
             _keys(reader) if reader.left else (),
             _revoked(reader) if reader.left else (),
+            _flag(reader) if reader.left else False,
         )
 
 
@@ -263,6 +267,11 @@ def _keys(reader: Reader) -> tuple[ModelKey, ...]:
 def _node_ids(reader: Reader) -> tuple[NodeId, ...]:
     most = MAX_MEMBERS * NODE_ID_BYTES
     return tuple(map(NodeId, _parts(reader, "faulty nodes", NODE_ID_BYTES, most)))
+
+
+def _flag(reader: Reader) -> bool:
+    (value,) = reader.unpack(_COUNT)
+    return bool(reader.bounded("for a flag", value, 0, 1))
 
 
 def _revoked(reader: Reader) -> tuple[bytes, ...]:

@@ -1,0 +1,114 @@
+import json
+from dataclasses import replace
+from typing import Any
+
+import httpx2
+import pytest
+
+from meshllm.names import Span
+from meshllm.request import Answer, HopReport, Piece
+from meshllm.status import ModelStatus
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+}
+HOP = HopReport(1, "desk", Span(2, 5), 1.23456, 0.5, 0.25, 0.125, 99.0)
+TRACED = {"x-meshllm-trace": "1"}
+
+
+@pytest.fixture
+def exact(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        known = door.status().model
+        assert known
+        return [replace(known, epoch=7, is_exact=True)]
+
+    monkeypatch.setattr(FakeNode, "models", models)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_every_answer_says_what_answered(
+    client: httpx2.AsyncClient, door: FakeNode, path: str, *, streams: bool
+) -> None:
+    if path == "/v1/embeddings":
+        door.said = (replace(answer_of("", 0), embedding="AAAAAA=="),)
+    asked = {"model": "builtin", **PATHS[path], **({"stream": True} if streams else {})}
+    if path == "/v1/embeddings" and streams:
+        return
+
+    said = await client.post(path, json=asked)
+
+    assert said.status_code == 200, said.text
+    assert said.headers["x-meshllm-model-digest"] == "0123456789ab"
+    assert said.headers["x-meshllm-ring-epoch"] == "7"
+    assert said.headers["x-meshllm-precision"] == "bfloat16"
+    assert said.headers["x-request-id"]
+
+
+async def test_what_is_unknown_is_left_out(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    door.provided = (ModelStatus("fox", 0, 0, "", "", providers=("desk",)),)
+
+    said = await client.post("/v1/chat/completions", json={"model": "fox", "messages": MESSAGES})
+
+    found = {name for name in said.headers if name.startswith("x-")}
+    assert found == {"x-request-id"}
+
+
+@pytest.mark.usefixtures("exact")
+async def test_an_exact_ring_meets_exact(client: httpx2.AsyncClient) -> None:
+    asked = {"model": "builtin", "messages": MESSAGES, "meshllm": {"exact": True}}
+
+    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+
+
+def traced_answer(door: FakeNode) -> Answer:
+    """Let the node answer with times."""
+    answer = replace(answer_of("hello", 5), ttft_ms=12.34567, hops=(HOP,))
+    door.said = (Piece("hello"), answer)
+    return answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_trace_is_told_once_at_the_end_and_names_no_machine(
+    client: httpx2.AsyncClient, door: FakeNode, path: str
+) -> None:
+    traced_answer(door)
+    asked = {"model": "builtin", **PATHS[path]}
+
+    whole = (await client.post(path, json=asked, headers=TRACED)).json()
+    streamed = await client.post(path, json=asked | {"stream": True}, headers=TRACED)
+    without = (await client.post(path, json=asked)).json()
+
+    (told,) = whole["meshllm"]["trace"]
+    assert told["ttft_ms"] == 12.346
+    assert told["hops"] == [
+        {
+            "rank": 1, "span": "2:5", "compute_ms": 1.235, "serialise_ms": 0.5, "queue_ms": 0.25,
+            "wire_ms": 0.125, "bytes_per_token": 99.0,
+        }
+    ]  # fmt: skip
+    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
+    traces = [json.loads(line)["meshllm"].get("trace") for line in lines]
+    assert traces == [*([None] * (len(lines) - 1)), [told]]
+    assert "trace" not in without["meshllm"]
+    assert "desk" not in json.dumps(whole) + streamed.text
+
+
+async def test_another_value_of_the_trace_header_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    asked = {"model": "builtin", "messages": MESSAGES}
+
+    said = await client.post("/v1/chat/completions", json=asked, headers={"x-meshllm-trace": "yes"})
+
+    assert (said.status_code, door.requests) == (400, [])
+    assert "x-meshllm-trace" in said.json()["error"]["message"]
