@@ -140,6 +140,8 @@ class Settings:
     """Record requests of the API in this file, without text."""
     log_format: LogFormat = "text"
     """Format of the log on stderr."""
+    plain: bool = False
+    """Show answers as written, without rendering Markdown."""
     history: bool = True
     """Save the lines typed in a conversation."""
     debug: bool = False
@@ -176,7 +178,7 @@ class Config:
     """By setting: `default`, a file, a variable or a flag."""
 
 
-PROJECT_KEYS = frozenset({"max_tokens", "context", "log_format", "debug"}) | {
+PROJECT_KEYS = frozenset({"max_tokens", "context", "log_format", "debug", "plain"}) | {
     each.name for each in fields(Sampling)
 }
 """Settings that a project file may contain: sampling, limits and display."""

@@ -41,7 +41,7 @@ Examples:
     "model", "nodes", "transport", "ends", "dtype", "quant", "device", "threads", "speculation",
     "draft", "exact", "wire", "prefix_cache", "state", "join", "system",
     "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "seed",
+    "frequency_penalty", "presence_penalty", "seed", "plain",
 )  # fmt: skip
 def chat(
     context: typer.Context,
@@ -91,7 +91,8 @@ def chat(
     A line on stderr names the mesh if another machine reads the prompt.
 
     With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
-    before PROMPT. On a terminal without PROMPT it opens a conversation.
+    before PROMPT. On a terminal without PROMPT it opens a conversation. Its answers are rendered as
+    Markdown unless `--plain`.
 
     A terminal shows the reasoning of a model dimmed, on stderr.
     """

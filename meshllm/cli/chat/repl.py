@@ -120,7 +120,8 @@ class _Repl:
             _note(f"{render.statistics(asking.result())}\nseed {self.conversation.seed}")
 
     async def _answer(self, request: Request, pieces: list[str]) -> Answer:
-        with render.Status(sys.stderr) as status, render.answering() as write:
+        is_rendered = not self.conversation.settings.plain
+        with render.Status(sys.stderr) as status, render.answering(markdown=is_rendered) as write:
 
             def keep(piece: str) -> None:
                 pieces.append(piece)

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -206,7 +207,11 @@ async def _run(
             if door is not None:
                 tasks.append(group.create_task(door.serve(control)))
             if provider is None:
-                _print_ticket(opened.ticket, Notice("ready", text), notify, file)
+                ticket = opened.ticket
+                _print_ticket(ticket, Notice("ready", text), notify, file)
+                if options.relays:
+                    again = _print_with_relay(control, ticket, notify, file)
+                    tasks.append(group.create_task(again))
             else:
                 notify(Notice("ready", f"waiting for the engine at {provider.engine.url}"))
             tasks.append(group.create_task(_report(control, notify)))
@@ -260,6 +265,30 @@ def _print_ticket(
         _write_private(file, f"{ticket}\n")
     notify(ready)
     render.out(f"{ticket}\nmeshllm node --join {ticket}")  # one write: a reader may stop early
+
+
+async def _print_with_relay(
+    node: "NodePort", ticket: str, notify: Callable[[Notice], None], file: Path | None
+) -> None:
+    """Print the ticket again once a relay has answered, if it lacks the address there."""
+    from meshllm.protocol.trust.ticket import MAX_ADDRESSES, parse_ticket
+
+    printed = parse_ticket(ticket)
+    if any(map(_is_relayed, printed.addresses)):
+        return
+    async with aclosing(node.events()) as events:
+        async for _ in events:
+            addresses = node.status().listening[:MAX_ADDRESSES]
+            if any(map(_is_relayed, addresses)):
+                text = "the relay has answered: this ticket, the same one, also leads there:"
+                again = replace(printed, addresses=addresses).encode()
+                _print_ticket(again, Notice("ticket", text), notify, file)
+                return
+
+
+def _is_relayed(address: str) -> bool:
+    """Return whether an address is that of a relay, which names the node: `quic://NODE@HOST`."""
+    return "@" in address
 
 
 def _write_private(path: Path, text: str) -> None:

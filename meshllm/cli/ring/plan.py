@@ -11,13 +11,14 @@ import typer
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings, cache_path
+from meshllm.config import Scalar, Settings, cache_path, change
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
     from meshllm.protocol.planning.plan import ModelSizes, Plan
     from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
+    from meshllm.status import MeshStatus
 
 PROMPT = 256  # prompt tokens assumed for the time to the first token
 ACCEPTANCE = 0.5  # of draft tokens; higher for repetitive text, lower for prose
@@ -67,8 +68,9 @@ def plan(
 ) -> None:
     """Plan a ring and predict its speed.
 
-    It shows the layers of each node, the predicted times, and why a node would be on standby. It
-    contacts no machine: all figures follow from the described nodes, by default this machine alone.
+    It shows the layers of each node, the predicted times, and why a node would be on standby.
+    Without `--nodes`, `--spec` and `--model` it plans for the nodes of the running mesh, with the
+    times that they measured, and without a mesh for this machine alone. It changes nothing.
     A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
 
     `--workload` places several models as replicas. It searches placements, simulates thousands of
@@ -88,12 +90,17 @@ def plan(
         raise UserError("`--trace` needs `--workload`", hint="the file names models and machines")
     with render.Status(sys.stderr) as status:
         status.show("reading the model")
+        from meshllm.cli.ring.spec import running_spec
         from meshllm.protocol.planning.policies import make_plan
         from meshllm.protocol.planning.prediction import compare, predict
 
         chosen = settings(flags)
+        mesh = None if sources or flags["model"] is not None else _running(chosen)
+        if mesh is not None and mesh.model is not None:
+            policy = chosen.policy if flags["policy"] is not None else mesh.ring.policy
+            chosen = change(chosen, {"model": mesh.model.name, "policy": policy})
         shape = _shape(chosen, context)
-        given = _nodes(nodes, spec, shape)
+        given = running_spec(mesh, shape) if mesh else _nodes(nodes, spec, shape)
         found = make_plan(given.offers, given.links, shape, policy=chosen.policy)
         report = _PlanReport(
             plan=found,
@@ -107,6 +114,19 @@ def plan(
         render.dump(report.fields())
     else:
         render.out(report.text())
+
+
+def _running(chosen: Settings) -> "MeshStatus | None":
+    """Return the status of the running mesh; None if there is none with a ring."""
+    import asyncio
+
+    from meshllm.cli.ring.status import clean
+    from meshllm.cli.shared.client import NodeClient, is_running, socket_path
+
+    if not is_running(chosen):
+        return None
+    status = clean(asyncio.run(NodeClient(socket_path(chosen)).status()))
+    return status if status.ring.predicted and status.model else None
 
 
 def _place(path: Path, trace: Path | None, chosen: Settings, *, as_json: bool) -> None:

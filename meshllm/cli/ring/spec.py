@@ -19,8 +19,9 @@ A file of ``--nodes`` has the same fields, and can describe single links::
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
 from pathlib import Path
@@ -31,6 +32,7 @@ from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
+from meshllm.status import MeshStatus, NodeState
 
 MAX_NODES = 64
 MAX_MBIT_S = 1e6
@@ -39,6 +41,8 @@ LAN_S = 0.0005  # one way, wired, at home
 
 _ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
 """Relative time of a layer by number of rows: Qwen3-0.6B in bf16 on one CPU core."""
+
+_READY = {NodeState.SERVING, NodeState.STANDBY, NodeState.LOADING}
 
 _FILE_HINT = "write a TOML file with a table `[[node]]` for each node"
 _NODE = re.compile(r"(?:([1-9]\d{0,2})x)?([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?")
@@ -85,6 +89,44 @@ def read_spec(path: Path, shape: ModelSizes) -> Spec:
     if len(set(names)) < len(names):
         raise UserError(f"Two nodes of `{path}` have the same name", hint="rename one of them")
     return _spec(nodes, _links(tables(found, "link"), names), shape)
+
+
+def running_spec(status: MeshStatus, shape: ModelSizes) -> Spec:
+    """Describe the nodes of a running mesh, by what their ring predicts from their measurements.
+
+    Nodes on standby have no predicted times: they are assumed to be as fast as the others.
+    """
+    ring = status.ring
+    assert ring.predicted is not None  # its caller has checked
+    hops = list(zip(ring.stages, ring.predicted.hops, strict=True))
+    layer_s = {
+        stage.node: hop.compute_ms / 1e3 / len(stage.layers) for stage, hop in hops if stage.layers
+    }
+    mean_s = sum(layer_s.values()) / len(layer_s)
+    known = [each for each in status.nodes if each.state in _READY and each.memory_bytes]
+    names = _distinct({each.node: each.name or each.short for each in known})
+    head_s = ring.predicted.head_ms / 1e3
+    nodes = [
+        _Node(names[each.node], each.memory_bytes, layer_s.get(each.node, mean_s), head_s)
+        for each in known
+    ]
+    after = [*ring.stages[1:], *ring.stages[:1]]
+    wires = {
+        (names[stage.node], names[other.node]): LinkSpeed(hop.wire_ms / 1e3)
+        for (stage, hop), other in zip(hops, after, strict=True)
+        if stage.node != other.node and {stage.node, other.node} <= names.keys()
+    }
+    found = _spec(nodes, wires, shape)
+    assumed = [each for each in found.assumed if "without a time" not in each]
+    if others := [names[each.node] for each in known if each.node not in layer_s]:
+        assumed.append(f"{', '.join(others)}: as fast as the nodes of the ring")
+    return replace(found, assumed=("times of the running mesh", *assumed))
+
+
+def _distinct(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names that differ, by id."""
+    count = Counter(names.values())
+    return {node: f"{name} {node[:7]}" if count[name] > 1 else name for node, name in names.items()}
 
 
 def _spec(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self, TextIO
 
+from meshllm.cli.terminal.markdown import MarkdownStream
 from meshllm.cli.terminal.wrap import Wrap
 from meshllm.errors import MeshError
 from meshllm.request import Answer, HopReport
@@ -42,13 +43,13 @@ def out(text: str, end: str = "\n") -> None:
 
 
 @contextmanager
-def answering() -> Iterator[Callable[[str], None]]:
+def answering(*, markdown: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that writes pieces of an answer to stdout; end the last line on exit.
 
-    A terminal gets whole words and no control characters, any other output the exact bytes.
+    A terminal gets whole words and no control characters, and its ``markdown`` rendered; any other
+    output gets the exact bytes.
     """
-    # The last column is reserved for the space after a word, which would start a new line.
-    wrap = Wrap(shutil.get_terminal_size().columns - 1) if sys.stdout.isatty() else None
+    wrap = _layout(markdown=markdown) if sys.stdout.isatty() else None
     is_begun = False
 
     def write(piece: str) -> None:
@@ -61,6 +62,14 @@ def answering() -> Iterator[Callable[[str], None]]:
     finally:
         if is_begun:
             out(wrap.flush() if wrap else "")
+
+
+def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
+    columns, rows = shutil.get_terminal_size()
+    if markdown and os.environ.get("TERM") != "dumb":
+        return MarkdownStream(columns, rows)
+    # The last column is reserved for the space after a word, which would start a new line.
+    return Wrap(columns - 1)
 
 
 def talk(text: str, end: str = "\n") -> None:

@@ -20,7 +20,7 @@ class Wrap:
     def flush(self) -> str:
         """Return what was held back."""
         word, self.word = self.word, ""
-        width = sum(map(_width, word))
+        width = width_of(word)
         lacks_room = self.column > 0 and self.columns < self.column + width <= 2 * self.columns
         self.column = (0 if lacks_room else self.column) + width
         return f"\n{word}" if lacks_room else word
@@ -37,6 +37,11 @@ class Wrap:
         self.word += char
         # Scripts without spaces use wide characters, and a line may break before each of them.
         return self.flush() if len(self.word) > LONGEST or _width(char) > 1 else ""
+
+
+def width_of(text: str) -> int:
+    """Return the columns that a text takes."""
+    return sum(map(_width, text))
 
 
 def _width(char: str) -> int:

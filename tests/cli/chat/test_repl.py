@@ -223,6 +223,19 @@ def test_the_history_file_is_private(terminal: Terminal, home: Path) -> None:
     assert history.stat().st_mode & 0o777 == 0o600
 
 
+def test_markdown_is_rendered_unless_plain() -> None:
+    with Terminal() as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.press("say *this*\r")
+        terminal.wait_for("say *this*")
+        assert "say this" in terminal.wait_for("say this")
+    with Terminal("--plain") as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.press("say *this*\r")
+        terminal.wait_for("say *this*")
+        assert "say this" not in terminal.wait_for(PROMPT)
+
+
 def test_history_can_be_turned_off(home: Path) -> None:
     with Terminal(MESHLLM_HISTORY="0") as terminal:
         terminal.wait_for(PROMPT)

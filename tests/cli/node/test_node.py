@@ -9,7 +9,7 @@ import stat
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import cast
@@ -26,7 +26,7 @@ from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.ticket import Ticket
+from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.status import MeshStatus
 from meshllm.testing.clock import run_virtual
 from tests.builders.status import status_of, waiting
@@ -414,3 +414,34 @@ def test_a_setting_of_the_door_needs_one(meshllm: Invoke, tmp_path: Path) -> Non
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: `--trace` has no effect without `--serve`")
+
+
+RELAYED = "quic://abcdef@relay.example:7777"
+
+
+def test_a_ticket_that_lacks_the_relay_is_printed_again_with_it(
+    meshllm: Invoke, node: FakeNode, home: Path
+) -> None:
+    node.ticket = TICKET
+    there = replace(status_of(2), listening=("ws://10.0.0.1:7700", RELAYED))
+    # Each report is read by two tasks.
+    node.statuses = [status_of(2), status_of(2), there, there]
+
+    result = meshllm("node", "--relay", "relay.example:7777", "--ticket-file", "ticket")
+
+    first, _, again, command = result.stdout.splitlines()
+    assert first == TICKET
+    assert parse_ticket(again).addresses == there.listening
+    assert parse_ticket(again).secret == parse_ticket(first).secret
+    assert command == f"meshllm node --join {again}"
+    assert (home / "ticket").read_text() == f"{again}\n"
+    assert "the relay has answered" in result.stderr
+
+
+def test_a_ticket_with_the_relay_is_printed_once(meshllm: Invoke, node: FakeNode) -> None:
+    ticket = replace(parse_ticket(TICKET), addresses=(RELAYED,)).encode()
+    node.ticket = ticket
+
+    result = meshllm("node", "--relay", "relay.example:7777")
+
+    assert result.stdout.splitlines() == [ticket, f"meshllm node --join {ticket}"]

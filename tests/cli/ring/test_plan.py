@@ -1,6 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from meshllm.names import Span
+from tests.builders.fake_client import FakeClient
+from tests.builders.status import status_of, waiting, with_ring
 from tests.cli.conftest import Invoke
 
 
@@ -83,3 +89,48 @@ def test_a_model_that_does_not_fit_exits_4(meshllm: Invoke) -> None:
 
     assert (result.exit_code, result.stdout) == (4, "")
     assert result.stderr.startswith("error: The ring lacks ")
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """A mesh of two nodes that runs the built-in model."""
+    client = FakeClient(monkeypatch)
+    status = status_of(2)
+    assert status.model
+    named = replace(status, model=replace(status.model, name="builtin"))
+    stages = [replace(each, layers=Span(4 * each.rank, 4 + 4 * each.rank))
+              for each in status.ring.stages]  # fmt: skip
+    client.statuses = [with_ring(named, stages=tuple(stages), policy="proportional")]
+    monkeypatch.setattr("meshllm.cli.shared.client.is_running", lambda _: True)
+    return client
+
+
+def test_without_nodes_the_plan_is_for_the_running_mesh(
+    meshllm: Invoke, running: FakeClient
+) -> None:
+    plan = json.loads(meshllm("ring", "plan", "--json").stdout)
+
+    assert [stage["node"] for stage in plan["stages"]] == ["attic", "desk"]
+    assert plan["model"] == "builtin"
+    assert "times of the running mesh" in plan["assumed"]
+    fastest = json.loads(meshllm("ring", "plan", "--policy", "fastest", "--json").stdout)
+    assert len(fastest["stages"]) == 1
+
+
+@pytest.mark.parametrize("words", [("--model", "builtin"), ("--spec", "8GiB")])
+def test_other_nodes_or_models_are_not_those_of_the_mesh(
+    meshllm: Invoke, running: FakeClient, words: tuple[str, ...]
+) -> None:
+    plan = json.loads(meshllm("ring", "plan", *words, "--json").stdout)
+
+    assert "times of the running mesh" not in plan["assumed"]
+
+
+def test_a_mesh_without_a_ring_is_planned_for_this_machine(
+    meshllm: Invoke, running: FakeClient
+) -> None:
+    running.statuses = [waiting("the nodes are loading the model")]
+
+    plan = json.loads(meshllm("ring", "plan", "--json").stdout)
+
+    assert "times of the running mesh" not in plan["assumed"]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,14 @@ from meshllm.cli.ring.spec import (
     MEMORY_BYTES_PER_S,
     parse_spec,
     read_spec,
+    running_spec,
 )
 from meshllm.cli.ring.toml_fields import MAX_BYTES
 from meshllm.errors import UserError
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import make_plan
+from meshllm.status import NodeState
+from tests.builders.status import node_id, status_of, with_node, with_ring
 
 GIB = 1 << 30
 SHAPE = ModelSizes("tiny", (2 * GIB,) * 4, (0,) * 4, GIB, 0, True, 1024, 2, 100)
@@ -235,3 +239,27 @@ def test_a_binary_file_is_refused(file: Path) -> None:
 
     with pytest.raises(UserError, match="Invalid TOML in"):
         read_spec(file, SHAPE)
+
+
+def test_a_running_mesh_is_described_by_its_predicted_times() -> None:
+    status = with_node(status_of(4), 3, state=NodeState.STANDBY, memory_bytes=GIB, name="desk")
+    status = with_node(status, 2, state=NodeState.DOWN)
+    stages, hops = status.ring.stages[:2], status.ring.predicted
+    assert hops
+    status = with_ring(status, stages=stages, predicted=replace(hops, hops=hops.hops[:2]))
+
+    spec = running_spec(status, SHAPE)
+
+    names = list(spec.names.values())
+    assert names[0] == "attic"
+    assert names[1:] == [f"desk {node_id(1)[:7]}", f"desk {node_id(3)[:7]}"]
+    first, second, standby = (offer.layer_seconds(1) for offer in spec.offers)
+    assert [first, second] == pytest.approx([0.00125, 0.00135])
+    assert standby == pytest.approx(0.0013)
+    assert [offer.head_s for offer in spec.offers] == [pytest.approx(0.0018)] * 3
+    a, b, c = spec.names
+    assert spec.links.between(a, b).latency_s == pytest.approx(0.00042)
+    assert spec.links.between(a, c).latency_s == LAN_S
+    assert spec.assumed[0] == "times of the running mesh"
+    assert spec.assumed[-1] == f"{names[2]}: as fast as the nodes of the ring"
+    assert not any("without a time" in each for each in spec.assumed)
