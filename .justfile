@@ -53,6 +53,8 @@ bench:
     python -m tests.bench.sessions
     python -m tests.bench.outline
     python -m tests.bench.ttft
+    python -m tests.bench.load
+    python -m tests.bench.door
     python -m tests.bench.chat
     python -m tests.bench.where
     meshllm bench --engine

@@ -49,8 +49,7 @@ class PublicProtocol(H11Protocol):
         """Await the first headers; make room for this connection if there are many."""
         super().connection_made(transport)
         self._await_headers()
-        if len(self.connections) > MAX_OPEN:
-            self._evict()
+        self._evict()
 
     def data_received(self, data: bytes) -> None:
         """Stop waiting once the headers are complete."""
@@ -97,9 +96,15 @@ class PublicProtocol(H11Protocol):
             self._headers = None
 
     def _evict(self) -> None:
-        connections: set[Any] = self.connections
-        idle = [each for each in connections if each.is_idle and each is not self]
-        if idle:
+        """Close the connection that has been idle longest, if there are too many.
+
+        An aborted one stays listed until the next turn of the event loop, and many may be accepted
+        in one turn: those do not count, or they would be closed again in place of others.
+        """
+        listed: set[Any] = self.connections
+        there = [each for each in listed if not each.transport.is_closing()]
+        idle = [each for each in there if each.is_idle and each is not self]
+        if len(there) > MAX_OPEN and idle:
             min(idle, key=lambda each: each.since).transport.abort()
 
 

@@ -253,6 +253,26 @@ async def test_many_idle_connections_make_room(
             writer.close()
 
 
+async def test_connections_that_are_accepted_at_once_make_room_for_others(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("connection", "tcp"):
+        monkeypatch.setattr(f"meshllm.api.{module}.MAX_OPEN", 3)
+    async with serving(accounts, door) as open_one:
+        place = open_one.bound.getsockname()[:2]
+        idle = [socket.create_connection(place) for _ in range(12)]  # the event loop waits
+        ends = [await asyncio.open_connection(sock=each) for each in idle[:9]]
+        assert all([await closed(reader) for reader, _ in ends])
+        async with httpx2.AsyncClient() as client:
+            said = await client.get(f"{open_one.url}/models")
+
+        assert said.status_code == 200
+        for _, writer in ends:
+            writer.close()
+        for each in idle[9:]:
+            each.close()
+
+
 async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
     async with serving(accounts, door) as open_one:
         reader, writer = await connect(open_one)
