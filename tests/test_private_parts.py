@@ -17,6 +17,10 @@ KNOWN = {
         "torch._convert_weight_to_int4pack_for_cpu",
         "torch._weight_int4pack_mm_for_cpu",
     },
+    "meshllm/model/modules/kernel_choice.py": {
+        "torch.ops.mkldnn._linear_pointwise",
+        "torch.ops.mkldnn._reorder_linear_weight",
+    },
     "meshllm/model/modules/linear_onednn.py": {
         "torch.ops.mkldnn._linear_pointwise",
         "torch.ops.mkldnn._reorder_linear_weight",

@@ -92,7 +92,7 @@ def line_up(
         report(f"loading {quant}")
         contestants += _node(source, quant, device)
     report("loading stock steps")
-    shard = load_shard(source, _all(source), embed=True, head=True, device=device)
+    shard = load_shard(source, _all(source), embed=True, head=True, device=device, exact=True)
     stock = Engine("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
     report("loading two shards")
     return [*contestants, stock, _exact(source, size, device)]
@@ -163,7 +163,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[EngineTask], Forward]:
 def _exact(source: Source, size: int, device: torch.device) -> Engine:
     """Run two shards in sequence, bit-identically to transformers."""
     shards = [
-        load_shard(source, part.span, embed=part.embed, head=part.head, device=device)
+        load_shard(source, part.span, embed=part.embed, head=part.head, device=device, exact=True)
         for part in divide(source.config.num_hidden_layers, 2)
     ]
 

@@ -3,6 +3,7 @@
 __all__ = [
     "attention",
     "elementwise",
+    "flash_attention",
     "gemm_bf16",
     "gemm_int8",
     "ir",

@@ -1,12 +1,14 @@
-"""GEMV and GEMM with bf16 weights, for CPUs without bf16 instructions.
+"""GEMV and GEMM with bf16 weights, by float32 arithmetic or by an instruction for pairs of bf16.
 
 Theory of operation
 -------------------
 The product of two bfloat16 is exact in float32, so the bits of a sum depend only on the order of
-summation. There are two orders; in each a row is row-invariant:
+summation. In each order a row is row-invariant:
 
 - Few rows (GEMV): input k is added to sum k modulo `GEMV_LANES`, and these sums are added in a
   tree of halves. Weights are read as stored in their file, once for all rows.
+- Few rows, with the instruction: input pair k is added to sum k modulo `LANES`, its second product
+  first, and these sums are added in a tree of halves. It takes half as many instructions, or less.
 - Many rows (GEMM): inputs are cut into blocks of `PART`. In a block, for each pair of inputs the
   second product is added, then the first; then the sums of the blocks one after the other, and the
   bias. A block of weights is transposed once, so that each lane of a vector is an output.
@@ -36,7 +38,9 @@ _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
+_PAIRS_AHEAD = 2048  # pairs of weights; the same for a single row with the instruction
 _GEMV = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_DOT_GEMV = *_GEMV, "count"
 _GEMM = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
     *("parts", "tiles", "room", "threads"),
@@ -46,15 +50,18 @@ _GEMM = (
 class Bf16Matrix:
     """Weights [N, K] and a bias [N], bfloat16, read in place."""
 
-    __slots__ = ("_bias", "_inputs", "_kept", "_outputs", "_weights")
+    __slots__ = ("_bias", "_dot", "_inputs", "_kept", "_outputs", "_weights")
 
-    def __init__(self, weights: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weights: Tensor, bias: Tensor | None = None, *, dot: bool = False) -> None:
         """Take weights whose address and shape do not change afterwards.
+
+        With ``dot``, use the instruction `Code.dot`, which the CPU must have.
 
         Raises:
             ValueError: K is not a multiple of `GEMV_LANES`, the shapes do not match, or a tensor
                 is not bfloat16, not contiguous or not on the CPU.
         """
+        self._dot = dot
         self._kept = weights, bias  # keeps their addresses valid
         for tensor in (weights,) if bias is None else (weights, bias):
             if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
@@ -81,12 +88,15 @@ class Bf16Matrix:
         products = torch.empty(tiles * each, outputs, dtype=torch.bfloat16)
         if not count:
             return products
-        given = rows.contiguous() if each == 1 else _padded(rows, tiles * each)
+        given = rows.contiguous() if self._dot or each == 1 else _padded(rows, tiles * each)
         is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
-        _gemv(each, _TOGETHER if is_wide else 1, bool(self._bias))(
+        function, steps = _gemv, self._inputs // GEMV_LANES
+        if self._dot:
+            function, steps = _dot_gemv, self._inputs // (2 * LANES)
+        function(each, _TOGETHER if is_wide else 1, bool(self._bias))(
             *(-(-outputs // _GEMV_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
-            *(given.data_ptr(), products.data_ptr(), outputs),
-            *(self._inputs // GEMV_LANES, tiles),
+            *(given.data_ptr(), products.data_ptr(), outputs, steps, tiles),
+            *((count,) if self._dot else ()),
         )
         return products if tiles * each == count else products[:count]
 
@@ -149,8 +159,7 @@ def _gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
         left, most = do.sub(fields["outputs"], first), code.index(_GEMV_OUTPUTS)
         here = do.select(do.icmp_unsigned("<", left, most), left, most)
         with code.loop(fields["tiles"]) as tile:
-            top = do.mul(tile.index, code.index(rows))
-            lines = [do.add(top, code.index(row)) for row in range(rows)]
+            lines = _lines(code, tile.index, rows)
             starts = [code.at(fields["rows"], do.mul(line, inputs), kind) for line in lines]
             with code.loop(do.udiv(here, code.index(together))) as group:
                 at = do.add(first, do.mul(group.index, code.index(together)))
@@ -172,6 +181,75 @@ def _gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
                     code.store(HALF, code.narrow(code.splat(total, 1)), fields["products"], place)
 
     return JitFunction(_GEMV, write, held=["weights", "bias"])
+
+
+@cache
+def _dot_gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
+    """Compile the GEMV with the instruction for pairs, for tiles of rows and outputs."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        do, steps = code.do, fields["steps"]
+        pairs = do.mul(steps, code.index(LANES))
+        first = do.mul(block, code.index(_GEMV_OUTPUTS))
+        left, most = do.sub(fields["outputs"], first), code.index(_GEMV_OUTPUTS)
+        here = do.select(do.icmp_unsigned("<", left, most), left, most)
+        with code.loop(fields["tiles"]) as tile:
+            lines = _lines(code, tile.index, rows)
+            starts = _starts(code, fields, lines, pairs)
+            with code.loop(do.udiv(here, code.index(together))) as group:
+                at = do.add(first, do.mul(group.index, code.index(together)))
+                weights = [
+                    code.at(fields["weights"], do.mul(do.add(at, code.index(output)), pairs), WORD)
+                    for output in range(together)
+                ]
+                ahead = (
+                    do.mul(pairs, code.index(together)) if rows > 1 else code.index(_PAIRS_AHEAD)
+                )
+                sums = _dot_lanes(code, weights, starts, steps, ahead)
+                for row, line in enumerate(lines):
+                    total = code.sums(sums[row::rows])
+                    if has_bias:
+                        extra = code.load(HALF, fields["bias"], at, together)
+                        total = do.fadd(total, code.widen(extra))
+                    place = do.add(do.mul(line, fields["outputs"]), at)
+                    code.store(HALF, code.narrow(total), fields["products"], place)
+
+    return JitFunction(_DOT_GEMV, write, held=["weights", "bias"])
+
+
+def _dot_lanes(
+    code: Code,
+    weights: Sequence[ir.Value],
+    rows: Sequence[ir.Value],
+    steps: ir.Value,
+    ahead: ir.Value,
+) -> list[ir.Value]:
+    """Accumulate the products of outputs and rows, `LANES` pairs at a time."""
+    do = code.do
+    with code.loop(steps, *[code.floats(0.0)] * (len(weights) * len(rows))) as loop:
+        place = do.mul(loop.index, code.index(LANES))
+        pairs = [code.load(WORD, row, place, LANES) for row in rows]
+        sums = iter(loop.carried)
+        for output in weights:
+            code.prefetch(code.at(output, do.add(place, ahead), WORD), is_far=True)
+            own = code.load(WORD, output, place, LANES)
+            loop.next += [code.dot(own, pair, next(sums)) for pair in pairs]
+    return loop.next
+
+
+def _lines(code: Code, tile: ir.Value, rows: int) -> list[ir.Value]:
+    """Return the numbers of the rows of a tile."""
+    top = code.do.mul(tile, code.index(rows))
+    return [code.do.add(top, code.index(row)) for row in range(rows)]
+
+
+def _starts(
+    code: Code, fields: Mapping[str, ir.Value], lines: Sequence[ir.Value], pairs: ir.Value
+) -> list[ir.Value]:
+    """Return the addresses of rows; those behind the last, whose products nobody reads, are it."""
+    do, last = code.do, code.do.sub(fields["count"], code.index(1))
+    held = [do.select(do.icmp_unsigned("<", line, last), line, last) for line in lines]
+    return [code.at(fields["rows"], do.mul(line, pairs), WORD) for line in held]
 
 
 def _add_lanes(
@@ -236,8 +314,7 @@ def _gemm(rows: int, has_bias: bool) -> JitFunction:
             for column in range(0, OUTPUTS, wide):
                 places = [code.index(column + at * LANES) for at in range(columns)]
                 with code.loop(tiles) as tile:
-                    top = do.mul(tile.index, code.index(rows))
-                    lines = [do.add(top, code.index(row)) for row in range(rows)]
+                    lines = _lines(code, tile.index, rows)
                     starts = [
                         code.at(fields["rows"], do.add(do.mul(line, pairs), begin), INT)
                         for line in lines

@@ -207,6 +207,26 @@ class Code:
             vector = self.do.fadd(*self.halves(vector))
         return self.do.extract_element(vector, ir.Constant(WORD, 0))
 
+    def sums(self, vectors: Sequence[ir.Value]) -> ir.Value:
+        """Sum the lanes of each vector as `sum` does; their number is a power of 2."""
+        vectors, lanes, size = list(vectors), LANES, LANES  # `size` lanes are of one vector
+        while size > 1:
+            starts = range(0, lanes, size)
+            others = vectors[1::2] or vectors
+            pairs = list(zip(vectors[::2], others, strict=True))
+            if len(vectors) > 1:
+                starts = range(0, 2 * lanes, size)
+            masks = [
+                _mask([start + at for start in starts for at in half])
+                for half in (range(size // 2), range(size // 2, size))
+            ]
+            vectors = [
+                self.do.fadd(*(self.do.shuffle_vector(*pair, mask) for mask in masks))
+                for pair in pairs
+            ]
+            lanes, size = len(starts) * size // 2, size // 2
+        return vectors[0]
+
     def widen(self, bits: ir.Value) -> ir.Value:
         """Convert bfloat16, given as integers, to float32."""
         lanes = bits.type.count
@@ -227,6 +247,13 @@ class Code:
     def int_to_float(self, numbers: ir.Value) -> ir.Value:
         """Convert signed integers of at most 32 bits to float32, rounded once."""
         return self.do.sitofp(numbers, ir.VectorType(FLOAT, numbers.type.count))
+
+    def largest(self, vector: ir.Value) -> ir.Value:
+        """Return the largest lane, none of which is NaN; their number is a power of 2."""
+        while vector.type.count > 1:
+            one, other = self.halves(vector)
+            vector = self.do.select(self.do.fcmp_ordered(">", one, other), one, other)
+        return self.do.extract_element(vector, ir.Constant(WORD, 0))
 
     def reduce_umax(self, words: ir.Value) -> ir.Value:
         """Return the largest lane, as unsigned integers; their number is a power of 2."""

@@ -3,6 +3,7 @@
 __all__ = [
     "exchange",
     "int8",
+    "kernel_choice",
     "linear_bf16",
     "linear_onednn",
     "linear_padded",

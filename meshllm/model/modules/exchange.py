@@ -24,13 +24,15 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
     skip: Collection[str] = (),
     digests: Mapping[str, str] | None = None,
     mapped: bool = True,
+    exact: bool = False,
     whole: nn.Module | None = None,
 ) -> str:
     """Replace modules in place; return why steps cannot be row-invariant as wanted, or "".
 
     On load, matrices are quantised to ``quant``, except those in or under ``skip``. Without
     ``quant`` they are repacked if that is faster with the same bits, and if they are ``mapped``
-    from a file: of a cast matrix, both copies would stay in memory.
+    from a file: of a cast matrix, both copies would stay in memory. ``exact`` says that steps will
+    be those of the stock model.
 
     For row-invariant steps, ``whole`` is the whole model, on meta, so that all its shards decide
     alike. On a GPU, steps are row-invariant already, see `meshllm.model.steps.cuda_graph`.
@@ -47,7 +49,7 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
         quantise(model, quant, skip=skip, digests=digests, cache=cache, mapped=mapped)
         fuse_rms_norms(model)
     elif mapped:
-        pack(model, skip=skip)
+        pack(model, skip=skip, exact=exact)
     return ""
 
 

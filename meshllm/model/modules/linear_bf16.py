@@ -1,10 +1,11 @@
-"""Row-invariant bf16 linear layers for CPUs without bf16 instructions.
+"""Row-invariant bf16 linear layers with our own kernels.
 
-Theory of operation: on such CPUs torch multiplies a single row slower than memory delivers the
-weights, two rows three times as slow, and prompts at a fraction of the peak rate. There
-`meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one order of
-summation, more (prompts) in another. So a row of a decode step has the same bits in any batch. On
-other CPUs torch's kernels are as fast, see `meshllm.model.modules.linear_padded`.
+Theory of operation: on CPUs without bf16 instructions torch multiplies a single row slower than
+memory delivers the weights, two rows three times as slow, and prompts at a fraction of the peak
+rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
+order of summation, more (prompts) in another. On other CPUs our kernel multiplies few rows of the
+shapes for which it was measured to be faster, see `meshllm.model.modules.kernel_choice`, and torch
+the rest. So a row of a decode step has the same bits in any batch. Weights are read in place.
 """
 
 from functools import cache
@@ -15,17 +16,19 @@ from torch.nn import functional
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, OUTPUTS, Bf16Matrix
-from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.kernel_choice import LinearKernel, fastest, has_bf16_dot
 
 MOST_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
+DOT_ROWS = 128
+"""Rows up to which the instruction for pairs is as fast as torch, which reorders the weights."""
 
 
 class CompiledLinear(nn.Linear):
     """A linear module with a compiled GEMM that reads its weights in place."""
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, kernel: LinearKernel) -> None:
         """Take over weights, which must not change or move afterwards.
 
         Raises:
@@ -36,7 +39,11 @@ class CompiledLinear(nn.Linear):
         self.weight, self.bias = plain.weight, plain.bias
         self._plain = (plain,)  # not a submodule, so that the weights keep their names
         bias = None if self.bias is None else self.bias.detach()
-        self._matrix = Bf16Matrix(self.weight.detach(), bias)
+        has_dot = kernel is LinearKernel.DOT
+        self.kernel = kernel
+        self._matrix = Bf16Matrix(self.weight.detach(), bias, dot=has_dot)
+        self._most = DOT_ROWS if has_dot else MOST_ROWS
+        self._has_gemm = use_own_gemm() and not self.out_features % OUTPUTS
 
     @property
     def plain(self) -> nn.Linear:
@@ -46,11 +53,10 @@ class CompiledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name that stock code may use
         """Multiply [..., K] to [..., N]."""
         x, count = input, input.numel() // self.in_features
-        is_odd = count > MOST_ROWS and self.out_features % OUTPUTS
-        if x.dtype != torch.bfloat16 or is_odd:
+        if x.dtype != torch.bfloat16 or (count > self._most and not self._has_gemm):
             return functional.linear(x, self.weight, self.bias)
         rows, matrix = x.reshape(count, self.in_features), self._matrix
-        products = matrix.gemv(rows) if count <= MOST_ROWS else matrix.gemm(rows)
+        products = matrix.gemv(rows) if count <= self._most else matrix.gemm(rows)
         return products.view(*x.shape[:-1], self.out_features)
 
 
@@ -60,26 +66,30 @@ def to_native(plain: nn.Linear) -> CompiledLinear | None:
     Hooks would be lost, so modules with hooks are not replaced either.
     """
     weight, hooks = plain.weight, plain._forward_hooks | plain._forward_pre_hooks
-    if weight.device.type != "cpu" or not weight.is_contiguous() or hooks or not has_native(plain):
+    if weight.device.type != "cpu" or not weight.is_contiguous() or hooks:
         return None
-    return CompiledLinear(plain)
+    kernel = choose_kernel(plain)
+    return None if kernel is LinearKernel.TORCH else CompiledLinear(plain, kernel)
 
 
 def has_native(like: nn.Linear) -> bool:
-    """Whether `CompiledLinear` supports such modules on the CPU; ``like`` may be on meta."""
-    return (
+    """Whether such modules are replaced on this CPU; ``like`` may be on meta."""
+    return choose_kernel(like) is not LinearKernel.TORCH
+
+
+def choose_kernel(like: nn.Linear) -> LinearKernel:
+    """Return the kernel for few rows of such modules on this CPU; ``like`` may be on meta."""
+    is_supported = (
         type(like) is nn.Linear
         and like.weight.dtype == torch.bfloat16
         and like.in_features % GEMV_LANES == 0
         and like.weight.numel() > 0
-        and use_own_gemm()
     )
-
-
-@cache
-def has_bf16_dot() -> bool:
-    """Whether the CPU has an instruction that multiplies and adds pairs of bfloat16."""
-    return jit.has_cpu_feature(PAIRS_FEATURE)
+    if not is_supported or not jit.jit_available():
+        return LinearKernel.TORCH
+    if use_own_gemm():
+        return LinearKernel.FMA
+    return fastest(like.out_features, like.in_features)
 
 
 @cache

@@ -53,15 +53,18 @@ class PackedLinear(nn.Linear):
 
 
 @torch.inference_mode()
-def pack(model: nn.Module, skip: Collection[str] = ()) -> None:
-    """Replace the linear modules whose packed copies are faster; none in or under ``skip``."""
+def pack(model: nn.Module, skip: Collection[str] = (), *, exact: bool = False) -> None:
+    """Replace the linear modules whose packed copies are faster; none in or under ``skip``.
+
+    Unless steps are to be ``exact``, those that have a compiled form are left to it.
+    """
     gains: dict[_Kind, bool] = {}
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
         kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
         if kind not in gains:
-            gains[kind] = not has_native(plain) and _gains(plain)
+            gains[kind] = (exact or not has_native(plain)) and _gains(plain)
         if gains[kind]:
             model.set_submodule(name, PackedLinear(plain))
 

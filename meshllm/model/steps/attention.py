@@ -5,14 +5,17 @@ step. Library kernels are made for many rows; a few rows on the CPU use our own 
 also faster, see `meshllm.model.kernels.attention`. Prefill computes many rows at a time.
 """
 
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from meshllm.model.kernels import attention as native_attention
+from meshllm.model.kernels import flash_attention, jit
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import int8
+from meshllm.model.modules.kernel_choice import has_bf16_dot
 
 SCORES = 1 << 20  # attention scores computed at a time
 
@@ -42,6 +45,9 @@ def prefill_attention(
 ) -> Tensor:
     """Compute attention of a prefill chunk, see `decode_attention`; bfloat16 or float32.
 
+    On CPUs with an instruction for pairs of bfloat16, and none for matrices, our own kernel is
+    three times as fast as what follows, see `meshllm.model.kernels.flash_attention`.
+
     The fused kernel of torch is slower with many keys: it does not skip masked keys, and stock code
     repeats the keys for every query head. Here rows are processed in blocks over the keys that they
     see, as many rows as keep their scores in the CPU cache. Scores keep the layout of the product
@@ -49,6 +55,8 @@ def prefill_attention(
     takes less than half the time; on CPUs with bfloat16 matrix instructions, scores are rounded to
     bfloat16, as in transformers' eager attention.
     """
+    if is_flash_faster() and flash_attention.takes(query, key, value):
+        return flash_attention.attend(query, key, value, scale, window)
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
@@ -69,6 +77,12 @@ def prefill_attention(
         part = torch.matmul(own.transpose(1, 2), value[0, :, seen])
         mixed[0, at:stop] = part.view(heads, stop - at, -1).transpose(0, 1)
     return mixed
+
+
+@cache
+def is_flash_faster() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16, but not whole matrices of them."""
+    return jit.jit_available() and has_bf16_dot() and not int8.multiplies_matrices()
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

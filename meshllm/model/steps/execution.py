@@ -10,7 +10,7 @@ from torch import nn
 
 from meshllm.model.device import CPU
 from meshllm.model.kernels import jit
-from meshllm.model.modules.linear_bf16 import CompiledLinear, use_own_gemm
+from meshllm.model.modules.linear_bf16 import CompiledLinear, choose_kernel
 from meshllm.model.modules.linear_onednn import PackedLinear
 from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
@@ -24,7 +24,6 @@ SDPA = "sdpa"
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _LINEARS: dict[type, str] = {
     PaddedLinear: "padded",
-    CompiledLinear: "own bf16",
     PackedLinear: "oneDNN packed",
     QuantLinear: "quantised",
     nn.Linear: "torch",
@@ -74,7 +73,8 @@ def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     inner = {id(module.plain) for module in model.modules() if isinstance(module, PaddedLinear)}
     for module in model.modules():
         is_held = id(module) not in inner and not getattr(module, "weight", torch.empty(0)).is_meta
-        if is_held and (kind := _LINEARS.get(type(module))):
+        own = module.kernel if isinstance(module, CompiledLinear) else None
+        if is_held and (kind := own or _LINEARS.get(type(module))):
             counts[kind] += 1
     return tuple(counts.items())
 
@@ -103,7 +103,10 @@ def lacks_invariance(config: Any, whole: nn.Module, device: torch.device) -> str
 def forecast(
     config: Any, dtype: torch.dtype, device: torch.device, quant: Quant = Quant.NONE
 ) -> Execution:
-    """Return how a model would be run, without its weights: no kernel is tested."""
+    """Return how a model would be run, without its weights.
+
+    Kernels are not tested, but those of its shapes are timed if this machine never did.
+    """
     whole = build(config, dtype).model
     if reason := lacks_invariance(whole.config, whole, device):
         return Execution(Strategy.STOCK, reason=reason)
@@ -111,8 +114,12 @@ def forecast(
         return Execution(Strategy.GRAPH, attention="own")
     if not jit.jit_available():
         return Execution(Strategy.INVARIANT, reason="executable memory is forbidden")
-    linear = quant if quant is not Quant.NONE else "own bf16" if use_own_gemm() else "padded"
-    return Execution(Strategy.REPLAYED, ((str(linear), _count(whole)),), attention="own")
+    linears = [module for module in whole.modules() if isinstance(module, nn.Linear)]
+    if quant is Quant.NONE:
+        kinds = Counter(str(choose_kernel(module)) for module in linears)
+    else:
+        kinds = Counter({str(quant): len(linears)})
+    return Execution(Strategy.REPLAYED, tuple(kinds.items()), attention="own")
 
 
 def mixes(model: nn.Module) -> bool:
@@ -134,7 +141,3 @@ def matrix_bytes(model: nn.Module, quant: Quant) -> int:
         for module in model.modules()
         if isinstance(module, nn.Linear | QuantLinear)
     )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(isinstance(module, nn.Linear) for module in model.modules())

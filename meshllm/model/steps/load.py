@@ -27,6 +27,7 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     attention: str | None = None,
     share: Shard | None = None,
     packed: bool = True,
+    exact: bool = False,
     quant: Quant = Quant.NONE,
     cache: Path | None = None,
     device: torch.device = CPU,
@@ -35,7 +36,8 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
     """Load a part of a model, reading only its tensors.
 
     Weights stay memory-mapped if ``dtype`` is that of the file (None: as stored); ``packed``
-    copies matrices to a faster layout with the same results. Tensors that ``share`` holds too,
+    copies matrices to a faster layout with the same results, and to more of them with ``exact``,
+    which says that steps will be those of the stock model. Tensors that ``share`` holds too,
     such as tied embeddings, are taken from it. ``attention`` is an implementation of
     transformers, such as ``sdpa`` (None: its default). With ``quant`` the matrices are quantised
     instead, and the result is cached in the folder ``cache``. Packing and quantisation are for
@@ -60,7 +62,11 @@ def load_shard(  # noqa: PLR0913 -- one keyword per independent option
         digests[names[-1]] = f"{found[-1]} {outputs}"
     if packed or quant is not Quant.NONE:
         exchange_modules(
-            skeleton.model, device, quant, cache, skip=unused, digests=digests, mapped=mapped
+            *(skeleton.model, device, quant, cache),
+            skip=unused,
+            digests=digests,
+            mapped=mapped,
+            exact=exact,
         )
     return Shard(skeleton, part, device, quant)
 

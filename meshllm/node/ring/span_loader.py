@@ -237,6 +237,7 @@ class SpanLoader:
             quant=self._quant,
             cache=cache,
             device=self._device,
+            exact=not self._steps,
             **more,
         )
         if self._steps and self._whole is None:

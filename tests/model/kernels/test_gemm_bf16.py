@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.kernels.gemm_bf16 import GEMV_LANES, MOST_ROWS, PART, Bf16Matrix
+from meshllm.model.kernels.ir import LANES
+from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.modules.probe import probe_matrix
 
 FEW = [(1, 64), (7, 128), (64, 64), (100, 448), (129, 1024)]
@@ -28,6 +30,13 @@ def multiply_many(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return Bf16Matrix(weight, bias).gemm(rows)
 
 
+def multiply_pairs(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Bf16Matrix(weight, bias, dot=True).gemv(rows)
+
+
+needs_dot = pytest.mark.skipif(not has_bf16_dot(), reason="no instruction for pairs of bf16")
+
+
 def drawn(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draw rows, a matrix and a bias whose products cancel except for rounding errors."""
     like = nn.Linear(inputs, outputs, device="meta", dtype=torch.bfloat16)
@@ -41,6 +50,21 @@ def in_lanes(x: Tensor, weight: Tensor) -> Tensor:
     sums = torch.zeros(len(x), len(weight), GEMV_LANES)
     for start in range(0, x.shape[1], GEMV_LANES):
         sums = sums + products[..., start : start + GEMV_LANES]
+    return halved(sums)
+
+
+def in_pairs(x: Tensor, weight: Tensor) -> Tensor:
+    """Sum [M, N] in the documented order of few rows, with the instruction."""
+    products = x.float()[:, None] * weight.float()  # [M, N, K], exact
+    sums = torch.zeros(len(x), len(weight), LANES)
+    for start in range(0, x.shape[1], 2 * LANES):
+        for place in (start + 1, start):
+            sums = sums + products[..., place : start + 2 * LANES : 2]
+    return halved(sums)
+
+
+def halved(sums: Tensor) -> Tensor:
+    """Add up the last dimension in a tree of halves."""
     while sums.shape[-1] > 1:
         lower, upper = sums.chunk(2, -1)
         sums = lower + upper
@@ -73,6 +97,16 @@ def test_few_rows_are_summed_in_lanes(outputs: int, inputs: int) -> None:
     assert torch.equal(multiply_few(x[:7], weight, bias), (sums + bias.float()).bfloat16())
 
 
+@needs_dot
+@pytest.mark.parametrize(("outputs", "inputs"), FEW)
+def test_few_rows_are_summed_in_pairs(outputs: int, inputs: int) -> None:
+    x, weight, bias = drawn(outputs, inputs)
+    sums = in_pairs(x[:7], weight)
+
+    assert torch.equal(multiply_pairs(x[:7], weight), sums.bfloat16())
+    assert torch.equal(multiply_pairs(x[:7], weight, bias), (sums + bias.float()).bfloat16())
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), MANY)
 def test_many_rows_are_summed_in_blocks(outputs: int, inputs: int) -> None:
     x, weight, bias = drawn(outputs, inputs)
@@ -90,8 +124,9 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     assert len(x) > MOST_ROWS
     torch.set_num_threads(1)
     ways: list[Callable[..., Tensor]] = [multiply_few, multiply_many]
+    ways += [multiply_pairs] * has_bf16_dot()
     alone = [torch.cat([way(row[None], weight, bias) for row in x]) for way in ways]
-    assert not torch.equal(*alone)
+    assert not torch.equal(*alone[:2])
 
     for threads in (1, 2):
         torch.set_num_threads(threads)

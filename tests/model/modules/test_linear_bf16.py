@@ -8,10 +8,12 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.modules import linear_bf16
 from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import (
+    DOT_ROWS,
     MOST_ROWS,
     CompiledLinear,
-    has_bf16_dot,
+    choose_kernel,
     has_native,
     to_native,
 )
@@ -21,10 +23,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enable the replacement on every CPU."""
-    monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: True)
+KERNELS = [LinearKernel.FMA, *([LinearKernel.DOT] if has_bf16_dot() else [])]
+
+
+@pytest.fixture(autouse=True, params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LinearKernel:
+    """Enable the replacement on every CPU, with each kernel."""
+    kernel: LinearKernel = request.param
+    monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: kernel is LinearKernel.FMA)
+    monkeypatch.setattr(linear_bf16, "fastest", lambda *_: kernel)
+    return kernel
 
 
 def linear(outputs: int = 64, inputs: int = 64, *, bias: bool = False) -> nn.Linear:
@@ -53,9 +61,10 @@ def test_rows_of_a_step_are_row_invariant_and_close_to_torch(
 
 
 @torch.inference_mode()
-def test_rows_of_any_shape_and_layout_are_supported() -> None:
+def test_rows_of_any_shape_and_layout_are_supported(kernel: LinearKernel) -> None:
     module, x = made(linear(128, 192, bias=True)), torch.randn(64, 192).bfloat16()
 
+    assert module.kernel is kernel
     expected = module(x)
     assert torch.equal(module(x.view(4, 16, 192)), expected.view(4, 16, 128))
     assert torch.equal(module(torch.cat([x, x], 1)[None, :, :192]), expected[None])
@@ -68,7 +77,7 @@ def test_rows_of_any_shape_and_layout_are_supported() -> None:
 def test_many_rows_with_an_incomplete_output_block_are_left_to_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, x = linear(100, 64), torch.randn(40, 64).bfloat16()
+    plain, x = linear(100, 64), torch.randn(DOT_ROWS + 1, 64).bfloat16()
     monkeypatch.setattr(Bf16Matrix, "gemm", None)
 
     assert torch.equal(made(plain)(x), plain(x))
@@ -88,7 +97,14 @@ def test_unsupported_modules_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -
     assert [to_native(other) for other in others] == [None] * 5
     assert not any(has_native(other) for other in others[:3])
     monkeypatch.setattr(linear_bf16, "use_own_gemm", lambda: False)
+    monkeypatch.setattr(linear_bf16, "fastest", lambda *_: LinearKernel.TORCH)
     assert not has_native(linear())
+
+
+def test_without_executable_memory_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "jit_available", lambda: False)
+
+    assert choose_kernel(linear()) is LinearKernel.TORCH
 
 
 @pytest.mark.parametrize("feature", ["avx512bf16", "amx-bf16", "bf16"])

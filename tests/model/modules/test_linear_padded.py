@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meshllm.model.modules import linear_bf16
 from meshllm.model.modules import linear_padded as module
+from meshllm.model.modules.kernel_choice import LinearKernel
 from meshllm.model.modules.linear_bf16 import CompiledLinear
 from meshllm.model.modules.linear_onednn import PackedLinear, pack
 from meshllm.model.modules.linear_padded import (
@@ -99,7 +101,7 @@ def test_rows_have_the_same_bits_in_any_batch_if_a_minimum_is_found(
 def test_a_packed_copy_needs_the_minimum_of_its_matrix(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
+    monkeypatch.setattr(linear_bf16, "choose_kernel", lambda _: LinearKernel.TORCH)
     model = model_of(2048, 512, dtype)
     floors = find_min_rows(model, dtype, COUNTS)
     pack(model)

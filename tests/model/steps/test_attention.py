@@ -234,9 +234,37 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
     query, key, value = drawn((8, 2, 64), 65, 300, torch.bfloat16)
     exact = attention.prefill_attention(query.float(), key.float(), value.float(), 0.125)
 
-    with patch.object(int8, "multiplies_matrices", lambda: has_matrices):
+    with (
+        patch.object(int8, "multiplies_matrices", lambda: has_matrices),
+        patch.object(attention, "is_flash_faster", lambda: False),
+    ):
         found = attention.prefill_attention(query, key, value, 0.125)
 
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, exact.bfloat16()) != has_matrices
     assert float((found.float() - exact).norm() / exact.norm()) < 2**-7
+
+
+@pytest.mark.parametrize(
+    ("features", "is_faster"),
+    [((), False), (("avx512bf16",), True), (("avx512bf16", "amx-bf16"), False)],
+)
+def test_our_own_prefill_kernel_is_used_where_it_is_faster(
+    features: tuple[str, ...], is_faster: bool
+) -> None:
+    with (
+        patch.object(int8, "multiplies_matrices", lambda: "amx-bf16" in features),
+        patch.object(attention, "has_bf16_dot", lambda: "avx512bf16" in features),
+    ):
+        assert attention.is_flash_faster.__wrapped__() is is_faster
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_shapes_that_the_kernel_does_not_take_are_computed_too(is_faster: bool) -> None:
+    query, key, value = drawn((6, 2, 24), 40, 90, torch.bfloat16)
+
+    with patch.object(attention, "is_flash_faster", lambda: is_faster):
+        found = attention.prefill_attention(query, key, value, 0.2)
+
+    exact = reference(query.double(), key.double(), value.double(), None)
+    assert found.shape == exact.shape

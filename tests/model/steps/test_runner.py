@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from meshllm.model.device import CPU
 from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
+from meshllm.model.modules import linear_bf16
+from meshllm.model.modules.kernel_choice import LinearKernel
 from meshllm.model.modules.linear_bf16 import use_own_gemm
 from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
 from meshllm.model.split.kv_cache import SpanCache
@@ -247,7 +249,7 @@ def test_a_failed_trial_restores_the_modules(
         return dict.fromkeys(find_min_rows(model, *how) or (), 2)
 
     monkeypatch.setattr("meshllm.model.modules.exchange.find_min_rows", find)
-    monkeypatch.setattr("meshllm.model.modules.linear_bf16.use_own_gemm", lambda: False)
+    monkeypatch.setattr(linear_bf16, "choose_kernel", lambda _: LinearKernel.TORCH)
     source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
 
     runners = [Runner(load_as(kind, source), COUNTS) for kind in (Shard, Coupled)]

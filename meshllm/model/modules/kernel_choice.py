@@ -1,0 +1,140 @@
+"""Chooses the kernel of a bf16 matrix by measurement.
+
+Theory of operation: which kernel is fastest depends on the processor, the library and the shape,
+and names of processors do not tell it. So on the first use of a machine the candidates multiply
+matrices of each shape, as many as do not fit in the CPU cache, by one row and by a few, in turns.
+What counts is the median of the CPU time on one thread, which other programs change least. The
+times are stored with the processor and the versions. Ours wins a near tie, because it reads the
+weights in place: the other needs a packed copy.
+
+Small matrices stay in the CPU cache, where kernels differ little: they get the fixed choice of
+their CPU, so that it does not depend on what else ran meanwhile.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from enum import StrEnum
+from functools import cache, partial
+from statistics import median
+from typing import Any
+
+import llvmlite
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from meshllm.model.json_cache import load_cached, locked, store_cached
+from meshllm.model.kernels import jit
+from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
+from meshllm.model.kernels.ir import PAIRS_FEATURE
+
+SMALLEST = 1 << 18
+"""Values of the smallest matrix that is measured."""
+
+_OUTPUTS = 4096  # of a larger matrix that are measured
+_BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
+_ROWS = 1, 5  # of a token, and of a token with drafts
+_ROUNDS = 2
+_TIE = 1.05  # times the time of torch's kernel, up to which ours is chosen
+
+
+class LinearKernel(StrEnum):
+    """A kernel for a few rows."""
+
+    TORCH = "torch"
+    FMA = "own bf16"
+    """`Bf16Matrix` with float32 arithmetic."""
+    DOT = "own bf16 pairs"
+    """`Bf16Matrix` with the instruction for pairs of bf16."""
+
+
+Times = Mapping[str, float]
+"""Seconds of each `LinearKernel`, for one product of each number of rows."""
+
+
+@cache
+def has_bf16_dot() -> bool:
+    """Whether the CPU has an instruction that multiplies and adds pairs of bfloat16."""
+    return jit.has_cpu_feature(PAIRS_FEATURE)
+
+
+@cache
+def fastest(outputs: int, inputs: int) -> LinearKernel:
+    """Return the fastest kernel for a bf16 matrix on this CPU, measured once per machine."""
+    if outputs * inputs < SMALLEST:
+        return LinearKernel.DOT if has_bf16_dot() else LinearKernel.TORCH
+    return choose(_times(min(outputs, _OUTPUTS), inputs))
+
+
+def choose(times: Times) -> LinearKernel:
+    """Choose the fastest kernel; torch's only if it is clearly faster."""
+    best = min(times, key=lambda kernel: times[kernel])
+    own = min((each for each in times if each != LinearKernel.TORCH), key=lambda each: times[each])
+    is_tie = times[own] <= _TIE * times[best]
+    return LinearKernel(own if is_tie else best)
+
+
+def _times(outputs: int, inputs: int) -> Times:
+    """Return the times of a shape, from the cache if it was measured before."""
+    shape, folder = f"{outputs}x{inputs}", jit.private_folder()
+    if folder is None:
+        return _measure(outputs, inputs)
+    with locked(folder, *_key()):  # of two processes, one measures
+        known: dict[str, Times] = load_cached(folder, *_key()) or {}
+        if shape not in known:
+            known[shape] = _measure(outputs, inputs)
+            store_cached(folder, known, *_key())
+    return known[shape]
+
+
+def _key() -> tuple[str, ...]:
+    return "linear", torch.__version__, llvmlite.__version__, *jit.machine()
+
+
+@torch.inference_mode()
+def _measure(outputs: int, inputs: int) -> dict[str, float]:
+    """Multiply matrices of a shape by each kernel."""
+    count = max(1, _BYTES // (2 * outputs * inputs))
+    weights = torch.full((count, outputs, inputs), 0.01, dtype=torch.bfloat16)
+    rows = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in _ROWS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of this thread
+    try:
+        candidates = dict(_candidates(weights))
+        totals = dict.fromkeys(map(str, candidates), 0.0)
+        for x in rows:
+            times: dict[LinearKernel, list[float]] = {kernel: [] for kernel in candidates}
+            for _ in range(1 + _ROUNDS):  # the first round compiles
+                for kernel, products in candidates.items():
+                    times[kernel] += [_seconds(multiply, x) for multiply in products]
+            for kernel, each in times.items():
+                totals[kernel] += median(each[count:])
+    finally:
+        torch.set_num_threads(threads)
+    return totals
+
+
+Multiply = Callable[[Tensor], Any]
+
+
+def _candidates(weights: Tensor) -> Iterator[tuple[LinearKernel, list[Multiply]]]:
+    """Yield the kernels with what multiplies rows by each of ``weights`` [count, N, K]."""
+    yield LinearKernel.FMA, [Bf16Matrix(each).gemv for each in weights]
+    if has_bf16_dot():
+        yield LinearKernel.DOT, [Bf16Matrix(each, dot=True).gemv for each in weights]
+    plain: list[Multiply] = [partial(functional.linear, weight=each) for each in weights]
+    with suppress(RuntimeError, AttributeError):  # then this torch packs no matrices
+        plain = [_packed(each) for each in weights]
+    yield LinearKernel.TORCH, plain
+
+
+def _packed(weight: Tensor) -> Multiply:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def _seconds(multiply: Multiply, x: Tensor) -> float:
+    begin = time.thread_time()
+    multiply(x)
+    return time.thread_time() - begin
