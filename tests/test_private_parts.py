@@ -13,10 +13,6 @@ OWN = {"meshllm", "meshllm_loopback", "meshllm_quic", "meshllm_websocket", "__fu
 
 KNOWN = {
     "meshllm/cli/shared/signals.py": {"os._exit"},
-    "meshllm/model/modules/int4.py": {
-        "torch._convert_weight_to_int4pack_for_cpu",
-        "torch._weight_int4pack_mm_for_cpu",
-    },
     "meshllm/model/modules/kernel_choice.py": {
         "torch.ops.mkldnn._linear_pointwise",
         "torch.ops.mkldnn._reorder_linear_weight",

@@ -5,6 +5,7 @@ __all__ = [
     "elementwise",
     "flash_attention",
     "gemm_bf16",
+    "gemm_int4",
     "gemm_int8",
     "ir",
     "jit",

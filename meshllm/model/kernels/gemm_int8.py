@@ -19,6 +19,7 @@ pass, are interleaved alike: for each pair of inputs, two values of each row.
 import platform
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -32,6 +33,8 @@ OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
 GROUP = 128
 """Inputs of a row that share a scale."""
+PART = 64
+"""Inputs of a row that are added up, for weights with a zero point."""
 
 _TILE_ROWS = 6  # rows of a tile, whose sums fit in registers; twice as many with AVX-512
 _SERIAL = 1 << 16  # values that one thread quantises as fast as several
@@ -39,7 +42,7 @@ _INT16_MAX = 32767.0  # magnitude of an int16; larger results of rounding are cl
 _EXPONENT, _BIAS, _INF_EXPONENT = 23, 127, 255  # of a float32 (IEEE 754-2019, 3.4)
 _MIN_EXPONENT = 15  # smallest biased exponent of a value whose scale is not denormal
 _NAN = 0x7FC00000  # bits of a float32
-_QUANTISER = "*given", "*whole", "*sizes", "inputs", "groups", "rows", "each"
+_QUANTISER = "*given", "*whole", "*sizes", "*totals", "inputs", "groups", "rows", "each"
 _GEMM = (
     *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
     *("outputs", "threads"),
@@ -58,29 +61,74 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
             scale per output, or the weights are not contiguous int8.
     """
     _check(rows, weights, scales)
-    count, inputs = rows.shape
-    if not count:
+    if not len(rows):
         return rows.new_empty(0, len(scales))
+    given, threads = quantise_rows(rows), torch.get_num_threads()
+    products = given.new_products(len(scales))
+    _gemm(given.each, given.is_half, min(given.tiles, 2))(
+        *(len(weights), threads, given.tiles, weights.shape[1], given.groups, weights.data_ptr()),
+        *(scales.data_ptr(), given.whole.data_ptr(), given.sizes.data_ptr()),
+        *(products.data_ptr(), len(scales), threads),
+    )
+    return given.only(products, rows)
+
+
+class QuantisedRows(NamedTuple):
+    """Rows [M, K] in int16, in tiles of ``each`` rows, the last of which may be padded."""
+
+    whole: Tensor
+    """[tiles, groups * GROUP / 2, each, 2], int16."""
+    sizes: Tensor
+    """Scales [tiles, groups, each], float32."""
+    totals: Tensor
+    """Sums of `PART` inputs [tiles, groups * GROUP / PART, each], int32; empty if not asked for."""
+    is_half: bool
+    """Whether products are bfloat16, not float32."""
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles."""
+        return self.whole.shape[0]
+
+    @property
+    def each(self) -> int:
+        """Rows of a tile."""
+        return self.whole.shape[2]
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs."""
+        return self.sizes.shape[1]
+
+    def new_products(self, outputs: int) -> Tensor:
+        """Make room for the products of all rows of all tiles."""
+        kept = torch.bfloat16 if self.is_half else torch.float32
+        return torch.empty(self.tiles * self.each, outputs, dtype=kept)
+
+    def only(self, products: Tensor, rows: Tensor) -> Tensor:
+        """Return the products of the given rows, in their dtype."""
+        if len(products) > len(rows):
+            products = products[: len(rows)]
+        return products if products.dtype == rows.dtype else products.to(rows.dtype)
+
+
+def quantise_rows(rows: Tensor, *, has_totals: bool = False) -> QuantisedRows:
+    """Quantise at least one row [M, K] on the CPU to int16, and add up its parts if wanted."""
+    count, inputs = rows.shape
     is_half, threads = rows.dtype == torch.bfloat16, torch.get_num_threads()
     tiles = -(-count // max(_TILE_ROWS, registers() // 2))
     each, groups = -(-count // tiles), -(-inputs // GROUP)
     given = (rows if is_half else rows.float()).contiguous()
     whole = torch.empty(tiles, groups * GROUP // 2, each, 2, dtype=torch.int16)
     sizes = torch.empty(tiles, groups, each, dtype=torch.float32)
-    _quantiser(is_half)(
+    parts = groups * GROUP // PART if has_totals else 0
+    totals = torch.empty(tiles, parts, each, dtype=torch.int32)
+    _quantiser(is_half, has_totals)(
         *(tiles, threads if tiles > 1 and given.numel() > _SERIAL else 1),
-        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), inputs, groups, count, each),
+        *(given.data_ptr(), whole.data_ptr(), sizes.data_ptr(), totals.data_ptr()),
+        *(inputs, groups, count, each),
     )
-    kept = torch.bfloat16 if is_half else torch.float32
-    products = torch.empty(tiles * each, len(scales), dtype=kept)
-    _gemm(each, is_half, min(tiles, 2))(
-        *(len(weights), threads, tiles, weights.shape[1], groups, weights.data_ptr()),
-        *(scales.data_ptr(), whole.data_ptr(), sizes.data_ptr(), products.data_ptr()),
-        *(len(scales), threads),
-    )
-    if tiles * each > count:
-        products = products[:count]
-    return products if kept == rows.dtype else products.to(rows.dtype)
+    return QuantisedRows(whole, sizes, totals, is_half)
 
 
 def _check(rows: Tensor, weights: Tensor, scales: Tensor) -> None:
@@ -113,7 +161,7 @@ def dequantise(weights: Tensor, scales: Tensor, wide: Tensor) -> None:
 
 
 @cache
-def _quantiser(is_half: bool) -> JitFunction:
+def _quantiser(is_half: bool, has_totals: bool) -> JitFunction:
     """Compile the quantiser of a tile, to int16 and one scale per row and group."""
     kind = HALF if is_half else FLOAT
 
@@ -138,6 +186,11 @@ def _quantiser(is_half: bool) -> JitFunction:
                 ]
                 whole, size = _quantise(code, map(code.widen, numbers) if is_half else numbers)
                 code.store(WORD, size, fields["sizes"], do.add(do.mul(number, each), row.index))
+                for part in range(GROUP // PART if has_totals else 0):
+                    own = whole[part * PART // LANES : (part + 1) * PART // LANES]
+                    at = do.add(do.mul(number, code.index(GROUP // PART)), code.index(part))
+                    place = do.add(do.mul(at, each), row.index)
+                    code.store(WORD, _add_up(code, own), fields["totals"], place)
                 place = do.add(do.mul(do.mul(number, code.index(GROUP // 2)), each), row.index)
                 for shorts in whole:
                     pairs = do.bitcast(shorts, ir.VectorType(WORD, LANES // 2))
@@ -185,6 +238,16 @@ def _quantise(code: Code, numbers: Iterable[ir.Value]) -> tuple[list[ir.Value], 
         bits = do.bitcast(do.fadd(grown, code.floats(ROUND)), words)
         whole.append(do.trunc(bits, ir.VectorType(HALF, LANES)))
     return whole, do.select(is_not_finite, _word(_NAN), down)
+
+
+def _add_up(code: Code, shorts: Iterable[ir.Value]) -> ir.Value:
+    """Add up int16 values in int32."""
+    total, *others = [code.do.sext(each, ir.VectorType(WORD, LANES)) for each in shorts]
+    for other in others:
+        total = code.do.add(total, other)
+    while total.type.count > 1:
+        total = code.do.add(*code.halves(total))
+    return code.do.extract_element(total, _word(0))
 
 
 def _word(value: int) -> ir.Constant:

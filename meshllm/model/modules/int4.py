@@ -1,17 +1,19 @@
 """GEMM with int4 weights.
 
-Weights have a scale and a zero point per `GROUP` inputs of an output; activations keep their dtype.
-torch's kernel sums each output of each row separately, in one order.
+Weights have a scale and a zero point per `GROUP` inputs of an output; activations keep 16 bits, as
+for int8 weights. `meshllm.model.kernels.gemm_int4` multiplies any number of rows; on CPUs with bf16
+matrix instructions, prompts are multiplied by weights that are dequantised some at a time.
 """
 
 import torch
 from torch import Tensor
 
+from meshllm.model.kernels import gemm_int4
+from meshllm.model.kernels.gemm_int4 import CODES, GROUP, OUTPUTS
+from meshllm.model.modules.int8 import is_dequantised, multiply_dequantised
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 
-GROUP = 64  # inputs per scale and zero: 4.5 bits a weight, 3.55 times fewer than bfloat16
-OUTPUTS = 16  # the kernel requires a multiple of it
-CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of the 64 that are packed together
+CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of `OUTPUTS`
 
 _SHRINKS = (1.0, 0.9, 0.8)  # of the range of a group: clipping its ends often reduces the error
 _TINY = 1e-30  # smallest scale, for groups of equal weights
@@ -27,50 +29,70 @@ class Int4Matrix:
         self._data, self._scale = packed["data"], packed["scale"]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply [M, K] to [M, N], in their dtype, which is that of the packed weights."""
-        result: Tensor = torch._weight_int4pack_mm_for_cpu(
-            rows.contiguous(), self._data, GROUP, self._scale
-        )
-        return result
+        """Multiply [M, K] to [M, N], in their dtype."""
+        multiply = gemm_int4.multiply
+        if is_dequantised(rows):
+            products = multiply_dequantised(rows, self._data, self._scale, gemm_int4.dequantise)
+        else:
+            products = multiply(rows, self._data, self._scale)
+        outputs = self.shape[0]
+        return products if products.shape[1] == outputs else products[:, :outputs]
 
 
 def pack(weight: Tensor) -> dict[str, Tensor]:
-    """Quantise and pack a matrix [N, K]; scales and zero points have its dtype, for the kernel."""
-    parts = [_pack_rows(rows) for rows in torch.split(weight, CHUNK_ROWS)]
-    data = torch.cat([data for data, _ in parts])
-    return {"data": data, "scale": torch.cat([scale for _, scale in parts], 1).contiguous()}
+    """Quantise and pack a matrix [N, K]; it takes memory for `CHUNK_ROWS` besides the result."""
+    outputs, inputs = weight.shape
+    blocks, groups = -(-outputs // OUTPUTS), inputs // GROUP
+    data = torch.zeros(blocks, inputs // CODES, OUTPUTS, dtype=torch.int32)
+    scales = torch.zeros(blocks, groups, OUTPUTS, 2, dtype=torch.bfloat16)
+    for at in range(0, outputs, CHUNK_ROWS):
+        words, pairs = _pack_rows(weight[at : at + CHUNK_ROWS])
+        missing = -len(words) % OUTPUTS
+        words = torch.nn.functional.pad(words, (0, 0, 0, missing))
+        pairs = torch.nn.functional.pad(pairs, (0, 0, 0, 0, 0, missing))
+        here = slice(at // OUTPUTS, at // OUTPUTS + len(words) // OUTPUTS)
+        data[here] = words.view(-1, OUTPUTS, words.shape[1]).transpose(1, 2)
+        scales[here] = pairs.view(-1, OUTPUTS, groups, 2).transpose(1, 2)
+    return {"data": data, "scale": scales}
 
 
-def form(shape: Shape, dtype: torch.dtype) -> Form:
-    """Return the shapes and dtypes of what `pack` returns for a matrix of that dtype."""
+def form(shape: Shape, _dtype: torch.dtype) -> Form:
+    """Return the shapes and dtypes of what `pack` returns."""
     outputs, inputs = shape
+    blocks = -(-outputs // OUTPUTS)
     return {
-        "data": ((outputs, inputs // 2), torch.uint8),
-        "scale": ((inputs // GROUP, outputs, 2), dtype),
+        "data": ((blocks, inputs // CODES, OUTPUTS), torch.int32),
+        "scale": ((blocks, inputs // GROUP, OUTPUTS, 2), torch.bfloat16),
     }
 
 
 def layout(_shape: Shape) -> str:
-    """Name the memory layout: the kernel packs for the vector width of the CPU."""
-    return torch.backends.cpu.get_cpu_capability()
+    """Name the memory layout, the same on every CPU."""
+    return f"words of {CODES} in blocks of {OUTPUTS}"
 
 
 def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise some rows [N, K] with the best of a few ranges per group, and pack them."""
+    """Quantise some rows [N, K] with the best of a few ranges per group.
+
+    Returns words [N, K / 8], int32, with scales and zero points [N, K / 64, 2].
+    """
     groups = weight.float().reshape(len(weight), -1, GROUP)
     least = torch.full(groups.shape[:2], torch.inf)
     codes = torch.empty(groups.shape, dtype=torch.int32)
-    pairs = torch.empty(*groups.shape[:2], 2, dtype=weight.dtype)
+    pairs = torch.empty(*groups.shape[:2], 2, dtype=torch.bfloat16)
     low, high = groups.aminmax(dim=2)
     for shrink in _SHRINKS:
         scale = ((high - low) * (shrink / 15)).clamp_min_(_TINY)
-        # The kernel decodes c as (c - 8) * scale + zero, both rounded to the dtype.
-        pair = torch.stack((scale, (high + low) / 2 + scale / 2), 2).to(weight.dtype)
+        # Code c stands for (c - 8) * scale + zero, both rounded.
+        pair = torch.stack((scale, (high + low) / 2 + scale / 2), 2).bfloat16()
         scale, zero = (value.float()[..., None] for value in pair.unbind(2))
         code = ((groups - zero) / scale.clamp_min(_TINY)).round_().add_(8).clamp_(0, 15)
         error = ((code - 8) * scale + zero - groups).square_().sum(2)
         better = error < least
         least[better], pairs[better] = error[better], pair[better]
         codes[better] = code[better].int()
-    packed = torch._convert_weight_to_int4pack_for_cpu(codes.view(weight.shape), 1)
-    return packed, pairs.transpose(0, 1).contiguous()
+    eights = codes.view(len(weight), -1, CODES)
+    words = torch.zeros(eights.shape[:2], dtype=torch.int32)
+    for number in range(CODES):
+        words |= eights[..., number] << (number // 2 * 4 + number % 2 * 16)
+    return words, pairs

@@ -8,6 +8,7 @@ for a few rows and is row-invariant. Prefill is bound by arithmetic instead: on 
 matrix instructions, some weights at a time are dequantised to bfloat16 and multiplied by torch.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -36,28 +37,42 @@ class Int8Matrix:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply [M, K] to [M, N], in their dtype."""
-        if len(rows) < DEQUANTISE_ROWS or rows.dtype != torch.bfloat16 or not multiplies_matrices():
-            products = gemm_int8.multiply(rows, self._data, self._scale)
+        if is_dequantised(rows):
+            products = multiply_dequantised(rows, self._data, self._scale, gemm_int8.dequantise)
         else:
-            products = self._multiply_dequantised(rows)
+            products = gemm_int8.multiply(rows, self._data, self._scale)
         outputs = self.shape[0]
         return products if products.shape[1] == outputs else products[:, :outputs]
 
-    def _multiply_dequantised(self, rows: Tensor) -> Tensor:
-        blocks, pairs, outputs, _ = self._data.shape
-        inputs = 2 * pairs
-        if rows.shape[1] < inputs:
-            rows = torch.nn.functional.pad(rows, (0, 1))
-        most = max(1, DEQUANTISED_BYTES // (2 * inputs * outputs))
-        room = scratch(most * inputs * outputs)
-        products = rows.new_empty(len(rows), blocks * outputs)
-        for at in range(0, blocks, most):
-            part = self._data[at : at + most]
-            here = slice(at * outputs, (at + len(part)) * outputs)
-            wide = room[: part.numel()].view(inputs, -1)
-            gemm_int8.dequantise(part, self._scale[here], wide)
-            torch.mm(rows, wide, out=products[:, here])
-        return products
+
+Dequantise = Callable[[Tensor, Tensor, Tensor], None]
+"""Writes blocks of weights, with their scales, as bfloat16 [K, N]."""
+
+
+def is_dequantised(rows: Tensor) -> bool:
+    """Whether so many rows are multiplied by dequantised weights on this CPU."""
+    is_prompt = len(rows) >= DEQUANTISE_ROWS and rows.dtype == torch.bfloat16
+    return is_prompt and multiplies_matrices()
+
+
+def multiply_dequantised(
+    rows: Tensor, data: Tensor, scales: Tensor, dequantise: Dequantise
+) -> Tensor:
+    """Multiply [M, K] by blocks of weights, dequantised some at a time: [M, N]."""
+    blocks = len(data)
+    each = len(scales) // blocks  # scales of a block
+    inputs = rows.shape[1] + rows.shape[1] % 2
+    if rows.shape[1] < inputs:
+        rows = torch.nn.functional.pad(rows, (0, 1))
+    most = max(1, DEQUANTISED_BYTES // (2 * inputs * OUTPUTS))
+    room = scratch(most * inputs * OUTPUTS)
+    products = rows.new_empty(len(rows), blocks * OUTPUTS)
+    for at in range(0, blocks, most):
+        part = data[at : at + most]
+        wide = room[: len(part) * OUTPUTS * inputs].view(inputs, -1)
+        dequantise(part, scales[at * each : (at + len(part)) * each], wide)
+        torch.mm(rows, wide, out=products[:, at * OUTPUTS : (at + len(part)) * OUTPUTS])
+    return products
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
+from meshllm.model.kernels.gemm_int4 import GROUP
 from meshllm.model.modules import int4, int8
 from meshllm.model.modules.quant_form import Form, Matrix, Packed, Shape
 from meshllm.names import Quant
@@ -57,11 +58,7 @@ def unsupported(kind: Quant, shape: Shape, dtype: torch.dtype) -> str:
         return f"its weights are {dtype}"
     if kind is Quant.INT8:
         return ""
-    if inputs % int4.GROUP:
-        return f"{inputs} inputs are not a multiple of {int4.GROUP}"
-    if outputs % int4.OUTPUTS:
-        return f"{outputs} outputs are not a multiple of {int4.OUTPUTS}"
-    return ""
+    return f"{inputs} inputs are not a multiple of {GROUP}" if inputs % GROUP else ""
 
 
 def packed_bytes(kind: Quant, shape: Shape, dtype: torch.dtype) -> int:

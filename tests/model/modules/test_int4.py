@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.model.modules import int4
-from meshllm.model.modules.int4 import GROUP, Int4Matrix, form, layout, pack
+from meshllm.model.kernels.gemm_int4 import GROUP
+from meshllm.model.modules import int4, int8
+from meshllm.model.modules.int4 import Int4Matrix, form, layout, pack
+from meshllm.model.modules.int8 import DEQUANTISE_ROWS
 
-SHAPES = [(64, 64), (192, 576), (48, 128), (16, 64)]
+SHAPES = [(64, 64), (192, 576), (48, 128), (1, 64)]
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int]) -> None:
 
     whole = matrix(x)
 
-    for rows in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 12, 13, 15, 16, 17, 32):
         assert torch.equal(matrix(x[:rows]), whole[:rows])
 
 
@@ -109,6 +111,22 @@ def test_equal_weights_are_exact() -> None:
     weight = torch.full((16, 64), 0.5)
 
     assert relative(packed(weight)(torch.ones(1, 64)), torch.full((1, 16), 32.0)) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [DEQUANTISE_ROWS - 1, DEQUANTISE_ROWS, 100])
+def test_prompts_are_multiplied_by_torch_where_it_has_matrix_instructions(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = normal(2000, 1088).bfloat16(), normal(rows, 1088).bfloat16()
+    matrix = packed(weight)
+    own = matrix(x)
+
+    monkeypatch.setattr(int8, "multiplies_matrices", lambda: True)
+    found = matrix(x)
+
+    assert found.shape == own.shape
+    assert torch.equal(found, own) == (rows < DEQUANTISE_ROWS)
+    assert relative(found, own.float()) < 0.01
 
 
 def test_the_memory_layout_has_a_name() -> None:

@@ -155,8 +155,8 @@ def test_cached_matrices_are_of_these_weights_only(
         quantised(source, Quant.INT8, digests=others, cache=tmp_path)
 
 
-@pytest.mark.parametrize("change", ["torch", "cpu"])
-def test_cached_matrices_are_of_this_torch_and_cpu_only(
+@pytest.mark.parametrize("change", ["torch", "layout"])
+def test_cached_matrices_are_of_this_torch_and_layout_only(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     digests = digest_weights(build(source.config, BF16), source.folder, tmp_path)
@@ -166,7 +166,8 @@ def test_cached_matrices_are_of_this_torch_and_cpu_only(
     if change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     else:
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        other = dataclasses.replace(KERNELS[Quant.INT4], layout=lambda _: "another")
+        monkeypatch.setitem(KERNELS, Quant.INT4, other)
 
     with pytest.raises(AssertionError, match="packed again"):
         quantised(source, Quant.INT4, digests=digests, cache=tmp_path)
