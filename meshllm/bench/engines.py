@@ -86,11 +86,11 @@ def line_up(
     """Load the model for each contestant, transformers first."""
     source = open_folder(folder.name, folder)
     report(f"loading {TRANSFORMERS}")
-    contestants = [_stock(source, device)]
+    contestants = [open_stock(source, device)]
     size = contestants[0].bytes
     for quant in quants:
         report(f"loading {quant}")
-        contestants += _node(source, quant, device)
+        contestants += open_node(source, quant, device)
     report("loading stock steps")
     shard = load_shard(source, _all(source), embed=True, head=True, device=device, exact=True)
     stock = Engine("stock", size, _begin(Runner(shard).steps, shard), is_single=True)
@@ -98,8 +98,8 @@ def line_up(
     return [*contestants, stock, _exact(source, size, device)]
 
 
-def _stock(source: Source, device: torch.device) -> Engine:
-    """Run the stock model with the arguments that ``generate`` passes."""
+def open_stock(source: Source, device: torch.device) -> Engine:
+    """Open the stock model, run with the arguments that ``generate`` passes."""
     with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(source.folder, dtype="auto").eval()
         model.to(device)
@@ -128,8 +128,8 @@ def _stock(source: Source, device: torch.device) -> Engine:
     return Engine(TRANSFORMERS, _matrix_bytes(model), begin)
 
 
-def _node(source: Source, quant: Quant, device: torch.device) -> Iterator[Engine]:
-    """Run one shard as in a ring of one; if steps can be replayed, also eagerly."""
+def open_node(source: Source, quant: Quant, device: torch.device) -> Iterator[Engine]:
+    """Open one shard as in a ring of one; if steps can be replayed, also eagerly."""
     shard = load_shard(source, _all(source), embed=True, head=True, quant=quant, device=device)
     size, steps = matrix_bytes(shard.model, quant), Runner(shard, STEPS).steps
     eager = steps.inner if isinstance(steps, ReplayedSteps) else steps

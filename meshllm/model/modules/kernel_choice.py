@@ -89,7 +89,7 @@ def _times(outputs: int, inputs: int) -> Times:
 
 
 def _key() -> tuple[str, ...]:
-    return "linear", torch.__version__, llvmlite.__version__, *jit.machine()
+    return "linear", *LinearKernel, torch.__version__, llvmlite.__version__, *jit.machine()
 
 
 @torch.inference_mode()

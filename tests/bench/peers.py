@@ -1,0 +1,348 @@
+"""Side by side with transformers and llama.cpp: ``python -m tests.bench.peers [--quick]``.
+
+Published dimensions, random weights, one machine. In every round each contestant takes its turn at
+every task, in random order; what is compared are lower quartiles over the rounds, which the load of
+other programs changes least, and that load is printed. Contestants are meshllm's engine with plain,
+int8 and int4 weights, transformers, and llama.cpp with the same widths where ``llama-bench`` is in
+``--llama FOLDER`` or on the PATH and the package ``gguf`` is installed. All of its matrices have
+the format, also the table of tokens; several sessions need ``llama-batched-bench``.
+"""
+
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from meshllm.bench.engine_table import PROBE_BYTES, read_memory
+from meshllm.bench.engines import CONTEXT, Engine, EngineTask, Forward, open_node, open_stock
+from meshllm.bench.ring_table import DIMENSIONS, TRANSFORMERS, random_model
+from meshllm.model.device import CPU
+from meshllm.model.files.source import open_folder
+from meshllm.model.kernels import jit
+from meshllm.names import Quant
+from tests.bench.gguf_file import write_gguf
+from tests.bench.report import Report, counts, parser_of
+
+LLAMA = "llama.cpp"
+STEPS = 8  # decode steps of a turn
+FEATURES = "amx-bf16", "avx512bf16", "avx512vnni", "avx512f", "avx2", "bf16", "neon"
+
+
+class Peer(Protocol):
+    """A contestant."""
+
+    @property
+    def name(self) -> str:
+        """The program."""
+        ...
+
+    @property
+    def width(self) -> str:
+        """The quantisation, in our words."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Read by a step."""
+        ...
+
+    def seconds(self, task: EngineTask, threads: int) -> float | None:
+        """Return the seconds of a prompt, or of a step; None if it does not take the task."""
+        ...
+
+
+@dataclass(slots=True)
+class InProcess:
+    """An engine of this process."""
+
+    name: str
+    width: str
+    engine: Engine
+    _begun: dict[tuple[EngineTask, int], Forward] = field(default_factory=dict[Any, Any])
+
+    @property
+    def bytes(self) -> int:
+        """Read by a step."""
+        return self.engine.bytes
+
+    def seconds(self, task: EngineTask, threads: int) -> float | None:
+        """Run a prompt, or some steps, with so many threads of torch."""
+        torch.set_num_threads(threads)
+        if task.kind == "prefill":
+            forward, times = self.engine.begin(task), 1
+        else:
+            if (task, threads) not in self._begun:
+                self._begun[task, threads] = self.engine.begin(task)
+            forward, times = self._begun[task, threads], STEPS
+        spent = []
+        for _ in range(times):
+            ids = torch.randint(3, 500, task.shape)
+            begin = time.perf_counter()
+            forward(ids)
+            spent.append(time.perf_counter() - begin)
+        return statistics.median(spent)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """llama.cpp, started for each turn."""
+
+    width: str
+    file: Path
+    programs: Path
+    name: str = LLAMA
+
+    @property
+    def bytes(self) -> int:
+        """Read by a step: the whole file, as the table of tokens is the head, too."""
+        return self.file.stat().st_size
+
+    def seconds(self, task: EngineTask, threads: int) -> float | None:
+        """Run its own benchmark once; None if that is not installed."""
+        command = command_of(task, threads, self.file)
+        if not (self.programs / command[0]).exists():
+            return None
+        done = subprocess.run(
+            [self.programs / command[0], *command[1:]], capture_output=True, text=True, check=True
+        )
+        return seconds_of(task, done.stdout)
+
+
+def command_of(task: EngineTask, threads: int, file: Path) -> list[str]:
+    """Return the program of llama.cpp for a task, and its arguments."""
+    common = ["-m", str(file), "-t", str(threads)]
+    if task.kind == "prefill":
+        return ["llama-bench", *common, "-p", str(task.rows), "-n", "0", "-r", "1", "-o", "json"]
+    if task.rows == 1:
+        steps, depth = str(STEPS), str(CONTEXT)
+        return [
+            "llama-bench",
+            *common,
+            "-p",
+            "0",
+            "-n",
+            steps,
+            "-d",
+            depth,
+            "-r",
+            "1",
+            "-o",
+            "json",
+        ]
+    room = str(task.rows * (CONTEXT + STEPS))
+    sizes = ["-c", room, "-npp", str(CONTEXT), "-ntg", str(STEPS), "-npl", str(task.rows)]
+    return ["llama-batched-bench", *common, "-tb", str(threads), *sizes, "--output-format", "jsonl"]
+
+
+def seconds_of(task: EngineTask, text: str) -> float:
+    """Read what a program of llama.cpp printed: the seconds of a prompt, or of a step."""
+    if task.kind == "decode" and task.rows > 1:
+        lines = [line for line in text.splitlines() if line.startswith("{")]
+        return task.rows / float(json.loads(lines[-1])["speed_tg"])
+    speed = float(json.loads(text)[-1]["avg_ts"])
+    return (task.rows if task.kind == "prefill" else 1) / speed
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant in one task."""
+
+    threads: int
+    task: str
+    width: str
+    name: str
+    ms: float
+    """Lower quartile: of the prompt, or of a step."""
+    tokens_per_second: float
+    of_transformers: float | None
+    """Speed against transformers in bfloat16."""
+    of_llama: float | None
+    """Speed against llama.cpp with the same width."""
+    of_limit: float | None
+    """Fraction of the memory bandwidth limit, of a step of one session."""
+
+
+Times = dict[tuple[int, EngineTask, str, str], list[float]]
+"""Seconds by threads, task, width and name."""
+
+
+def take_turns(
+    peers: Sequence[Peer],
+    tasks: Sequence[EngineTask],
+    options: Namespace,
+    report: Callable[[str], None],
+) -> tuple[Times, dict[int, list[float]]]:
+    """Let every contestant do every task in every round; return GB/s by threads, too."""
+    times: Times = {}
+    speeds: dict[int, list[float]] = {threads: [] for threads in options.threads}
+    memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64)
+    for number in range(options.rounds):
+        for threads in options.threads:
+            for task in tasks:
+                report(f"round {number + 1} of {options.rounds}, {task.name}, {threads} threads")
+                for peer in random.sample(list(peers), len(peers)):
+                    if (spent := peer.seconds(task, threads)) is not None:
+                        times.setdefault((threads, task, peer.width, peer.name), []).append(spent)
+            torch.set_num_threads(threads)
+            speeds[threads] += [read_memory(memory) for _ in range(3)]
+    return times, speeds
+
+
+def summarise(
+    times: Times, sizes: dict[tuple[str, str], int], limits: dict[int, float]
+) -> list[Row]:
+    """Make rows of times, given the bytes of a step and the memory bandwidth in GB/s."""
+    best = {key: lower_quartile(spent) for key, spent in times.items()}
+
+    def row(threads: int, task: EngineTask, width: str, name: str) -> Row:
+        own = best[threads, task, width, name]
+        stock = best.get((threads, task, Quant.NONE, TRANSFORMERS))
+        llama = best.get((threads, task, width, LLAMA))
+        limit = sizes[width, name] / limits[threads] / 1e9
+        return Row(
+            *(threads, task.name, width, name, own * 1e3, task.rows / own),
+            stock and stock / own,
+            llama and llama / own,
+            limit / own if task.name == "decode 1" else None,
+        )
+
+    return [row(*key) for key in best]
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the value below which a quarter of them are."""
+    return sorted(values)[(len(values) - 1) // 4]
+
+
+def processor() -> str:
+    """Name this machine's processor and the instructions that kernels use."""
+    model, _, features, _ = jit.machine()
+    found = [name for name in FEATURES if f"+{name}" in features.split(",")]
+    return f"{model.partition(':')[2].strip() or model}, {os.cpu_count()} cores: {' '.join(found)}"
+
+
+@contextmanager
+def load_of_others() -> Iterator[list[float]]:
+    """Yield a list that gets the cores which other programs used inside the block."""
+    found: list[float] = []
+    begin, used, own = time.perf_counter(), _busy_s(), _own_s()
+    yield found
+    spent = time.perf_counter() - begin
+    if used is not None and (now := _busy_s()) is not None:
+        found.append(max(0.0, now - used - (_own_s() - own)) / spent)
+
+
+def _busy_s() -> float | None:
+    """Return the seconds that all cores were busy since the start; None if unknown."""
+    with suppress(OSError):
+        fields = Path("/proc/stat").read_text("utf-8").split()[1:9]
+        ticks = [int(each) for each in fields]
+        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # idle and waiting
+    return None
+
+
+def _own_s() -> float:
+    return sum(os.times()[:4])
+
+
+def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> Iterator[Peer]:
+    """Load the contestants."""
+    source = open_folder(folder.name, folder)
+    yield InProcess(TRANSFORMERS, Quant.NONE, open_stock(source, CPU))
+    for quant in options.quants:
+        report(f"loading {quant}")
+        yield InProcess("meshllm", quant, next(open_node(source, quant, CPU)))
+    if options.llama is None:
+        return
+    for quant in options.quants:
+        report(f"writing {quant} for {LLAMA}")
+        file = folder / f"{quant}.gguf"
+        write_gguf(folder, quant, file)
+        yield Llama(quant, file, options.llama)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lay out rows, by task."""
+    head = f"{'threads':>7} {'task':<14} {'width':<6} {'':<13} {'ms':>9} {'tok/s':>8}"
+    lines = [f"{head} {'transformers':>13} {'llama.cpp':>10} {'limit':>6}"]
+    order = {task: number for number, task in enumerate(dict.fromkeys(row.task for row in rows))}
+    for row in sorted(
+        rows, key=lambda each: (each.threads, order[each.task], each.width != "none")
+    ):
+        ratios = _ratio(row.of_transformers, 13), _ratio(row.of_llama, 10)
+        limit = f"{row.of_limit:6.2f}" if row.of_limit else ""
+        text = f"{row.threads:7} {row.task:<14} {row.width:<6} {row.name:<13} {row.ms:9.1f}"
+        lines.append(f"{text} {row.tokens_per_second:8.1f} {' '.join(ratios)} {limit}".rstrip())
+    return lines
+
+
+def _ratio(value: float | None, width: int) -> str:
+    return f"{value:{width - 1}.2f}x" if value else " " * width
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = parser_of("peers", __doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--threads", type=counts, default=(1, 2))
+    parser.add_argument("--prompts", type=counts, default=(256, 1024, 2048, 4096))
+    parser.add_argument("--sessions", type=counts, default=(1, 8))
+    parser.add_argument("--rounds", type=int, help="default 5, 3 with --quick")
+    parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
+    parser.add_argument("--llama", type=Path, help="folder of llama-bench")
+    parser.add_argument("--quick", action="store_true", help="6 layers, prompts of 256, 1 thread")
+    options = parser.parse_args(args)
+    options.quants = options.quants or list(Quant)
+    if options.quick:
+        options.layers, options.prompts, options.threads = options.layers or 6, (256,), (1,)
+    options.rounds = options.rounds or (3 if options.quick else 5)
+    if options.llama is None and (found := shutil.which("llama-bench")):
+        options.llama = Path(found).parent
+    report = Report(options, 0)
+    tasks = [
+        *(EngineTask("decode", count) for count in options.sessions),
+        *(EngineTask("prefill", count) for count in options.prompts),
+    ]
+    threads = torch.get_num_threads()
+    with (
+        random_model(options.model, torch.bfloat16, options.layers) as folder,
+        torch.inference_mode(),
+        load_of_others() as others,
+    ):
+        peers = list(line_up(folder, options, _progress))
+        times, speeds = take_turns(peers, tasks, options, _progress)
+        sizes = {(peer.width, peer.name): peer.bytes for peer in peers}
+    torch.set_num_threads(threads)
+    limits = {count: statistics.median(found) for count, found in speeds.items()}
+    rows = summarise(times, sizes, limits)
+    about = {
+        "processor": processor(),
+        "others": round(others[0], 2) if others else None,
+        "gb_per_s": limits,
+        "model": options.model,
+        "layers": options.layers,
+    }
+    report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
+    report.write(rows, **about)
+    return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The table of peers: what llama.cpp is asked and says, ratios, a whole run without it."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshllm.bench.engines import EngineTask
+from meshllm.bench.ring_table import TRANSFORMERS, random_model
+from meshllm.names import Quant
+from tests.bench import gguf_file, peers
+from tests.bench.peers import (
+    LLAMA,
+    Llama,
+    command_of,
+    load_of_others,
+    lower_quartile,
+    main,
+    processor,
+    seconds_of,
+    summarise,
+    table,
+)
+
+PROMPT, STEP, SESSIONS = (
+    EngineTask("prefill", 256),
+    EngineTask("decode", 1),
+    EngineTask("decode", 8),
+)
+
+
+def test_llama_is_asked_for_the_same_task(tmp_path: Path) -> None:
+    prompt, step, sessions = (command_of(task, 2, tmp_path) for task in (PROMPT, STEP, SESSIONS))
+
+    assert prompt[0] == step[0] == "llama-bench"
+    assert "-p 256 -n 0" in " ".join(prompt)
+    assert "-p 0 -n 8 -d 128" in " ".join(step)
+    assert sessions[0] == "llama-batched-bench"
+    assert "-npp 128 -ntg 8 -npl 8" in " ".join(sessions)
+    assert all("-t 2" in " ".join(command) for command in (prompt, step, sessions))
+
+
+def test_seconds_are_of_a_prompt_or_a_step() -> None:
+    said = json.dumps([{"avg_ts": 128.0}])
+    lines = 'noise\n{"speed_tg": 1.0}\n{"speed_tg": 32.0}\n'
+
+    assert seconds_of(PROMPT, said) == 2.0
+    assert seconds_of(STEP, said) == 1 / 128
+    assert seconds_of(SESSIONS, lines) == 0.25
+
+
+def test_a_program_that_is_missing_takes_no_task(tmp_path: Path) -> None:
+    script = tmp_path / "llama-bench"
+    script.write_text(f"#!{sys.executable}\nprint('[{{\"avg_ts\": 64.0}}]')\n")
+    script.chmod(0o755)
+    peer = Llama("none", tmp_path / "model.gguf", tmp_path)
+
+    assert peer.seconds(STEP, 1) == 1 / 64
+    assert peer.seconds(SESSIONS, 1) is None
+
+
+def test_rows_have_ratios_of_the_same_threads_and_width() -> None:
+    times = {
+        (1, STEP, "none", TRANSFORMERS): [4.0, 9.0, 4.0],
+        (1, STEP, "none", "meshllm"): [1.0, 1.0, 8.0],
+        (1, STEP, "none", LLAMA): [2.0],
+        (1, STEP, "int8", "meshllm"): [0.5],
+        (2, PROMPT, "none", "meshllm"): [2.0],
+    }
+    sizes = {(width, name): 4 * 10**9 for _, _, width, name in times}
+
+    rows = {
+        (row.threads, row.width, row.name): row for row in summarise(times, sizes, {1: 8, 2: 8})
+    }
+
+    own, narrow = rows[1, "none", "meshllm"], rows[1, "int8", "meshllm"]
+    assert (own.of_transformers, own.of_llama, own.of_limit) == (4.0, 2.0, 0.5)
+    assert (narrow.of_transformers, narrow.of_llama) == (8.0, None)
+    alone = rows[2, "none", "meshllm"]
+    assert (alone.of_transformers, alone.of_limit, alone.tokens_per_second) == (None, None, 128.0)
+    lines = table(list(rows.values()))
+    assert len(lines) == 1 + len(times)
+    assert "4.00x" in next(line for line in lines if "meshllm" in line)
+
+
+def test_a_quarter_of_the_values_is_not_above_the_lower_quartile() -> None:
+    assert lower_quartile([5.0]) == 5.0
+    assert lower_quartile([4.0, 3.0, 2.0, 1.0, 5.0]) == 2.0
+
+
+def test_the_processor_and_the_load_of_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, own = iter([10.0, 30.0]), iter([1.0, 6.0])
+    clock = SimpleNamespace(perf_counter=iter([0.0, 5.0]).__next__)
+    monkeypatch.setattr(peers, "_busy_s", lambda: next(busy))
+    monkeypatch.setattr(peers, "_own_s", lambda: next(own))
+    monkeypatch.setattr(peers, "time", clock)
+
+    with load_of_others() as others:
+        pass
+
+    assert others == [3.0]
+    assert "cores" in processor()
+
+
+def test_a_run_without_llama_prints_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(peers, "PROBE_BYTES", 1 << 20)
+    threads, file = torch.get_num_threads(), tmp_path / "table.json"
+    options = "--model tiny --threads 1 --prompts 8 --sessions 1,2 --rounds 1 --quants none,int8"
+
+    assert main([*options.split(), "--json", str(file)]) == 0
+
+    lines, report = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert sum("meshllm" in line for line in lines) == 6
+    assert sum("transformers" in line for line in lines[6:]) == 3
+    assert report["processor"] == processor()
+    assert {row["width"] for row in report["rows"]} == {"none", "int8"}
+    assert torch.get_num_threads() == threads
+
+
+def test_the_file_of_llama_has_every_tensor_in_the_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: dict[str, Any] = {}
+    monkeypatch.setattr(gguf_file, "import_module", lambda _: fake_gguf(added))
+
+    with random_model("tiny", torch.bfloat16, 2) as folder:
+        gguf_file.write_gguf(folder, Quant.INT8, tmp_path / "model.gguf")
+
+    assert added["model.embed_tokens.weight"] == "of Q8_0"
+    assert added["model.layers.1.mlp.down_proj.weight"] == "of Q8_0"
+    assert added["model.norm.weight"] is None
+    assert added["head_count_kv"] == 2
+    assert added["closed"]
+
+
+def fake_gguf(added: dict[str, Any]) -> Any:
+    """Stand in for the package: note what is written."""
+
+    class Writer:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *values: added.update({name.removeprefix("add_"): [*values, None][0]})
+
+        def add_tensor(self, name: str, _values: Any, raw_dtype: str | None = None) -> None:
+            added[name] = raw_dtype
+
+        def close(self) -> None:
+            added["closed"] = True
+
+    names = SimpleNamespace(get_name=lambda name, **_: name)
+    formats = {"BF16": "of BF16", "Q8_0": "of Q8_0", "Q4_0": "of Q4_0"}
+    return SimpleNamespace(
+        GGUFWriter=Writer,
+        MODEL_ARCH={"QWEN3": 1},
+        GGMLQuantizationType=formats,
+        get_tensor_name_map=lambda *_: names,
+        quants=SimpleNamespace(quantize=lambda values, _: values),
+    )
