@@ -84,7 +84,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is publi
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 REQUEST_HEAD_BYTES = 64 * 1024  # of a request beside its text
 TOKEN_BYTES = 64  # of one token as JSON: a word of ten letters, each escaped
-WATCH_S = 1.0  # s between two checks of the compute thread
+WATCH_S = 1.0  # s between two checks of the compute thread,
+WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
 DRAIN_S = 60.0  # s to finish running requests before the node leaves
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
@@ -555,11 +556,12 @@ class MeshNode:
         """
         worker = self._preparation.worker
         while True:
-            await asyncio.sleep(WATCH_S)
+            await self._watch_sleep(worker)
             if not (hung_s := worker.hung_s) or not self._profile.layer_s:
                 continue
             self._hang = f"the compute thread has hung for {hung_s:.0f} s"
             logger.warning("%s: this node retracts its offer until it responds", self._hang)
+            self.ring_member.is_hung = True
             self._offer(is_open=False)
             self.ring_member.publish()
             while worker.hung_s:  # a hung thread sets no event
@@ -568,8 +570,21 @@ class MeshNode:
                     self._offer(is_open=False)
             self._hang = ""
             logger.warning("the compute thread responds again")
+            self.ring_member.is_hung = False
+            self.ring_member.publish()
             if not self.ring_member.trouble:
                 self._offer(is_open=True)
+
+    async def _watch_sleep(self, worker: Worker) -> None:
+        """Sleep until a hang may have begun; excuse the worker for the time that is slept more.
+
+        This process may have been stopped meanwhile.
+        """
+        hangs_in_s = worker.hangs_in_s
+        sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
+        until = self.now() + sleep_s
+        await asyncio.sleep(sleep_s)
+        worker.excuse(max(0.0, self.now() - until))
 
     async def _serve(self) -> None:
         """Serve in one ring after the other, each with its model."""

@@ -50,6 +50,7 @@ from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Backend
 
 PROVIDES = "it provides whole models"  # why it holds no layers
+HANGS = "its compute thread hangs"
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
@@ -70,6 +71,8 @@ class RingMember:
         """Instead of layers, this node provides whole models."""
         self.agreement: Agreement | None = None
         """The latest, with the offers of its nodes."""
+        self.is_hung = False
+        """Whether the compute thread of this node does not respond."""
         self.is_leaving = False
         """Whether this node tells the others to make a plan without it."""
         self.has_left = False
@@ -81,7 +84,8 @@ class RingMember:
         self._plan_reason = plan_reason
         self._state = StateRecord()
         self._followed = b""
-        self._watched: Plan | None = None  # the plan whose nodes must load in time
+        self._watched: Plan | None = None  # the plan whose nodes must load in time,
+        self._load_until: dict[NodeId, float] = {}  # each of them
         self._loaded: Plan | None = None  # the plan whose span this node holds
         self._faults = Strikes(MAX_FAULTS, FAULTS_S)
         self._busy = 0
@@ -142,7 +146,7 @@ class RingMember:
             followed=self._followed,
             is_loaded=self.plan is not None and self._loaded == self.plan,
             may_change=self._is_calm,
-            obstacle=PROVIDES if self.provider else "",
+            obstacle=self._obstacle(),
             faulty=self._faults.out(self._now()),
             offers=self.provider.offers if self.provider else (),
             group=self.group,
@@ -240,6 +244,15 @@ class RingMember:
             return f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
         return "its nodes are loading and connecting"
 
+    @property
+    def loads_until(self) -> float:
+        """Until when nodes of the plan may still load layers, in loop time; 0 if none does."""
+        if (plan := self.plan) is None:
+            return 0.0
+        here = self._machine.alive.intersection(self._load_until)
+        loading = (node for node in here if not self._has_loaded(plan, node))
+        return max(map(self._load_until.__getitem__, loading), default=0.0)
+
     def explain(self, before: Plan | None) -> tuple[LossCause, str]:
         """Return why the ring of an earlier plan was lost, and a phrase about it."""
         machine = self._machine
@@ -329,6 +342,11 @@ class RingMember:
         if wanted is not None and (own is None or own.key != wanted.key):
             raise LinkLost(f"This node does not serve `{wanted.shape.name}` now")
 
+    def _obstacle(self) -> str:
+        if self.provider:
+            return PROVIDES
+        return HANGS if self.is_hung else ""
+
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
             return Lifecycle.LEAVING
@@ -343,10 +361,12 @@ class RingMember:
         if plan == self._watched or charter is None:
             return
         self._watched, sizes, loop = plan, charter.shape.layer_bytes, asyncio.get_running_loop()
+        self._load_until.clear()
         for stage in plan.stages:
+            size = sum(sizes[stage.span.start : stage.span.stop]) + charter.shape.ends_bytes
+            latest = LOAD_S + size / LOAD_BYTES_PER_S
+            self._load_until[stage.node] = self._now() + latest
             if stage.node != self._machine.me:
-                size = sum(sizes[stage.span.start : stage.span.stop]) + charter.shape.ends_bytes
-                latest = LOAD_S + size / LOAD_BYTES_PER_S
                 loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
         loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
 

@@ -27,8 +27,10 @@ from meshllm.node.provider import provider as provider_module
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
+from meshllm.node.ring_member import HANGS
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import Standby
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Piece, Request
@@ -86,6 +88,10 @@ def states(node: MeshNode) -> dict[str, str]:
     return {each.name: each.state for each in control_of(node).status().nodes}
 
 
+def standbys(node: MeshNode) -> tuple[Standby, ...]:
+    return node.agreement.standbys if node.agreement else ()
+
+
 async def ask(node: Any, request: Request = QUESTION) -> str:
     async with asyncio.timeout(PATIENCE_S):
         events = [event async for event in node.generate(request)]
@@ -127,6 +133,30 @@ async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: M
     for node in (a, b, c):
         (engine,) = [each.execution for each in control_of(node).status().nodes if each.is_self]
         assert "; attention: " in engine
+
+
+class HangingWorker(Worker):
+    """The compute thread of other nodes, as seen by one that believes it hangs."""
+
+    hung_s = 0.0
+
+
+async def test_a_node_whose_compute_thread_hangs_is_left_out_until_it_responds(mesh: Mesh) -> None:
+    alone = await reference()
+    a = await mesh.start("a", members=2)
+    worker = mesh.worker = HangingWorker(mesh.worker._executor)
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: len(spans(a)) == 2, a)
+
+    worker.hung_s = 4.0
+
+    await until(lambda: Standby(b.me, HANGS) in standbys(a), a)
+    await until(lambda: len(spans(a)) == 1, a)
+    assert await ask(control_of(a)) == alone
+
+    worker.hung_s = 0.0
+
+    await until(lambda: len(spans(a)) == 2, a)
 
 
 async def test_a_node_changes_nothing_of_the_process_it_is_in(mesh: Mesh) -> None:

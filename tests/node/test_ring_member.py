@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.errors import LinkLost, ModelError
 from meshllm.names import Digest, GroupId, LossCause, NodeId
-from meshllm.node.ring_member import CALM_S, FORM_S, LOAD_S, RingMember
+from meshllm.node.ring_member import CALM_S, FORM_S, HANGS, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import groups_of
@@ -318,6 +318,34 @@ def test_a_node_that_does_not_load_in_time_is_published_as_faulty(*, loads: bool
             place.states[STAGE] = loaded()
         await asyncio.sleep(2)
         assert place.told[-1].faulty == (() if loads else (STAGE,))
+
+    run(story)
+
+
+def test_a_plan_loads_until_its_living_nodes_have_loaded() -> None:
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = charter()
+        assert place.ring_member.loads_until == 0
+        place.serve()
+        place.states[ENTRY] = loaded()
+        assert place.ring_member.loads_until >= LOAD_S
+        place.states[STAGE] = loaded()
+        assert place.ring_member.loads_until == 0
+        place.states[STAGE] = StateRecord()
+        place.alive.discard(STAGE)
+        assert place.ring_member.loads_until == 0
+
+    run(story)
+
+
+def test_a_hang_is_published_as_an_obstacle() -> None:
+    async def story() -> None:
+        place = Place()
+        for is_hung in (True, False):
+            place.ring_member.is_hung = is_hung
+            place.ring_member.publish()
+            assert place.told[-1].obstacle == (HANGS if is_hung else "")
 
     run(story)
 

@@ -170,6 +170,10 @@ class Schedule:
         if self.world.nodes:
             self.world.ask(self.random.choice(sorted(self.world.nodes)))
 
+    def _ask_one(self, _: int) -> None:
+        if self.world.nodes:
+            self.world.ask(self.bugs.choice(sorted(self.world.nodes)), may_cancel=False)
+
     # What goes wrong
 
     def _fault(self) -> None:
@@ -195,9 +199,13 @@ class Schedule:
                 self.world.loop.call_later(self.bugs.uniform(4, 8), self._back, number)
 
     def _hang(self, _: int) -> None:
-        if self.world.nodes:
-            number = self.bugs.choice(sorted(self.world.nodes))
+        nodes = self.world.nodes
+        ranks = [number for number, node in nodes.items() if node.ring_member.rank]
+        if nodes:
+            number = self.bugs.choice(sorted(ranks or nodes))
             self.world.hang(number, self.bugs.choice((1.0, 30.0)))
+            for later in (0.0, 2.0):  # a thread without a job cannot be seen to hang
+                self.world.loop.call_later(later, self._harm, self._ask_one, 0)
 
     def _leave(self, number: int) -> None:
         self.world.leave(number)

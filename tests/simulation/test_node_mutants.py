@@ -153,7 +153,10 @@ MUTANTS = {
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
     ),
-    "hangs are not seen": Mutant({"tests.simulation.world.ToyWorker.hung_s": 0.0}, "hangs, and"),
+    "hangs are not seen": Mutant(
+        {"meshllm.node.compute.worker.Worker.hung_s": 0.0}, "hangs, and", 120
+    ),
+    "hangs are seen late": Mutant({"meshllm.protocol.ring.hang.HANG_S": 60.0}, "hangs, and", 120),
     "two nodes of one name": Mutant(
         {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
     ),

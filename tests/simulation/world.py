@@ -13,6 +13,7 @@ from meshllm.node.compute.worker import Worker
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions, NodeOptions
+from meshllm.protocol.ring import hang
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import show
 from meshllm.testing.clock import InlineExecutor
@@ -27,7 +28,6 @@ from tests.simulation.toy import ToyPreparation, memory_for
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_S = 2.0  # s; a job that takes longer hangs
 OUT_S = 12  # s at most that others follow a plan with a hung node; plans and disks are slow
 TIMERS = ("_expire", "_stir")
 BUG_S = 3  # s at most that a node keeps running after a bug
@@ -52,7 +52,6 @@ class ToyWorker(Worker):
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self._held: list[Callable[[], None]] = []
-        self._since = 0.0
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         async with self._turn:
@@ -64,24 +63,28 @@ class ToyWorker(Worker):
         if self._goes_on.is_set():
             return super().start(function, *args)
         later: Future[T] = Future()
+        if not self._held:  # it runs, and does not end
+            self._running = self._now(), self._now() + hang.HANG_S
         self._held.append(lambda: later.set_result(function(*args)))
         return later
 
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
     @property
-    def hung_s(self) -> float:
-        now_s = asyncio.get_running_loop().time()
-        return (
-            0.0 if self._goes_on.is_set() or now_s < self._since + LONG_S else now_s - self._since
-        )
+    def holds(self) -> bool:
+        """Whether a job hangs."""
+        return bool(self._held)
 
     def hang(self) -> None:
         """Hang from now on."""
         self._goes_on.clear()
-        self._since = asyncio.get_running_loop().time()
 
     def go_on(self) -> None:
         """Run the waiting jobs."""
         self._goes_on.set()
+        self._running = None
         held, self._held = self._held, []
         for each in held:
             each()
@@ -100,7 +103,7 @@ class Running:
     buggy_s: int | None = None
     """How long it has run after a bug; None without a bug."""
     hung_s: int | None = None
-    """How long its compute thread has hung; None if it does not."""
+    """How long a job has hung on its compute thread; None if it does not hang."""
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call in the context of this process."""
@@ -310,6 +313,8 @@ class World:
         """Check, once a second, whether others wait for a hung node."""
         for number, at in self.running.items():
             if at.hung_s is None or at.process.is_paused or self.network.cuts:
+                continue
+            if not at.worker.holds:
                 continue
             at.hung_s += 1
             key = member(number)[0].node

@@ -7,18 +7,19 @@ node they may have a worker each.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
 
-HANG_S = 300.0  # s; limit of a step or a prefill chunk; the first may compile kernels
+from meshllm.protocol.ring.hang import HangLimits
+
+SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says more exactly
 LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow disk takes half of it
-HANG_TIMES = 10  # the limit as a multiple of the longest run so far, if that is more
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
 P = ParamSpec("P")
@@ -43,11 +44,11 @@ class Worker:
         self._last_used = 0.0  # loop time when a function was last submitted or running
         self._idle_lock = asyncio.Lock()
         self._running: tuple[float, float] | None = None  # start and limit of the running function
-        self._longest_s: dict[float, float] = {}  # by the lower bound of the limit
+        self._excused = 0.0, 0.0  # the start of a function, and seconds to add to its limit
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Submit a function that reports its outcome by itself, exceptions included."""
-        return self._submit(HANG_S, function, *args)
+        return self._submit(SHORT_HANG_S, function, *args)
 
     def _submit(self, hang_s: float, function: Callable[..., T], *args: Any) -> Future[T]:
         self._last_used = asyncio.get_running_loop().time()
@@ -63,20 +64,44 @@ class Worker:
         work = partial(function, *args, **kwargs)
         return await asyncio.wrap_future(self._submit(LOAD_HANG_S, work))
 
+    @contextmanager
+    def expected(
+        self, limits: HangLimits, rows: int, before: int, *, is_step: bool
+    ) -> Iterator[None]:
+        """Limit the running function by the rows that it computes; used on the compute thread."""
+        begin = self._now()
+        self._running = begin, begin + limits.begin(rows, before, is_step=is_step)
+        yield
+        limits.ended(rows, before, self._now() - begin, is_step=is_step)
+
     @property
     def hung_s(self) -> float:
         """How long the running function has run, if that exceeds its limit; 0 otherwise.
 
-        The limit rises with the longest run so far. A thread cannot be stopped.
+        A thread cannot be stopped.
         """
-        running = self._running
-        if running is None or time.monotonic() < running[1]:
-            return 0.0
-        return time.monotonic() - running[0]
+        running, left_s = self._running, self.hangs_in_s
+        is_late = running is not None and left_s is not None and left_s <= 0
+        return self._now() - running[0] if running and is_late else 0.0
+
+    @property
+    def hangs_in_s(self) -> float | None:
+        """Seconds until the running function exceeds its limit; None if none runs."""
+        if (running := self._running) is None:
+            return None
+        begin, excused_s = self._excused
+        extra_s = excused_s if begin == running[0] else 0.0
+        return running[1] + extra_s - self._now()
+
+    def excuse(self, seconds: float) -> None:
+        """Extend the limit of the running function by a time in which this process was stopped."""
+        if running := self._running:
+            begin, before_s = self._excused
+            self._excused = running[0], seconds + (before_s if begin == running[0] else 0.0)
 
     def _timed(self, hang_s: float, function: Callable[..., T], *args: Any) -> T:
-        begin, longest_s = time.monotonic(), self._longest_s.get(hang_s, 0.0)
-        self._running = begin, begin + max(hang_s, HANG_TIMES * longest_s)
+        begin = self._now()
+        self._running = begin, begin + hang_s
         try:
             return function(*args)
         except Exception:  # goes to the caller as it is; only what is below needs a type
@@ -85,7 +110,6 @@ class Worker:
             raise as_exception(error) from error
         finally:
             self._running = None
-            self._longest_s[hang_s] = max(longest_s, time.monotonic() - begin)
 
     async def run_when_idle(self, idle_s: float, function: Callable[..., T], *args: Any) -> T:
         """Wait for the result of a low-priority function.
@@ -99,6 +123,10 @@ class Worker:
             return await loop.run_in_executor(
                 self._executor, self._timed, LOAD_HANG_S, function, *args
             )
+
+    @staticmethod
+    def _now() -> float:
+        return time.monotonic()
 
     def _last_busy(self, now: float) -> float:
         """Return when something was last seen running, in loop time."""

@@ -33,6 +33,7 @@ from meshllm.protocol.ring.forming import (
     ReportLoad,
     Stop,
 )
+from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import Hello
@@ -137,6 +138,7 @@ class RingRuntime:
         self._span: LoadedSpan | None = None
         self._recomputed = 0  # by earlier spans
         self._store: SessionStore | None = None
+        self._limits = HangLimits()  # of the jobs of the span
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
@@ -344,6 +346,7 @@ class RingRuntime:
 
     def _drop_span(self) -> None:
         self._recomputed, self._span = self.recomputed, None
+        self._limits = HangLimits()
 
     # Parts of a rank.
 
@@ -373,6 +376,9 @@ class RingRuntime:
         assert span is not None  # it was loaded before any link was dialled
         store = self._store = self._store or SessionStore.empty(plan, budget, model)
         store.move(plan, self._me, budget)
+        times = self._host.times(plan)
+        if times:
+            self._limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
         if span.ends is not None:
             config = EntryConfig(
                 ring,
@@ -386,6 +392,7 @@ class RingRuntime:
                 wire=model.wire,
                 depth=model.config.depth,
                 max_chunk=model.max_rows,
+                limits=self._limits,
             )
             return EntryNode(span.ends, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
@@ -406,6 +413,7 @@ class RingRuntime:
             store.prefixes.caches,
             model.wire,
             span.help,
+            self._limits,
         )
 
     def _budget(self, plan: Plan) -> KvBudget | None:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import SystemRandom
+from typing import Any
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
@@ -45,6 +46,7 @@ from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
+from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
@@ -89,6 +91,8 @@ class EntryConfig:
     """Most steps with drafts in flight; 1 waits for each step before the next."""
     max_chunk: int = MAX_ROWS
     """Most rows of a chunk."""
+    limits: HangLimits = field(default_factory=HangLimits)
+    """Of the jobs of this rank."""
 
 
 class EntryNode:
@@ -116,7 +120,8 @@ class EntryNode:
         self._head: HeadParts | None = None
         if ends.head and ends.helped:
             self._head = HeadParts(ends.helped, ends.head, SystemRandom().random)
-        self._samples = Batcher(worker, partial(sample_batch, ends, self._head), self._jobs)
+        self._worker = worker
+        self._samples = Batcher(worker, self._sample, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
         self._admission = Admission(self.budget, config.max_sessions)
@@ -377,6 +382,19 @@ class EntryNode:
                 lambda error: picked(error) if error else head.wait(split, submit),
             )
 
+    def _sample(self, samples: Sequence[SampleJob]) -> Iterator[Sequence[Any]]:
+        """Sample, and run the steps that follow; runs on the compute thread."""
+        rows = sum(1 + len(sample.job.guesses) for sample in samples)
+        before = max(sample.job.pos for sample in samples)
+        with self._worker.expected(self._config.limits, rows, before, is_step=True):
+            yield from sample_batch(self._ends, self._head, samples)
+
+    def _run(self, generation: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
+        """Run tokens; runs on the compute thread."""
+        rows, limits = len(job.tokens), self._config.limits
+        with self._worker.expected(limits, rows, job.pos, is_step=job.is_step):
+            return generation.embed(job, watch)
+
     def _embed(self, session: SessionId, generation: Generation, job: Embed) -> None:
         """Run tokens, unless the job was prefetched."""
         ahead = generation.take_ahead(job)
@@ -385,7 +403,7 @@ class EntryNode:
         if ahead:
             ahead.ask(embedded)
         else:
-            self._samples.submit_alone(partial(generation.embed, job, watch), embedded)
+            self._samples.submit_alone(partial(self._run, generation, job, watch), embedded)
 
     def _embedded(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -23,6 +23,7 @@ from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
 from meshllm.protocol.session.stage import Action, Adopt, Compute, Free, Keep, Stage
 
@@ -49,12 +50,16 @@ class StageNode:
         kept: dict[SessionId, SessionCache],
         wire: WireMode = WireMode.EXACT,
         head: Runner | None = None,
+        limits: HangLimits | None = None,
     ) -> None:
         """Serve; ``head`` is this rank's part of the LM head, if it has one.
+
+        ``limits`` are those of its jobs.
 
         ``kept`` are the caches of the machine's prefix cache.
         """
         self._machine = machine
+        self._worker, self._limits = worker, limits or HangLimits()
         self._head = head
         self._runner = runner
         self._neighbours = neighbours
@@ -123,13 +128,13 @@ class StageNode:
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
         if job.refills:
-            self._steps.submit_alone(partial(self._refill, job, watch), served)
+            self._steps.submit_alone(partial(self._alone, self._refill, job, watch), served)
         elif job.is_step:
             self._steps.submit(
                 (job, watch), served, *([self._logits_done] if self._wants_logits(job) else [])
             )
         else:
-            self._steps.submit_alone(partial(self._prefill, job, watch), served)
+            self._steps.submit_alone(partial(self._alone, self._prefill, job, watch), served)
 
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
         match result:
@@ -186,6 +191,12 @@ class StageNode:
                     self._encoder.for_session(job.session), cache
                 )
 
+    def _alone(
+        self, run: Callable[[Compute, Stopwatch], Blob | None], job: Compute, watch: Stopwatch
+    ) -> Blob | None:
+        with self._worker.expected(self._limits, job.rows, job.pos, is_step=job.is_step):
+            return run(job, watch)
+
     def _prefill(self, job: Compute, watch: Stopwatch) -> Blob | None:
         held, hidden = self._opened(job, watch)
         return self._sealed(job, held, self._runner.prefill(hidden, held.cache), watch)
@@ -200,6 +211,11 @@ class StageNode:
         return held.encoder.seal(sent_again(rows), 0, is_step=False) if job.keep else None
 
     def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
+        rows, before = sum(job.rows for job, _ in steps), max(job.pos for job, _ in steps)
+        with self._worker.expected(self._limits, rows, before, is_step=True):
+            yield from self._steps_of(steps)
+
+    def _steps_of(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
         def run(opened: list[tuple[_StageSession, Tensor]]) -> list[tuple[_StageSession, Tensor]]:
             caches = [held.cache for held, _ in opened]
             outputs = self._runner.step_many([hidden for _, hidden in opened], caches)

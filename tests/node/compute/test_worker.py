@@ -4,8 +4,12 @@ import threading
 import pytest
 import torch
 
+from meshllm.names import NodeId
 from meshllm.node.compute import worker as module
-from meshllm.node.compute.worker import HANG_S, HANG_TIMES, LOAD_HANG_S, calibrate, compute_thread
+from meshllm.node.compute.worker import LOAD_HANG_S, SHORT_HANG_S, calibrate, compute_thread
+from meshllm.protocol.planning.chunking import RankTimes
+from meshllm.protocol.planning.plan import LinkSpeed, Offer
+from meshllm.protocol.ring.hang import FIRST_STEPS, TIMES, HangLimits
 
 
 async def test_functions_run_off_the_loop_in_the_order_given() -> None:
@@ -73,28 +77,60 @@ async def test_a_function_over_its_limit_hangs_until_it_ends(clock: Clock) -> No
         go_on.wait()
 
     async with compute_thread() as worker:
-        assert worker.hung_s == 0
+        assert (worker.hung_s, worker.hangs_in_s) == (0, None)
         future = worker.start(hang)
         await asyncio.to_thread(begun.wait)
-        assert worker.hung_s == 0
-        clock.now += HANG_S
-        assert worker.hung_s == HANG_S
+        assert (worker.hung_s, worker.hangs_in_s) == (0, SHORT_HANG_S)
+        clock.now += SHORT_HANG_S
+        assert worker.hung_s == SHORT_HANG_S
+        worker.excuse(4.0)
+        worker.excuse(5.0)
+        assert (worker.hung_s, worker.hangs_in_s) == (0, 9.0)
+        clock.now += 9.0
+        assert worker.hung_s == SHORT_HANG_S + 9.0
         go_on.set()
         await asyncio.wrap_future(future)
-        assert worker.hung_s == 0
+        assert (worker.hung_s, worker.hangs_in_s) == (0, None)
+        worker.excuse(5.0)
 
 
-@pytest.mark.parametrize("took_s", [1.0, HANG_S])
-async def test_the_limit_follows_the_longest_run(clock: Clock, took_s: float) -> None:
+def planned() -> HangLimits:
+    """Limits of a rank whose steps take 10 s."""
+    limits = HangLimits()
+    offer = Offer(NodeId(b"a"), 0, ((1, 10.0),), 0.0)
+    limits.plan(RankTimes(offer, 1.0, LinkSpeed(0.0)))
+    for _ in range(FIRST_STEPS):
+        limits.begin(1, 0, is_step=True)
+    return limits
+
+
+async def test_the_limit_of_a_step_is_a_multiple_of_its_planned_time(clock: Clock) -> None:
+    limits = planned()
+
     def take(seconds: float) -> float:
+        with worker.expected(limits, 1, 0, is_step=True):
+            clock.now += seconds
+            return worker.hung_s
+
+    async with compute_thread() as worker:
+        assert await asyncio.wrap_future(worker.start(take, 10.0 * TIMES - 1)) == 0
+    limits = planned()
+    async with compute_thread() as worker:
+        assert await asyncio.wrap_future(worker.start(take, 10.0 * TIMES)) == 10.0 * TIMES
+        longer = 2 * 10.0 * TIMES  # the last one took four times as long as planned
+        assert await asyncio.wrap_future(worker.start(take, longer)) == 0
+
+
+async def test_a_time_is_excused_only_for_what_ran_in_it(clock: Clock) -> None:
+    def take(seconds: float) -> float:
+        worker.excuse(1.0)
         clock.now += seconds
         return worker.hung_s
 
-    usual_s = max(HANG_S, HANG_TIMES * took_s)
     async with compute_thread() as worker:
-        await asyncio.wrap_future(worker.start(take, took_s))
-        assert await asyncio.wrap_future(worker.start(take, usual_s - 1)) == 0
-        assert await asyncio.wrap_future(worker.start(take, HANG_TIMES * usual_s)) > 0
+        assert await asyncio.wrap_future(worker.start(take, SHORT_HANG_S + 0.5)) == 0
+        clock.now += 1.0
+        assert await asyncio.wrap_future(worker.start(take, SHORT_HANG_S + 1.5)) > 0
 
 
 async def test_loading_may_take_longer(clock: Clock) -> None:
@@ -105,7 +141,7 @@ async def test_loading_may_take_longer(clock: Clock) -> None:
     async with compute_thread() as worker:
         assert await worker.run(take, LOAD_HANG_S - 1) == 0
         assert await worker.run_when_idle(0, take, LOAD_HANG_S - 1) == 0
-        assert await asyncio.wrap_future(worker.start(take, HANG_S)) == HANG_S
+        assert await asyncio.wrap_future(worker.start(take, SHORT_HANG_S)) == SHORT_HANG_S
 
 
 async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() -> None:

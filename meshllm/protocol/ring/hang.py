@@ -1,0 +1,62 @@
+"""How long a job of the compute thread may take before its node counts as hung.
+
+Theory of operation
+-------------------
+A node whose compute thread hangs still sends heartbeats, so only the node itself can tell a hang
+from a long job. What a job should take follows from the plan: the measured times of the rank, for
+so many rows that attend to so many others. A job hangs after `TIMES` as long, and never before
+`HANG_S`. The first chunk of a prompt and the first steps of each number of rows may compile
+kernels, record themselves and read weights from the disk; they have `FIRST_S` in addition, and so
+has every job of a rank without known times.
+
+A machine that is busy with something else is slower than it was when it was measured. So that it
+does not come and go, the limit rises with what jobs took, up to `MOST_SLOW` times as long as
+planned. Jobs below `TELLING_S` say nothing: another program's time slice is as long.
+"""
+
+from collections import Counter
+
+from meshllm.protocol.planning.chunking import RankTimes
+
+HANG_S = 3.0  # s; as long as a silent node is taken for alive
+TIMES = 4
+FIRST_S = 60.0  # s
+FIRST_STEPS = 8  # steps of a number of rows until they are replayed
+MOST_SLOW = 10.0
+TELLING_S = 1.0  # s
+
+
+class HangLimits:
+    """The limits of the jobs of one loaded span."""
+
+    def __init__(self) -> None:
+        """Know no times yet."""
+        self._rank: RankTimes | None = None
+        self._head_s = 0.0
+        self._slowness = 1.0
+        self._chunks = 0
+        self._steps = Counter[int]()  # by their number of rows
+
+    def plan(self, rank: RankTimes | None, head_s: float = 0.0) -> None:
+        """Expect these times from now on, ``head_s`` for each row of a decode step."""
+        self._rank, self._head_s = rank, head_s
+
+    def begin(self, rows: int, before: int, *, is_step: bool) -> float:
+        """Return how many seconds a job may take that begins now."""
+        is_new = self._steps[rows] < FIRST_STEPS if is_step else not self._chunks
+        self._steps[rows] += is_step
+        self._chunks += not is_step
+        if self._rank is None:
+            return FIRST_S
+        limit_s = max(HANG_S, TIMES * self._slowness * self._expected_s(rows, before, is_step))
+        return FIRST_S + limit_s if is_new else limit_s
+
+    def ended(self, rows: int, before: int, took_s: float, *, is_step: bool) -> None:
+        """Note how long a job took."""
+        if self._rank is not None and took_s >= TELLING_S:
+            slowness = took_s / self._expected_s(rows, before, is_step)
+            self._slowness = min(MOST_SLOW, max(self._slowness, slowness))
+
+    def _expected_s(self, rows: int, before: int, is_step: bool) -> float:
+        assert self._rank is not None  # checked by the callers
+        return self._rank.compute_s(rows, before) + (rows * self._head_s if is_step else 0.0)
