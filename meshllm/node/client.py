@@ -104,6 +104,7 @@ class MeshClient:
         return "no node of the mesh answers"
 
     plan = None  # a client does not know it
+    loads_until = 0.0  # nor whether its ingress loads
 
     def explain(self, before: Plan | None) -> tuple[LossCause, str]:
         """Return that the link to the ingress was lost: an ingress survives other losses."""

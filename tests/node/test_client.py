@@ -51,6 +51,8 @@ class Inn(House):
 
     plan = None
 
+    loads_until = 0.0
+
     def explain(self, before: Plan | None) -> tuple[LossCause, str]:
         raise NotImplementedError
 

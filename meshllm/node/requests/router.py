@@ -20,7 +20,9 @@ its own, to the next one if it fails before its first event. Between the trusted
 it the ingress chooses the one with the fewest of its requests.
 
 When a ring breaks, the ingress repeats the request on the next ring, see
-`meshllm.protocol.ring.failover`. A client repeats it only after losing the link to its ingress.
+`meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
+that has begun waits longer than a new one. A client repeats it only after losing the link to its
+ingress.
 """
 
 import asyncio
@@ -78,6 +80,7 @@ MAX_FORWARDED = 16  # concurrent requests of this node at the entry; further one
 MAX_WAITING = 64  # of those
 MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
+MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,11 @@ class Ring(Protocol):
 
     def reason(self, model: str = "") -> str:
         """Return why there is none."""
+        ...
+
+    @property
+    def loads_until(self) -> float:
+        """Until when its nodes may still load layers, in loop time; a past time if none does."""
         ...
 
     @property
@@ -244,7 +252,9 @@ class RequestRouter:
         failover, pause, failed = Failover(request), _Pause(self._ring), list[NodeId]()
         while True:
             try:
-                async with self._answering(failover.request, asker, failed) as events:
+                wait_s = RING_S if failover.is_new else MAX_LOADING_S
+                answering = self._answering(failover.request, asker, wait_s, failed)
+                async with answering as events:
                     pause.attempt()
                     async for event in events:
                         if new := failover.take(event):
@@ -353,17 +363,17 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _answering(
-        self, request: Request, asker: NodeId | None, failed: list[NodeId]
+        self, request: Request, asker: NodeId | None, wait_s: float, failed: list[NodeId]
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of an entry, local or remote; close it at the end.
 
         The entry is noted in ``failed`` if it fails, and avoided if it was the last that did.
         """
-        entry = await self._entry(request, failed)
+        entry = await self._entry(request, wait_s, failed)
         async with AsyncExitStack() as stack:
             if entry != self._me:
                 await stack.enter_async_context(self._slot())
-                entry = await self._entry(request, failed)  # it may have changed
+                entry = await self._entry(request, wait_s, failed)  # it may have changed
             if not (self._asks_ingress or _is_trusted(entry, request)):
                 raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
             stack.enter_context(self._replicas.asking(entry, failed))
@@ -397,17 +407,24 @@ class RequestRouter:
         finally:
             self._slots.release()
 
-    async def _entry(self, request: Request, failed: Sequence[NodeId]) -> NodeId:
-        try:
-            async with asyncio.timeout(RING_S):
-                entries = await self._ring.entries(request.model)
-        except TimeoutError:
-            raise TimedOut(
-                f"There is no ring: {self._ring.reason(request.model)}",
-                hint="see `meshllm ring status`",
-            ) from None
+    async def _entry(self, request: Request, wait_s: float, failed: Sequence[NodeId]) -> NodeId:
+        """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
+        entries = await self._entries(request.model, wait_s)
         trusted = [entry for entry in entries if _is_trusted(entry, request)]
         return self._replicas.choose(trusted or entries, request, failed)
+
+    async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:
+        since = _now()
+        until = since + RING_S
+        while until > _now():
+            try:
+                async with asyncio.timeout_at(until):
+                    return await self._ring.entries(model)
+            except TimeoutError:
+                until = min(since + wait_s, self._ring.loads_until + RING_S)
+        raise TimedOut(
+            f"There is no ring: {self._ring.reason(model)}", hint="see `meshllm ring status`"
+        )
 
     def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
         if why := self._objection(peer, request_id, is_client=is_client):

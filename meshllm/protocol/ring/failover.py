@@ -58,6 +58,11 @@ class Failover:
         """Tokens that earlier attempts gave to this one."""
 
     @property
+    def is_new(self) -> bool:
+        """Whether no attempt has been lost so far."""
+        return self._attempts == 1 and not self._tokens
+
+    @property
     def request(self) -> Request:
         """The request of this attempt."""
         given = self._tokens[: self.resumed]
@@ -71,8 +76,7 @@ class Failover:
             Busy: ``error``, if no ring has accepted the request yet; later ones may still hold the
                 place of the attempt that was lost.
         """
-        is_new = self._attempts == 1 and not self._tokens
-        is_refused = is_new and isinstance(error, Busy)
+        is_refused = self.is_new and isinstance(error, Busy)
         if is_refused or self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -72,15 +73,17 @@ class FakeRing:
     models: list[str] = field(default_factory=list)
     provided: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
     """Who provides each model."""
+    loads_s: float | None = None
+    """After an error there is no ring, and its nodes load for so long; None keeps the ring."""
+    loads_until: float = 0.0
     closed: int = 0
 
     replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
     """The entries of the rings of each model that several serve."""
 
     async def entries(self, model: str = "") -> Sequence[NodeId]:
-        if self.at is None:
-            await asyncio.Event().wait()
-        assert self.at is not None
+        while self.at is None:  # noqa: ASYNC110  # in virtual time
+            await asyncio.sleep(1)
         return self.replicas.get(model, (self.at,))
 
     def reason(self, model: str = "") -> str:
@@ -116,6 +119,9 @@ class FakeRing:
                 if event is None:
                     await asyncio.Event().wait()
                 elif isinstance(event, Exception):
+                    if self.loads_s is not None:
+                        self.at = None
+                        self.loads_until = asyncio.get_running_loop().time() + self.loads_s
                     raise event
                 elif (rest := behind(request.given, event)) is not None:
                     await asyncio.sleep(0)
@@ -499,6 +505,57 @@ def test_waiting_for_a_ring_times_out(world: World) -> None:
     async def story() -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(TimedOut, match="There is no ring: they sleep"):
+            await all_of(router)
+        assert asyncio.get_running_loop().time() - began == RING_S
+
+    world.run(story)
+
+
+def begun(loads_s: float) -> FakeRing:
+    """Lose the ring behind the first piece; the next one loads for a while."""
+    return FakeRing(attempts=[[*pieces(TEXT)[:1], LinkLost("gone")], answer()], loads_s=loads_s)
+
+
+def test_a_request_that_has_begun_waits_while_its_ring_loads(world: World) -> None:
+    ring = begun(500.0)
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(router))
+        await asyncio.sleep(2 * RING_S)
+        assert not asking.done()
+        ring.at = ME
+        assert text_of(await asking) == TEXT
+
+    world.run(story)
+
+
+@pytest.mark.parametrize(
+    ("loads_s", "waits_s"),
+    [(0.0, RING_S), (500.0, 500.0 + RING_S), (1e9, 900.0)],
+    ids=["loaded", "loads", "loads without end"],
+)
+def test_it_waits_no_longer_than_its_ring_may_load(
+    world: World, loads_s: float, waits_s: float
+) -> None:
+    router = world.add(ME, begun(loads_s))
+
+    async def story() -> None:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimedOut, match="There is no ring"):
+            await all_of(router)
+        assert asyncio.get_running_loop().time() - began == waits_s
+
+    with patch("meshllm.node.requests.router.MAX_LOADING_S", 900.0):
+        world.run(story)
+
+
+def test_a_new_request_does_not_wait_for_a_ring_that_loads(world: World) -> None:
+    router = world.add(ME, FakeRing(at=None, loads_until=500.0))
+
+    async def story() -> None:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimedOut):
             await all_of(router)
         assert asyncio.get_running_loop().time() - began == RING_S
 
