@@ -102,6 +102,8 @@ class LossCause(StrEnum):
     """Why the ring of an answer was lost."""
 
     NODE_LOST = "node_lost"
+    NODE_HUNG = "node_hung"
+    NODE_REFUSED = "node_refused"
     NODE_LEFT = "node_left"
     LINK_LOST = "link_lost"
     REPLANNED = "replanned"

@@ -267,6 +267,7 @@ class Resumable:
     """Which caches an answer continues from if its ring is lost, and how they were computed.
 
     The next one replaces it. All tokens after the last of `stops` are computed in decode steps.
+    The ring sends it again while it reads a prompt, and with the first token.
     """
 
     key: str
@@ -275,6 +276,8 @@ class Resumable:
     """First position behind each chunk."""
     steps: tuple[int, ...] = ()
     """Those of them behind decode steps; the others are behind chunks of a prompt."""
+    held: int | None = None
+    """Positions that every rank holds; None are those of all tokens but the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,8 +257,15 @@ class RingMember:
         """Return why the ring of an earlier plan was lost, and a phrase about it."""
         machine = self._machine
         ends = Lifecycle.LEAVING, Lifecycle.LEFT
-        leaving = {node for node, state in machine.states.items() if state.lifecycle in ends}
-        return explain(before, self.plan, alive=machine.alive, leaving=leaving, name=self._name)
+        here = {node: state for node, state in machine.states.items() if node in machine.alive}
+        out = {
+            LossCause.NODE_HUNG: {node for node, state in here.items() if state.obstacle},
+            LossCause.NODE_REFUSED: {node for state in here.values() for node in state.faulty},
+            LossCause.NODE_LEFT: {
+                node for node, state in machine.states.items() if state.lifecycle in ends
+            },
+        }
+        return explain(before, self.plan, alive=machine.alive, out=out, name=self._name)
 
     @asynccontextmanager
     async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:

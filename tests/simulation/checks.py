@@ -95,6 +95,8 @@ class Checks:
             return "not all nodes have come back"
         if any(at.hung_s is not None for at in world.running.values()):
             return "a node hangs"
+        if leaving := [number for number, node in world.nodes.items() if node.is_leaving]:
+            return f"{leaving} are leaving"
         for number, node in world.nodes.items():
             if node.me in node.machine.removals:
                 return f"{number} knows that it is removed, and goes on"

@@ -29,6 +29,7 @@ from meshllm.node.session.generation import (
 from meshllm.node.session.resume import (
     CacheMiss,
     ResumeKey,
+    Start,
     new_key,
     read_resumable,
     resumable,
@@ -45,6 +46,7 @@ from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
@@ -242,18 +244,10 @@ class EntryNode:
         if self._lost:
             raise self._lost
         session, now = task.session, self._now()
-        found = None
-        if order.resume:
-            held = order.known[:-1]  # on every rank: the last token was sampled behind them
-            lost, chunks = read_resumable(order.resume, len(held), self._config.max_chunk)
-            found = self._prefixes.resume(lost, held, chunks, now)
-        if found is None and self._uses_prefixes(order):
-            found = self._prefixes.find(order.known, now, is_shared=order.shares_prefix)
-        start = start_from(found, self._ends.front.new_cache)
+        start = self._start(order, now)
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
-        # Pace for the whole prompt: another rank may have evicted the prefix that is found here.
-        machine = Entry(task, self.pace(max(1, len(order.known)), self.sessions))
+        machine = Entry(task, self._pace(order, start.base))
         speculator = None
         if self._speculation:
             clock = asyncio.get_running_loop().time
@@ -265,9 +259,26 @@ class EntryNode:
         generation = Generation(order, machine, self._ends, encoder, now, speculator, start, key)
         self._sessions[session] = generation
         if order.resume and start.base:  # another loss may come before the next token
-            generation.outputs.put_nowait(resumable(key, start.base.chunks))
+            generation.outputs.put_nowait(resumable(key, start.base.chunks, start.base.length))
         self._act(session, machine.open(now, start.base))
         return generation
+
+    def _start(self, order: GenerationRequest, now: float) -> Start:
+        """Continue from what the last ring left of an order, or from another text."""
+        found, known = None, order.known
+        if order.resume:
+            most = self._config.max_chunk
+            session, chunks, held = read_resumable(order.resume, len(known), most)
+            found = self._prefixes.resume(session, known[:held], chunks, now)
+        if found is None and self._uses_prefixes(order):
+            found = self._prefixes.find(known, now, is_shared=order.shares_prefix)
+        return start_from(found, self._ends.front.new_cache)
+
+    def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
+        """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
+        pace = self.pace(max(1, len(order.known)), self.sessions)
+        rows = last_chunk_rows(base.chunks) if base and order.resume else None
+        return replace(pace, chunk=rows) if rows else pace  # the bits depend on it
 
     def _uses_prefixes(self, order: GenerationRequest) -> bool:
         """Whether an order uses the prefix cache; an embedding would evict what chats continue."""

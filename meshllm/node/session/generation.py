@@ -238,6 +238,9 @@ class Generation:
                     self.outputs.put_nowait(resumable(self._resume_key, chunks))
                 self.outputs.put_nowait(Token(token))
             case Progress(done, total):
+                if done < total and not self._is_alone:  # else tokens follow, or nobody would do it
+                    held = self.machine.held
+                    self.outputs.put_nowait(resumable(self._resume_key, *held))
                 self.outputs.put_nowait(Prefilled(done, total))
             case Done(reason):
                 self.outcome = reason

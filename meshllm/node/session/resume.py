@@ -12,7 +12,7 @@ from meshllm.errors import ModelError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import SESSION_ID_BYTES, SessionId
-from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk
+from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk, crop_chunks
 from meshllm.request import Resumable
 from meshllm.strict_json import WrongField
 
@@ -84,19 +84,26 @@ def session_of(key: ResumeKey) -> SessionId:
     return SessionId(blake3(key).digest(SESSION_ID_BYTES))
 
 
-def resumable(key: ResumeKey, chunks: Sequence[Chunk]) -> Resumable:
-    """Return what an ingress needs to resume a session."""
+def resumable(key: ResumeKey, chunks: Sequence[Chunk], held: int | None = None) -> Resumable:
+    """Return what an ingress needs to resume a session; see `Resumable` for ``held``."""
     steps = tuple(chunk.stop for chunk in chunks if chunk.is_step)
-    return Resumable(key.hex(), tuple(chunk.stop for chunk in chunks), steps)
+    return Resumable(key.hex(), tuple(chunk.stop for chunk in chunks), steps, held)
 
 
-def read_resumable(given: Resumable, length: int, max_chunk: int) -> tuple[SessionId, list[Chunk]]:
-    """Return the session, and how its first ``length`` positions were computed.
+def read_resumable(
+    given: Resumable, known: int, max_chunk: int
+) -> tuple[SessionId, list[Chunk], int]:
+    """Return the session, how its first positions were computed, and how many every rank holds.
+
+    ``known`` tokens are known; the last of them was sampled behind the others.
 
     Raises:
         WrongField: no entry has sent that.
     """
     steps, start, chunks = set(given.steps), 0, list[Chunk]()
+    length = known - 1 if given.held is None else min(given.held, known - 1)
+    if length < 0:
+        raise WrongField("resume.held", f"{given.held} positions are held")
     for stop in given.stops:
         is_step = stop in steps
         if stop <= start or (stop - start > max_chunk and not is_step):
@@ -110,4 +117,4 @@ def read_resumable(given: Resumable, length: int, max_chunk: int) -> tuple[Sessi
         raise WrongField("resume.key", "`resume.key` is not hexadecimal") from None
     if start < length:
         chunks = add_chunk(chunks, start, length, is_step=True)
-    return session_of(key), chunks
+    return session_of(key), crop_chunks(chunks, length), length

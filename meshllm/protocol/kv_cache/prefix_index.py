@@ -14,7 +14,7 @@ When a running session needs the room, the least recently used are evicted. A lo
 reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -192,6 +192,13 @@ def add_chunk(chunks: Iterable[Chunk], start: int, stop: int, *, is_step: bool) 
     if is_step and before and before[-1].is_step:
         before.pop()
     return [*before, Chunk(stop, is_step)]
+
+
+def last_chunk_rows(chunks: Sequence[Chunk]) -> int | None:
+    """Return the rows of the last chunk; None if there is none, or it holds decode steps."""
+    if not chunks or chunks[-1].is_step:
+        return None
+    return chunks[-1].stop - (chunks[-2].stop if len(chunks) > 1 else 0)
 
 
 def crop_chunks(chunks: Iterable[Chunk], length: int) -> list[Chunk]:

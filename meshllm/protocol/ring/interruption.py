@@ -1,9 +1,17 @@
 """Why the ring of an answer was lost, and which nodes took its layers over."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from meshllm.names import LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Plan
+
+_PHRASES = {
+    LossCause.NODE_LOST: "is gone",
+    LossCause.NODE_HUNG: "hangs",
+    LossCause.NODE_REFUSED: "is refused",
+    LossCause.NODE_LEFT: "left",
+}
+"""What happened to a node, by the cause; the first cause among the nodes of a ring counts."""
 
 
 def explain(
@@ -11,23 +19,29 @@ def explain(
     after: Plan | None,
     *,
     alive: Collection[NodeId],
-    leaving: Collection[NodeId],
+    out: Mapping[LossCause, Collection[NodeId]],
     name: Callable[[NodeId], str],
 ) -> tuple[LossCause, str]:
     """Return why a ring was lost and another one serves, as a cause and as a phrase.
 
-    Nodes that are `leaving` or have left are not counted as lost.
+    ``out`` are nodes that hang, are refused, are leaving or have left; these are not counted as
+    lost.
     """
     if before is None or after is None or before == after:
         return LossCause.LINK_LOST, "a link was lost for a moment"
     nodes = [stage.node for stage in before.stages]
-    left = [node for node in nodes if node in leaving]
-    lost = [node for node in nodes if node not in alive and node not in leaving]
-    away = [f"{name(node)} is gone" for node in lost] + [f"{name(node)} left" for node in left]
-    what = ", ".join(away) or "the ring has a new plan"
+    away = {node: cause for cause in reversed(_PHRASES) for node in out.get(cause, ())}
+    away |= {node: LossCause.NODE_LOST for node in nodes if node not in {*alive, *away}}
+    causes = [cause for cause in _PHRASES if cause in map(away.get, nodes)]
+    phrases = [
+        f"{name(node)} {_PHRASES[cause]}"
+        for cause in causes
+        for node in nodes
+        if away.get(node) is cause
+    ]
+    what = ", ".join(phrases) or "the ring has a new plan"
     taken = [f"{name(node)} takes layers {span}" for node, span in _taken(before, after)]
-    cause = LossCause.NODE_LEFT if left else LossCause.REPLANNED
-    return LossCause.NODE_LOST if lost else cause, "; ".join((what, *taken))
+    return next(iter(causes), LossCause.REPLANNED), "; ".join((what, *taken))
 
 
 def _taken(before: Plan, after: Plan) -> Iterator[tuple[NodeId, Span]]:

@@ -161,6 +161,11 @@ class Entry:
         """How the positions that are kept were computed."""
         return crop_chunks(self._chunks, self._kept)
 
+    @property
+    def held(self) -> tuple[list[Chunk], int]:
+        """How the positions that every rank holds were computed, and their number."""
+        return crop_chunks(self._chunks, self._done), self._done
+
     def take_chunks(self) -> tuple[Chunk, ...] | None:
         """Return how the positions so far were computed; None if that has not changed.
 

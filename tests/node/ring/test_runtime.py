@@ -102,9 +102,11 @@ class Place:
 class World:
     """Hosts on one slow network."""
 
-    def __init__(self, llama: Path, prefix_bytes: int | None = None) -> None:
+    def __init__(
+        self, llama: Path, prefix_bytes: int | None = None, chunk: int | None = None
+    ) -> None:
         self.llama = llama
-        self.config = InferenceConfig(prefix_bytes=prefix_bytes)
+        self.config = InferenceConfig(prefix_bytes=prefix_bytes, chunk=chunk)
         self.transport = LoopbackTransport(Shape(delay_s=0.01))
         self.places: dict[NodeId, Place] = {}
         self.links: list[Link] = []

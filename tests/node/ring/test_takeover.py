@@ -14,9 +14,11 @@ from meshllm.errors import LinkLost
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
+from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
-from meshllm.request import Resumable, Sampling
+from meshllm.protocol.session.pace import Pace
+from meshllm.request import Prefilled, Resumable, Sampling
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
 from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
@@ -77,8 +79,11 @@ def nothing() -> None:
 class Ingress:
     """Asks one entry after the other, and holds what it has of the answer."""
 
+    prompt: tuple[int, ...] = PROMPT
     answer: list[int] = field(default_factory=list)
     resume: Resumable | None = None
+    read: int = 0
+    """Call ``then`` after so many tokens of the prompt; 0 waits for the answer."""
     reused: int | None = None
     """Tokens of the prompt that were cached, once the answer has ended."""
 
@@ -88,35 +93,49 @@ class Ingress:
         assert entry is not None
         given = tuple(self.answer)
         order = GenerationRequest(
-            PROMPT, SAMPLING, TOKENS, lambda _: False, given=given, resume=self.resume
+            self.prompt, SAMPLING, TOKENS, lambda _: False, given=given, resume=self.resume
         )
         with suppress(LinkLost):
             async for output in entry.generate(order):
                 match output:
                     case Resumable():
                         self.resume = output
+                    case Prefilled(done) if 0 < self.read <= done:
+                        self.read = 0
+                        then()
                     case Ended():
                         self.reused = output.measured.reused
                     case Token(token):
                         self.answer.append(token)
-                        if len(self.answer) == len(given) + BEFORE:
+                        if len(self.answer) == len(given) + BEFORE and not self.read:
                             then()
 
 
 @asynccontextmanager
-async def ring_of_three(world: World) -> AsyncIterator[tuple[list[Place], list[int]]]:
+async def ring_of_three(
+    world: World, prompt: tuple[int, ...] = PROMPT
+) -> AsyncIterator[tuple[list[Place], list[int]]]:
     """Serve; yield the places, the entry first, and an answer that nothing disturbed."""
     async with world.serving(A, B, C) as places:
         world.follow(THREE)
         await until(lambda: at_work(*places))
-        ingress = Ingress()
+        ingress = Ingress(prompt)
         await ingress.ask(places[0])
         yield places, ingress.answer
 
 
-async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
-    """Return the answer of the entries, while one plan after the other replaces the last."""
-    ingress, entry = Ingress(), places[0]
+async def ask_over(
+    places: Sequence[Place],
+    *plans: Plan,
+    prompt: tuple[int, ...] = PROMPT,
+    read: Sequence[int] = (),
+) -> list[int]:
+    """Return the answer of the entries, while one plan after the other replaces the last.
+
+    Each does so within the answer, or after it has ``read`` so many tokens of the prompt.
+    """
+    ingress, entry = Ingress(prompt), places[0]
+    at = iter(read)
     for plan in plans:
         alive = [place for place in places if plan.rank(place.me) is not None]
 
@@ -124,6 +143,7 @@ async def ask_over(places: Sequence[Place], *plans: Plan) -> list[int]:
             for place in alive:
                 place.runtime.follow(plan)
 
+        ingress.read = next(at, 0)
         await ingress.ask(entry, follow)
         await until(partial(at_work, *alive))
         (entry,) = [place for place in places if plan.rank(place.me) == 0]
@@ -161,6 +181,81 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
             assert all(0 <= rows[layer] - TOKENS - held <= IN_FLIGHT for layer in lost)
             told = sum(place.runtime.recomputed for place in places)
             assert 0 <= told - held * len(lost) <= IN_FLIGHT * len(lost)
+
+    run_virtual(main())
+
+
+LONG, CHUNK = tuple((7 * i + 3) % 61 for i in range(90)), 4
+UNDER_WAY = 4 * CHUNK  # rows of chunks that had not been all round the ring
+
+
+@pytest.mark.parametrize("prefix_bytes", [None, 0], ids=["prefix cache", "none"])
+@pytest.mark.parametrize("name", TAKEOVERS)
+def test_a_loss_within_the_prompt_costs_the_lost_layers_and_chunks_under_way(
+    llama: Path, rows: Rows, name: str, prefix_bytes: int | None
+) -> None:
+    (after, lost), world = TAKEOVERS[name], World(llama, prefix_bytes, chunk=CHUNK)
+
+    async def main() -> None:
+        async with ring_of_three(world, (*LONG[:-1], 1)) as (places, undisturbed):
+            for place in places:
+                place.runtime.follow(None)  # drops all caches
+            world.follow(replace(THREE, epoch=2))
+            await until(lambda: at_work(*places))
+            rows.clear()
+            plan = replace(after, epoch=3)
+
+            answer = await ask_over(places, plan, prompt=(*LONG[:-1], 1), read=[60])
+
+            assert answer == undisturbed
+            whole = len(LONG) + TOKENS + IN_FLIGHT
+            assert all(rows[layer] <= whole + UNDER_WAY for layer in kept_layers(lost))
+            assert all(rows[layer] <= whole + 60 + UNDER_WAY for layer in lost)
+
+    run_virtual(main())
+
+
+def test_a_second_loss_within_the_prompt_costs_no_kept_layer_a_row(llama: Path, rows: Rows) -> None:
+    world = World(llama, chunk=CHUNK)
+    plans = plan_of((B, "0:4"), (C, "4:6"), epoch=2), plan_of((C, "0:6"), epoch=3)
+
+    async def main() -> None:
+        async with ring_of_three(world, LONG) as (places, undisturbed):
+            places[0].runtime.follow(None)
+            world.follow(replace(THREE, epoch=2))
+            await until(lambda: at_work(*places))
+            rows.clear()
+            after = [replace(plan, epoch=plan.epoch + 1) for plan in plans]
+
+            assert await ask_over(places, *after, prompt=LONG, read=[30, 60]) == undisturbed
+            whole = len(LONG) + TOKENS + IN_FLIGHT
+            assert all(rows[layer] <= whole + 2 * UNDER_WAY for layer in (4, 5))
+
+    run_virtual(main())
+
+
+def test_the_rest_of_a_prompt_is_read_in_the_chunks_of_the_first_ring(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, prefill = list[int](), Runner.prefill
+
+    def noted(self: Runner, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
+        sizes.append(x.shape[1])
+        return prefill(self, x, cache, rows)
+
+    monkeypatch.setattr(Runner, "prefill", noted)
+    monkeypatch.setattr(ModelRuntime, "pace", lambda _, ring, *__: Pace(chunk=12 // ring, window=2))
+
+    async def main() -> None:
+        async with World(llama).serving(A, B, C) as places:
+            for place in places:
+                place.runtime.follow(THREE)
+            await until(lambda: at_work(*places))
+            after = TAKEOVERS["the one behind, for the entry"][0]
+
+            await ask_over(places, after, prompt=LONG, read=[60])
+
+        assert max(sizes) == 12 // 3
 
     run_virtual(main())
 

@@ -1,5 +1,7 @@
 """Prefix cache eviction: least recently used, over budget, or idle."""
 
+import pytest
+
 from meshllm.names import SessionId
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import (
@@ -9,6 +11,7 @@ from meshllm.protocol.kv_cache.prefix_index import (
     PrefixIndex,
     add_chunk,
     crop_chunks,
+    last_chunk_rows,
     prefix_index_for,
 )
 from tests.protocol.kv_cache.test_budget import room
@@ -160,3 +163,18 @@ def test_rows_that_replace_others_replace_their_chunks() -> None:
 
     assert add_chunk(chunks, 10, 11, is_step=True) == [chunks[0], Chunk(11, is_step=True)]
     assert add_chunk(chunks, 0, 3, is_step=False) == [Chunk(3, is_step=False)]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "rows"),
+    [
+        ((), None),
+        ((Chunk(5, is_step=False),), 5),
+        ((Chunk(5, is_step=False), Chunk(12, is_step=False)), 7),
+        ((Chunk(5, is_step=False), Chunk(12, is_step=True)), None),
+    ],
+)
+def test_the_last_chunk_tells_the_pace_of_a_prompt(
+    chunks: tuple[Chunk, ...], rows: int | None
+) -> None:
+    assert last_chunk_rows(chunks) == rows

@@ -136,6 +136,19 @@ def test_chunks_are_told_once_and_again_after_a_restart() -> None:
     assert entry.take_chunks() == (prompt,)
 
 
+def test_within_the_prompt_only_what_came_back_is_held_by_every_rank() -> None:
+    entry = Entry(replace(TASK, prompt=tuple(range(9))), Pace(chunk=2, window=3))
+    entry.open(0.0)
+    for _ in range(3):
+        entry.computed(blob(2), 0.1)
+    assert entry.held == ([], 0)
+
+    entry.receive(back(0, 2), 0.5)
+    entry.receive(back(2, 2), 0.6)
+
+    assert entry.held == ([Chunk(2, is_step=False), Chunk(4, is_step=False)], 4)
+
+
 def test_a_prompt_of_one_token_is_a_last_chunk_too() -> None:
     entry = Entry(replace(TASK, prompt=(11,)), PACE)
     entry.open(0.0)
