@@ -132,7 +132,7 @@ class MeshNode:
             off_loop=off_loop,
         )
         self.router.trusted = options.trust
-        self.planner = Planner(self._view, self._agreed, off_loop)
+        self.planner = Planner(self._view, self._agreed, off_loop, self._foreseen)
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = False
@@ -423,6 +423,10 @@ class MeshNode:
         self._schedule_move()
         self._amend()
         self.ring_member.publish()
+
+    def _foreseen(self, plan: Plan | None) -> None:
+        if runtime := self.ring_member.runtime:
+            runtime.prepare(plan)
 
     def _schedule_follow(self) -> None:
         """Schedule following the plan once it has been stable for a while.

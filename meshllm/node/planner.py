@@ -1,4 +1,4 @@
-"""The planner of a node: computes its group and the agreement of its ring, off the event loop.
+"""The planner of a node: computes its group, the agreement and what follows, off the event loop.
 
 Planning takes up to a second with many nodes, during which the event loop must keep serving tokens
 and heartbeats. Its input is the latest snapshot when it begins. A result is discarded if its input
@@ -15,19 +15,26 @@ from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.groups import assign, has_several, ring_of
+from meshllm.protocol.agreement.takeover import takeover
+from meshllm.protocol.planning.plan import Plan
 
-QUIET_S = 0.5  # s without a new agreement before advice is computed
+QUIET_S = 0.5  # s without a new agreement before advice is computed, and what to prepare for
 
 
 class Planner:
     """Computes the agreement, and advice for it, after each `invalidate`."""
 
     def __init__(
-        self, view: Callable[[], MeshView | None], agreed: Callable[[], None], run: OffLoop
+        self,
+        view: Callable[[], MeshView | None],
+        agreed: Callable[[], None],
+        run: OffLoop,
+        foreseen: Callable[[Plan | None], None] = lambda _: None,
     ) -> None:
         """Take snapshots from ``view``, which returns None before there is a charter.
 
-        ``agreed`` is called after each change of `agreement`.
+        ``agreed`` is called after each change of `agreement`, and ``foreseen`` later with the plan
+        of the loss that this node prepares for.
         """
         self.agreement: Agreement | None = None
         """The latest of the group of this node; None before the first."""
@@ -37,6 +44,7 @@ class Planner:
         """A change that would make the ring faster; may be of the agreement before the latest."""
         self._view = view
         self._agreed = agreed
+        self._foreseen = foreseen
         self._off_loop = run
         self._invalidated = asyncio.Event()
         self._new_agreement = asyncio.Event()
@@ -84,3 +92,4 @@ class Planner:
             agreement = self.agreement
             if agreement is not None and agreement != advised and not self._new_agreement.is_set():
                 self.advice, advised = await self._off_loop(advise, agreement), agreement
+                self._foreseen(await self._off_loop(takeover, agreement))

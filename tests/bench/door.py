@@ -27,7 +27,7 @@ from meshllm.model.files.source import resolve
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.request import Event, Piece, Request, Sampling
-from meshllm.status import MeshStatus, ModelStatus
+from meshllm.status import MeshStatus, ModelStatus, PlannedRing, PlanTerms
 from tests.bench.report import Report, parser_of
 
 PROMPT = "Once upon a time there was a fox, who had a friend in the house of number {}. "
@@ -68,6 +68,10 @@ class RingPort:
         return [ModelStatus(self.model, 1, 1, "bfloat16", "none", 2048)]
 
     async def mesh_status(self) -> MeshStatus:
+        """Raise: a text completion does not ask for it."""
+        raise NotImplementedError
+
+    async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Raise: a text completion does not ask for it."""
         raise NotImplementedError
 

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from meshllm.api.v1.embeddings import numbers
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
 from meshllm.model.files.source import resolve
+from meshllm.model.steps.runner import Runner
+from meshllm.names import Span
 from meshllm.node import node as node_module
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
@@ -133,6 +135,36 @@ async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: M
     for node in (a, b, c):
         (engine,) = [each.execution for each in control_of(node).status().nodes if each.is_self]
         assert "; attention: " in engine
+
+
+async def test_a_standby_takes_over_layers_that_it_loaded_in_advance(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders, build = list[SpanLoader](), SpanLoader._build
+
+    def note(loader: SpanLoader, span: Span, **more: Any) -> Runner:
+        builders.append(loader)
+        return build(loader, span, **more)
+
+    monkeypatch.setattr(SpanLoader, "_build", note)
+    a = await mesh.start("a", members=2)
+    b, c = [await mesh.start(name, join=a.ticket) for name in "bc"]
+    nodes = {node.me: node for node in (a, b, c)}
+    for node in (a, b, c):
+        await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
+    (standby,) = [node for node in (a, b, c) if node.ring_member.rank is None]
+    runtime = standby.ring_member.runtime
+    assert runtime is not None
+    await until(lambda: runtime.preloaded is not None, standby)
+    assert runtime.preloaded is not None
+    (stays,) = [stage.node for stage in runtime.preloaded.stages if stage.node != standby.me]
+    (lost,) = nodes.keys() - {stays, standby.me}
+    builders.clear()
+
+    await mesh.kill(nodes[lost].name)
+
+    await until(lambda: standby.ring_member.rank is not None, standby)
+    assert runtime._model._loader not in builders
 
 
 class HangingWorker(Worker):

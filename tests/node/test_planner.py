@@ -12,6 +12,8 @@ from meshllm.node.planner import Planner
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.takeover import takeover
+from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 from tests.builders.snapshots import World, profile
@@ -119,6 +121,22 @@ def test_advice_is_computed_once_per_stable_agreement() -> None:
         assert len(case.told) == 3
         assert case.jobs.count(advise) == 1
         assert "computes" in case.planner.advice
+
+    run_virtual(story())
+
+
+def test_what_a_standby_prepares_for_is_computed_with_the_advice() -> None:
+    async def story() -> None:
+        case, told = Case(), list[Plan | None]()
+        planner = Planner(lambda: case.view, lambda: None, case.think, told.append)
+        case.planner = planner
+        async with case.running():
+            case.learn(1)
+            await asyncio.sleep(5)
+            agreement = planner.agreement
+            assert agreement is not None
+            assert told == [takeover(agreement)]
+        assert case.jobs.count(takeover) == 1
 
     run_virtual(story())
 

@@ -7,12 +7,13 @@ from typing import Any, Self
 
 import torch
 
+from meshllm.errors import OutOfMemory
 from meshllm.model.capacity import shape_of
-from meshllm.model.device import CPU, choose
+from meshllm.model.device import CPU, choose, free_bytes
 from meshllm.model.files.source import Source
 from meshllm.model.parity.check import check
 from meshllm.model.parity.verdict import Verdict
-from meshllm.model.shape import ModelShape
+from meshllm.model.shape import ModelShape, free_memory
 from meshllm.model.speculation.draft_model import Draft, find_draft
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.kv_cache import max_crop_of
@@ -34,6 +35,8 @@ from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
 DEFAULTS = InferenceConfig()
+
+PRELOAD_IDLE_S = 1.0  # s without other computation before layers are loaded in advance
 
 _HEADER_BYTES = 256  # upper bound of a sealed message without its rows
 _WIDEST = 4  # bytes of the widest element on the wire
@@ -147,20 +150,40 @@ class ModelRuntime:
             ModelError: the weights are missing or damaged.
             OutOfMemory: they do not fit into free memory.
         """
-        rank = plan.rank(me)
-        assert rank is not None  # the caller is in the plan
-        self.verdict.require(len(plan.stages))
-        is_last, is_alone = rank == len(plan.stages) - 1, len(plan.stages) == 1
-        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
-        part = RankPart(plan.stages[rank].span, rank == 0, is_alone, is_divided, room)
-        held = self._held
+        part, held = self._part(plan, me, room), self._held
         if not (held and _is_met(part, held)):
             self._held = held = None
             self._held = held = await self.worker.run(self._loader.load, part)
-        if is_divided and rank > 0 and is_last and held.help is None:
+        is_last = plan.stages[-1].node == me
+        if part.is_divided and not part.is_entry and is_last and held.help is None:
             help_ = await self.worker.run(self._loader.load_help, part)
             self._held = held = replace(held, help=help_) if help_ else held
         return held
+
+    async def preload(self, plan: Plan, me: NodeId) -> None:
+        """Load this node's span of a plan that may follow, while the compute thread is idle.
+
+        A later `hold` uses what of it the plan in force needs. Nothing else may be held meanwhile.
+
+        Raises:
+            ModelError: the weights are missing or damaged.
+            OutOfMemory: they do not fit into memory that is free.
+        """
+        part, shape = self._part(plan, me, 0), self.shape
+        needed = sum(shape.layer_bytes[part.span.start : part.span.stop])
+        needed += shape.embed_bytes + shape.head_bytes if part.is_entry else 0
+        free = free_memory() if self.device == CPU else free_bytes(self.device)
+        if needed > free:
+            raise OutOfMemory(f"{free} bytes are free", needed_bytes=needed)
+        await self.worker.run_when_idle(PRELOAD_IDLE_S, self._loader.load, part)
+
+    def _part(self, plan: Plan, me: NodeId, room: int) -> RankPart:
+        """Return what a node loads for a plan of which it is a rank."""
+        rank = plan.rank(me)
+        assert rank is not None  # the caller is in the plan
+        self.verdict.require(len(plan.stages))
+        is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
+        return RankPart(plan.stages[rank].span, rank == 0, len(plan.stages) == 1, is_divided, room)
 
     @property
     def prefix_bytes(self) -> int | None:

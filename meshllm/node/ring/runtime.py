@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, Span
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.session_store import SessionStore
@@ -139,6 +139,9 @@ class RingRuntime:
         self._recomputed = 0  # by earlier spans
         self._store: SessionStore | None = None
         self._limits = HangLimits()  # of the jobs of the span
+        self._foreseen: Plan | None = None  # the plan that this node prepares for
+        self.preloaded: Plan | None = None
+        """The plan that may follow and whose span this node, without a rank, has loaded."""
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
@@ -180,6 +183,14 @@ class RingRuntime:
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
             self._act(self._machine.follow(plan, self._now()))
+
+    def prepare(self, plan: Plan | None) -> None:
+        """Load the span of a plan that may follow, while no plan gives this node layers."""
+        self._foreseen = plan
+        if self._is_free and self.preloaded != plan:
+            self._drop_preloaded()
+            self._job = self._job_of(Stop())
+            self._is_replaced.set()
 
     def reload(self) -> None:
         """Try again to load a span that could not be loaded."""
@@ -229,7 +240,8 @@ class RingRuntime:
                 case Release():
                     self._drop_span()
                     self._store = None
-                    self._model.release()
+                    if self.preloaded is None:
+                        self._model.release()
                 case CloseLink(number):
                     self._close(number)
                 case ReportLoad(is_loaded, trouble):
@@ -257,7 +269,8 @@ class RingRuntime:
                         self._links[number].stop_watching()
                 return partial(self._serve, plan, before, after)
             case Stop():
-                return None
+                ahead = self._foreseen if self._is_free else None
+                return partial(self._preload, ahead) if ahead else None
 
     async def _until_replaced(self) -> None:
         """Run the current job until another one replaces it; wait for its end."""
@@ -276,7 +289,21 @@ class RingRuntime:
             if not job.cancelled():
                 job.result()
 
+    async def _preload(self, plan: Plan) -> None:
+        if self.preloaded and _span_of(self.preloaded, self._me) == _span_of(plan, self._me):
+            self.preloaded = plan
+            return
+        try:
+            await self._model.preload(plan, self._me)
+        except MeshError as error:
+            logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
+        else:
+            self.preloaded = plan
+            logger.info("layers %s are loaded in advance", _span_of(plan, self._me)[0])
+            self._host.at_work()
+
     async def _load(self, plan: Plan) -> None:
+        self.preloaded = None  # it is used, or replaced
         try:
             rooms, rank = self._host.rooms(plan), plan.rank(self._me)
             room = rooms[rank] if rooms and rank is not None else 0
@@ -343,6 +370,19 @@ class RingRuntime:
             running.cancel()
             warming_up.cancel()
             await asyncio.gather(running, warming_up, return_exceptions=True)
+
+    @property
+    def _is_free(self) -> bool:
+        return self.plan is None or self.plan.rank(self._me) is None
+
+    def _drop_preloaded(self) -> None:
+        """Release what was loaded in advance, unless it is what is foreseen now."""
+        if self.preloaded is None:
+            return
+        ahead = self._foreseen
+        if ahead is None or _span_of(self.preloaded, self._me) != _span_of(ahead, self._me):
+            self.preloaded = None
+            self._model.release()
 
     def _drop_span(self) -> None:
         self._recomputed, self._span = self.recomputed, None
@@ -456,6 +496,12 @@ class RingRuntime:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _span_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:
+    """Return what a node loads for a plan: its span, and whether it is the entry, or alone."""
+    rank = plan.rank(node) or 0
+    return plan.stages[rank].span, rank == 0, len(plan.stages) == 1
 
 
 async def _closed(link: _IdleLink) -> None:

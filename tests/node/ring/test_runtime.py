@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
+from meshllm.model.steps.runner import Runner
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
@@ -394,5 +397,129 @@ def test_a_previous_rank_with_a_later_plan_is_not_served(world: World) -> None:
             a.runtime.follow(BOTH)
             await asyncio.sleep(20)
             assert not at_work(a)
+
+    run_virtual(main())
+
+
+AFTER = plan_of((A, "0:2"), (C, "2:6"), epoch=2)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """Note the layers of each part that is loaded."""
+    noted, build = list[Span](), SpanLoader._build
+
+    def note(loader: SpanLoader, span: Span, **more: Any) -> Runner:
+        noted.append(span)
+        return build(loader, span, **more)
+
+    monkeypatch.setattr(SpanLoader, "_build", note)
+    return noted
+
+
+async def served_without_c(world: World) -> Place:
+    """Form a ring of A and B; return C, which has no layers."""
+    world.follow(BOTH)
+    ring = [world.places[node] for node in (A, B)]
+    await until(lambda: at_work(*ring))
+    return world.places[C]
+
+
+def test_a_takeover_of_layers_that_were_loaded_in_advance_loads_nothing(
+    world: World, built: list[Span]
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            built.clear()
+            standby.runtime.prepare(AFTER)
+            await until(lambda: standby.runtime.preloaded == AFTER)
+            assert built == [Span(2, 6)]
+            built.clear()
+
+            world.places[B].runtime.follow(None)
+            for node in (A, C):
+                world.places[node].runtime.follow(AFTER)
+            await until(lambda: at_work(world.places[A], standby))
+
+            assert built == []
+            assert standby.runtime.preloaded is None
+
+    run_virtual(main())
+
+
+def test_what_is_foreseen_no_more_is_released(world: World, built: list[Span]) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            for plan in (AFTER, plan_of((A, "0:4"), (C, "4:6"), epoch=2), None, AFTER):
+                standby.runtime.prepare(plan)
+                await until(lambda plan=plan: standby.runtime.preloaded == plan)  # type: ignore[misc]  # a closure
+            assert built[-3:] == [Span(2, 6), Span(4, 6), Span(2, 6)]
+
+    run_virtual(main())
+
+
+def test_the_same_layers_are_loaded_once_for_several_plans(world: World, built: list[Span]) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            built.clear()
+            for epoch in (2, 3, 4):
+                standby.runtime.prepare(replace(AFTER, epoch=epoch))
+                world.follow(replace(BOTH, epoch=epoch))
+                await until(lambda epoch=epoch: _epoch(standby) == epoch)  # type: ignore[misc]  # a closure
+            assert built.count(Span(2, 6)) <= 2  # that of C, and perhaps of B
+
+    run_virtual(main())
+
+
+def _epoch(place: Place) -> int:
+    return place.runtime.preloaded.epoch if place.runtime.preloaded else 0
+
+
+def test_a_rank_loads_nothing_in_advance(world: World, built: list[Span]) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            built.clear()
+            world.places[B].runtime.prepare(plan_of((B, "0:6"), epoch=2))
+            await asyncio.sleep(10)
+            assert built == []
+
+    run_virtual(main())
+
+
+def test_layers_that_do_not_fit_into_free_memory_are_not_loaded_in_advance(
+    world: World, built: list[Span], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.node.ring.model_runtime.free_memory", lambda: 1000)
+
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            built.clear()
+            standby.runtime.prepare(AFTER)
+            await asyncio.sleep(10)
+            assert built == []
+            assert standby.runtime.preloaded is None
+
+    run_virtual(main())
+
+
+def test_nothing_is_loaded_in_advance_while_the_compute_thread_is_busy(
+    world: World, built: list[Span]
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            built.clear()
+            worker = standby.runtime._model.worker
+            standby.runtime.prepare(AFTER)
+            for _ in range(20):
+                worker.start(int)
+                await asyncio.sleep(0.5)
+            assert built == []
+            await until(lambda: standby.runtime.preloaded == AFTER)
 
     run_virtual(main())
