@@ -54,6 +54,10 @@ class ModelError(MeshError):
     exit_code = 4
 
 
+class ModelMissing(ModelError):
+    """A model is not on this machine."""
+
+
 class OutOfMemory(ModelError):
     """Not enough free memory for what was to be loaded."""
 

@@ -4,7 +4,7 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, ModelMissing
 
 BUILTIN = "builtin"
 CONFIG = "config.json"
@@ -26,7 +26,7 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
     if is_own and is_folder(name):
         return Path(name)
     if not is_own and not is_repository(name):
-        raise ModelError(
+        raise ModelMissing(
             f"The model of the mesh, `{name}`, is not a name of the Hugging Face hub",
             hint="say where this machine has it: `--model FOLDER`",
         )
@@ -39,7 +39,7 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
 
     found = try_to_load_from_cache(name, CONFIG, revision=revision)
     if not isinstance(found, str):
-        raise ModelError(
+        raise ModelMissing(
             f"There is no model `{name}`: no such folder, and not in `{constants.HF_HUB_CACHE}`",
             hint=f"fetch it with `meshllm model pull {name}`",
         )

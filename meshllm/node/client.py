@@ -139,6 +139,10 @@ class MeshClient:
         """Close a ring link: a client is in no ring."""
         await link.close()
 
+    async def weights(self, link: SecureLink) -> None:
+        """Close a link for weights: a client has none."""
+        await link.close()
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -25,8 +25,16 @@ from typing import TypeVarTuple
 
 from meshllm import __version__
 from meshllm.config import cache_path
-from meshllm.errors import LinkLost, MeshError, ModelError, NotAuthorised, OutOfMemory, UserError
-from meshllm.names import FIRST_GROUP, GroupId, MeshId, ModelKey, NodeId, Quant
+from meshllm.errors import (
+    LinkLost,
+    MeshError,
+    ModelError,
+    ModelMissing,
+    NotAuthorised,
+    OutOfMemory,
+    UserError,
+)
+from meshllm.names import FIRST_GROUP, Digest, GroupId, MeshId, ModelKey, NodeId, Quant
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.founding import (
     amend,
@@ -58,9 +66,16 @@ from meshllm.node.ring.shape import CONTEXT
 from meshllm.node.ring_member import PROVIDES, RingMember
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of, has_several, shortage
+from meshllm.protocol.agreement.groups import (
+    UNASSIGNED,
+    groups_of,
+    has_several,
+    ring_of,
+    shortage,
+)
 from meshllm.protocol.membership.charter import Charter, differing
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
@@ -86,6 +101,7 @@ REQUEST_HEAD_BYTES = 64 * 1024  # of a request beside its text
 TOKEN_BYTES = 64  # of one token as JSON: a word of ten letters, each escaped
 WATCH_S = 1.0  # s between two checks of the compute thread,
 WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
+DESCRIBE_S = 60.0  # s to find a node that describes a model, one of several, to this one
 DRAIN_S = 60.0  # s to finish running requests before the node leaves
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
@@ -109,8 +125,8 @@ class MeshNode:
         self.store = store
         self.endpoints = endpoints
         self.me = store.key.node
-        self.name = options.name or platform.node() or "node"
-        self.name = self.name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
+        name = options.name or platform.node() or "node"
+        self.name = name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
         self.version = __version__
         self.since = time.monotonic()
         self.incarnation = own.incarnation
@@ -132,12 +148,15 @@ class MeshNode:
             off_loop=off_loop,
         )
         self.router.trusted = options.trust
+        self._server = WeightServer(off_loop)
+        dial, folder = self.links.dial_weights, cache_path() / "weights"
+        fetcher = WeightFetcher(dial, folder, self._digest_of, off_loop)
+        self.supply = WeightSupply(self.me, fetcher, self, off_loop)
         self.planner = Planner(self._view, self._agreed, off_loop, self._foreseen)
         self._ambiguous = self._hang = ""
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_leaving = False
-        self._options, self._own = options, own
-        self._preparation = preparation
+        self.is_leaving = self._is_scheduled = False
+        self._options, self._own, self._preparation = options, own, preparation
         self._profile = Profile(
             self.name,
             __version__,
@@ -148,7 +167,6 @@ class MeshNode:
         )
         self._measured = self._profile
         self._retry_s = FIRST_RETRY_S
-        self._is_scheduled = False
         self._off_loop = off_loop
         self._unsaved = asyncio.Event()
         self._pending: tuple[Plan | None, bool] | None = None
@@ -380,6 +398,10 @@ class MeshNode:
         else:
             await self.ring_member.runtime.arrive(link, link.peer)
 
+    async def weights(self, link: SecureLink) -> None:
+        """Send weights to another node."""
+        await self._server.serve(link)
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
         self.router.receive(peer, message, is_client=is_client)
@@ -394,6 +416,38 @@ class MeshNode:
         is_twin, heard = why is CloseReason.TWIN and not self.links.by_peer, self.machine.heard
         if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
             self._stop(error)
+
+    # Callbacks of the supply of weights, see `SupplyHost`.
+
+    def mesh_view(self) -> MeshView | None:
+        """Take a snapshot of the records, with the charter of this node's ring; None without."""
+        view = self._view()
+        return ring_of(view) if view else None
+
+    def linked(self) -> Collection[NodeId]:
+        """Return the nodes that are linked to this one."""
+        return tuple(self.links.by_peer)
+
+    def changes(self) -> AsyncIterator[None]:
+        """Yield once at first, then after each possible change of the records."""
+        return self.ring_member.changes()
+
+    async def part_sizes(self) -> Sequence[int]:
+        """Return the most bytes of the file of each part of the model."""
+        assert self.ring_member.model is not None  # it is open before weights are fetched
+        return await self._preparation.part_sizes(self.ring_member.model)
+
+    async def hash_weights(self) -> None:
+        """Publish the digests of the weights that are here now."""
+        assert self.ring_member.model is not None
+        weights = await self._preparation.hash_weights(self.ring_member.model)
+        self._measured = replace(self._measured, weights=weights)
+        self._offer(is_open=bool(self._profile.layer_s))
+
+    def publish_state(self) -> None:
+        """Publish whether this node fetches weights."""
+        self.ring_member.obstacle = self.supply.obstacle
+        self.ring_member.publish()
 
     # Inside.
 
@@ -493,8 +547,8 @@ class MeshNode:
 
     def _plan_reason(self) -> str:
         """Return why there is no plan."""
-        if self._hang:
-            return self._hang
+        if self._hang or self.supply.progress:
+            return self._hang or self.supply.progress
         if self.ring_member.provider and self.agreement is None:
             return PROVIDES if self.links.by_peer else "no contact with the mesh yet"
         if self.agreement is not None and self.agreement.plan is not None:
@@ -633,7 +687,7 @@ class MeshNode:
             return  # until there is a ring for this node
         if model is None:
             try:
-                model = await preparation.join(ring)
+                model = await self._join(ring)
             except ModelError as error:
                 if not self._profile.models:
                     raise
@@ -645,11 +699,16 @@ class MeshNode:
         self._measured = offered = replace(offered, models=self._profile.models)
         addresses, revoked = self.endpoints.addresses, self._profile.revoked  # may have changed
         self._profile = replace(offered, addresses=addresses, revoked=revoked)
+        self.supply.begin(offered.weights)
         self._publish(profile=self._profile)
         runtime = self.ring_member.begin(model)
+        self._server.offer(ring.config_digest, lambda: preparation.parts(model))
+        model.obtain = self.supply.obtain
         self._pending = None  # follow the plan that was agreed on before
         self.changed()
-        await runtime.run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.supply.run())
+            await runtime.run()
 
     def _amend_first(self, model: ModelRuntime) -> None:
         """Amend the charter by the options of this node."""
@@ -691,6 +750,26 @@ class MeshNode:
                 self._profile = replace(self._profile, models=models)
                 self._measured = replace(self._measured, models=models)
                 self._publish(profile=self._profile)
+
+    async def _join(self, charter: Charter) -> ModelRuntime:
+        """Open the model of a ring; fetch its description from another node if it is not here.
+
+        While the mesh has several models, this node tries another one if nobody describes it.
+        """
+        try:
+            return await self._preparation.join(charter)
+        except ModelMissing as missing:
+            if self._options.model is not None:
+                raise
+            try:
+                async with asyncio.timeout(DESCRIBE_S if self._profile.models else None):
+                    folder = await self.supply.describe()
+            except TimeoutError:
+                raise missing from None
+        return await self._preparation.join(charter, folder)
+
+    async def _digest_of(self, folder: Path) -> Digest:
+        return await self._preparation.digest_folder(folder.name, folder)
 
     async def _provide(self) -> None:
         """Publish what the engine of this node serves, instead of layers."""

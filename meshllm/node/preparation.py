@@ -12,7 +12,8 @@ import torch
 from meshllm.errors import ModelError
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
-from meshllm.model.files.source import Source, resolve
+from meshllm.model.files.parts import ModelParts, most_bytes
+from meshllm.model.files.source import Source, open_folder, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
@@ -51,15 +52,21 @@ class Preparation:
         charter = found_charter(self.options, model.shape, await self._digest(source))
         return model, amend(charter, self.options, {}, model.shape.context)
 
-    async def join(self, charter: Charter) -> ModelRuntime:
-        """Open the model of a ring.
+    async def join(self, charter: Charter, folder: Path | None = None) -> ModelRuntime:
+        """Open the model of a ring, in a folder if it is not found by its name.
 
         The charter may be amended meanwhile, but its model does not change.
 
         Raises:
-            ModelError: the model is not found locally, or the options name different ones.
+            ModelMissing: the model is not found locally.
+            ModelError: the options name different ones.
         """
-        source, inference = await self._find(charter), self.options.inference
+        inference = self.options.inference
+        if folder is None:
+            source = await self._find(charter)
+        else:
+            source = await self.worker.run(open_folder, charter.shape.name, folder)
+            refuse_other(charter, source.name, await self._digest(source), inference.quant)
         config = replace(inference, dtype=charter.dtype.name.lower(), quant=charter.quant)
         return await self._open(source, config)
 
@@ -142,6 +149,22 @@ class Preparation:
                 return source
         assert error is not None  # of the first one
         raise error
+
+    async def hash_weights(self, model: ModelRuntime) -> tuple[bytes, ...]:
+        """Return the manifest of the weights that are here now."""
+        return await self.worker.run(manifest, model.source, self.cache)
+
+    async def part_sizes(self, model: ModelRuntime) -> list[int]:
+        """Return the most bytes of the file of each part."""
+        return await self.worker.run(most_bytes, model.source)
+
+    async def parts(self, model: ModelRuntime) -> ModelParts:
+        """Read the headers of the weights, to send them to other nodes."""
+        return await self.worker.run(ModelParts, model.source)
+
+    async def digest_folder(self, name: str, folder: Path) -> Digest:
+        """Return the digest of the configuration in a folder; raise `ModelError` without one."""
+        return await self._digest(await self.worker.run(open_folder, name, folder))
 
     async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
         draft = await self._resolve(config.draft) if config.draft else None

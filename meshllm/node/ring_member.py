@@ -39,7 +39,7 @@ from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import find_group, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.records import ENDS, Lifecycle, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
@@ -47,6 +47,7 @@ from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short, show
+from meshllm.protocol.weights.holders import missing_parts, needed_parts
 from meshllm.request import Backend
 
 PROVIDES = "it provides whole models"  # why it holds no layers
@@ -54,7 +55,8 @@ HANGS = "its compute thread hangs"
 CALM_S = 1.0  # s without a request after which an entry allows the plan to change
 FORM_S = 20.0  # s until the ring of an entry must serve
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
-LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk
+LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
+FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class RingMember:
         """The latest, with the offers of its nodes."""
         self.is_hung = False
         """Whether the compute thread of this node does not respond."""
+        self.obstacle = ""
+        """Why this node tells the others not to plan with it yet; empty if they may."""
         self.is_leaving = False
         """Whether this node tells the others to make a plan without it."""
         self.has_left = False
@@ -352,7 +356,7 @@ class RingMember:
     def _obstacle(self) -> str:
         if self.provider:
             return PROVIDES
-        return HANGS if self.is_hung else ""
+        return HANGS if self.is_hung else self.obstacle
 
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
@@ -371,11 +375,19 @@ class RingMember:
         self._load_until.clear()
         for stage in plan.stages:
             size = sum(sizes[stage.span.start : stage.span.stop]) + charter.shape.ends_bytes
-            latest = LOAD_S + size / LOAD_BYTES_PER_S
+            latest = LOAD_S + size / (
+                FETCH_BYTES_PER_S if self._fetches(plan, stage.node) else LOAD_BYTES_PER_S
+            )
             self._load_until[stage.node] = self._now() + latest
             if stage.node != self._machine.me:
                 loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
         loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
+
+    def _fetches(self, plan: Plan, node: NodeId) -> bool:
+        """Return whether a node lacks weights of its span, and fetches them from others."""
+        profile = self._machine.profiles.get(node)
+        has_model = profile is not None and len(profile.weights) == plan.layers + ENDS
+        return has_model and bool(missing_parts(profile.weights, needed_parts(plan, node)))
 
     def _check_loaded(self, plan: Plan, node: NodeId) -> None:
         if plan == self.plan and not self._has_loaded(plan, node):

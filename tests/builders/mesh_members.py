@@ -55,6 +55,9 @@ class House:
     async def ring(self, link: SecureLink) -> None:
         self.rings.append(link)
 
+    async def weights(self, link: SecureLink) -> None:
+        await link.close()
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         self.talked.append((peer, message, is_client))
 

@@ -101,7 +101,7 @@ async def test_weights_are_hashed_while_the_model_loads(
 ) -> None:
     preparation = prepare(tmp_path, model=str(llama))
     engine, _ = await preparation.found()
-    monkeypatch.setattr("meshllm.model.files.manifest._hash", None)
+    monkeypatch.setattr("meshllm.model.files.manifest.hash_tensors", None)
 
     assert any((await preparation.offer(engine, EMPTY)).weights)
 

@@ -36,6 +36,10 @@ class _Host:
         """Be in no ring."""
         await link.close()
 
+    async def weights(self, link: SecureLink) -> None:
+        """Send no weights."""
+        await link.close()
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Answer no request."""
 

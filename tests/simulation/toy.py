@@ -222,7 +222,7 @@ class ToyPreparation(Preparation):
         charter = found_charter(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
-    async def join(self, charter: Charter) -> ModelRuntime:
+    async def join(self, charter: Charter, folder: Path | None = None) -> ModelRuntime:
         return ToyModel(self.worker, charter.shape.name)
 
     async def held(self, charters: Sequence[Charter]) -> tuple[ModelKey, ...]:

@@ -4,7 +4,7 @@ import json
 import mmap
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,29 @@ def manifest(source: Source, cache: Path) -> tuple[bytes, ...]:
     skeleton = build(source.config, torch.float32)
     weights = list_weights(source.folder)
     hashed = {file: file_digests(source.folder / file, cache) for file in set(weights.values())}
-    parts = [blake3() for _ in range(skeleton.layers + 2)]
+    parts: list[dict[str, str]] = [{} for _ in range(skeleton.layers + 2)]
     absent: set[int] = set()
-    for name, place in sorted(select(skeleton, weights).items()):
-        part, digests = _part(skeleton, place), hashed[weights[name]]
+    for name, place in select(skeleton, weights).items():
+        part, digests = part_of(skeleton, place), hashed[weights[name]]
         if digests is None:
             absent.add(part)
         elif name not in digests:
             raise ModelError(f"Tensor `{name}` is not in `{source.folder / weights[name]}`")
         else:
-            parts[part].update(f"{name}\0{digests[name]}\0".encode())
+            parts[part][name] = digests[name]
     return (
         *(
-            bytes(PART_BYTES) if index in absent else part.digest(PART_BYTES)
-            for index, part in enumerate(parts)
+            bytes(PART_BYTES) if index in absent else part_digest(tensors)
+            for index, tensors in enumerate(parts)
         ),
         config_digest(source)[:PART_BYTES],
     )
+
+
+def part_digest(tensors: Mapping[str, str]) -> bytes:
+    """Digest a part of a model from the digests of its tensors, by name."""
+    whole = "".join(f"{name}\0{digest}\0" for name, digest in sorted(tensors.items()))
+    return blake3(whole.encode()).digest(PART_BYTES)
 
 
 def hash_files(source: Source, cache: Path) -> None:
@@ -89,7 +95,7 @@ def _essential(config: Any) -> Any:
     return {str(name): _essential(config[name]) for name in set(config) - _INCIDENTAL}
 
 
-def _part(skeleton: Skeleton, place: str) -> int:
+def part_of(skeleton: Skeleton, place: str) -> int:
     """Return the index of a tensor's part; tensors of several parts count to the embedding."""
     layers = f"{skeleton.anatomy.layers}."
     if place.startswith(layers):
@@ -112,30 +118,46 @@ def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
     with locked(cache, *key):
         known = load_cached(cache, *key)
         if not isinstance(known, dict):
-            known = dict(_hash(path))
+            known = hash_tensors(path)
             store_cached(cache, known, *key)
     return known
 
 
-def _hash(path: Path) -> dict[str, str]:
+def hash_tensors(path: Path) -> dict[str, str]:
     """Hash the tensors of a safetensors file in place, without a copy.
 
     Raises:
         ModelError: the file is damaged.
     """
+    with _mapped(path) as data:
+        return {
+            name: _digest(json.dumps([kind, shape]).encode(), memoryview(data)[start:stop])
+            for name, (kind, shape, start, stop) in _tensors(data)
+        }
+
+
+def read_header(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
+    """Read dtype, shape, start and stop offset of each tensor of a safetensors file.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+    with _mapped(path) as data:
+        return dict(_tensors(data))
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
     try:
         check_regular(path, sys.maxsize)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return {
-                name: _digest(kind, memoryview(data)[start:stop])
-                for name, kind, start, stop in _tensors(data)
-            }
+            yield data
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
 
 
-def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
-    """Read the header: name, dtype with shape, start and stop offset of each tensor."""
+def _tensors(data: mmap.mmap) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:
+    """Read the header: dtype, shape, start and stop offset of each tensor, by name."""
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
@@ -145,7 +167,7 @@ def _tensors(data: mmap.mmap) -> Iterator[tuple[str, bytes, int, int]]:
             start, stop = (begin + offset for offset in tensor["data_offsets"])
             if not begin <= start <= stop <= len(data):
                 raise ValueError(f"it ends before `{name}`")
-            yield name, json.dumps([tensor["dtype"], tensor["shape"]]).encode(), start, stop
+            yield name, (tensor["dtype"], tensor["shape"], start, stop)
 
 
 def _digest(kind: bytes, data: memoryview) -> str:

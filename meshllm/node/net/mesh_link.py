@@ -66,6 +66,9 @@ class LinkHost(Protocol):
     async def ring(self, link: SecureLink) -> None:
         """Handle an accepted ring link."""
 
+    async def weights(self, link: SecureLink) -> None:
+        """Handle an accepted link for weights."""
+
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
 
@@ -242,9 +245,15 @@ class MeshLinks:
         Raises:
             LinkLost: it cannot be reached.
         """
-        profile = self._machine.profiles.get(peer)
-        addresses = profile.addresses if profile else ()
-        return await self._dial_peer(addresses, Purpose.RING, peer, self.local_of(peer))
+        return await self._dial_member(peer, Purpose.RING)
+
+    async def dial_weights(self, peer: NodeId) -> SecureLink:
+        """Open a link for weights to a member.
+
+        Raises:
+            LinkLost: it cannot be reached.
+        """
+        return await self._dial_member(peer, Purpose.WEIGHTS)
 
     def local_of(self, peer: NodeId) -> Local:
         """Return which addresses of this machine a member may name: all if it is here itself."""
@@ -288,10 +297,12 @@ class MeshLinks:
             handshakes.release()
         if secured.purpose is Purpose.MESH:
             await self._carry(secured, dialled=False)
-        elif secured.role is Role.NODE:
+        elif secured.role is not Role.NODE:
+            await secured.close()
+        elif secured.purpose is Purpose.RING:
             await self._host.ring(secured)
         else:
-            await secured.close()
+            await self._host.weights(secured)
 
     async def _dial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
         try:
@@ -302,6 +313,11 @@ class MeshLinks:
             self._timer.reset()
         else:
             await self._carry(link, dialled=True)
+
+    async def _dial_member(self, peer: NodeId, purpose: Purpose) -> SecureLink:
+        profile = self._machine.profiles.get(peer)
+        addresses = profile.addresses if profile else ()
+        return await self._dial_peer(addresses, purpose, peer, self.local_of(peer))
 
     async def _dial_peer(
         self, addresses: Sequence[str], purpose: Purpose, peer: NodeId, local: Local

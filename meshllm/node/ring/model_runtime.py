@@ -1,6 +1,6 @@
 """The model on one node: loads the span of the plan in force, and configures how it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, Self
@@ -32,6 +32,7 @@ from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.protocol.weights.holders import needed_parts
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 
 DEFAULTS = InferenceConfig()
@@ -71,6 +72,8 @@ class ModelRuntime:
         """Drafter for speculative decoding; None disables it."""
         self.draft = draft
         """Draft model, used when this node is the entry."""
+        self.obtain: Callable[[Collection[int]], Awaitable[None]] | None = None
+        """Fetches parts whose weights are not on this machine; None if all are."""
         self.divides_head = bool(self._steps) and self.device == CPU
         """Whether the last rank may compute a part of the logits."""
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
@@ -152,6 +155,8 @@ class ModelRuntime:
         """
         part, held = self._part(plan, me, room), self._held
         if not (held and _is_met(part, held)):
+            if self.obtain is not None:
+                await self.obtain(needed_parts(plan, me))
             self._held = held = None
             self._held = held = await self.worker.run(self._loader.load, part)
         is_last = plan.stages[-1].node == me

@@ -17,7 +17,8 @@ on while no other plan exists. Otherwise a better plan waits until the entry has
 change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter (exclude,
 prefer, members, fixed spans) that the incumbent violates. A first plan reports how many of the
 requested members are missing: nodes that follow it wait for them for a while, to avoid loading
-layers for rings that are soon replaced.
+layers for rings that are soon replaced. A better plan waits until its nodes have their weights,
+which they fetch meanwhile; one that replaces a broken plan does not.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
@@ -58,6 +59,7 @@ from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.trust.identity import short
+from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
 GAIN = 0.15  # of the time per token; less may be noise and does not justify reloading layers
 
@@ -141,10 +143,17 @@ def _decide(
     if keeps and gain <= GAIN:
         return incumbent, f"another plan would gain {max(gain, 0):.0%}, too little for a change"
     better = f"it gains {gain:.0%}" if keeps else "it satisfies the charter"
+    if lacking := [stage.node for stage in new.stages if _lacks_weights(case, new, stage.node)]:
+        return incumbent, f"another plan waits for weights on `{short(lacking[0])}`: {better}"
     state = case.view.states.get(incumbent.stages[0].node)
     if state and not state.may_change:
         return incumbent, f"another plan waits until sessions end: {better}"
     return new, better
+
+
+def _lacks_weights(case: PlanningInput, plan: Plan, node: NodeId) -> bool:
+    weights = case.view.profiles[node].weights
+    return bool(missing_parts(weights, needed_parts(plan, node)))
 
 
 def _fault(case: PlanningInput, plan: Plan) -> str:

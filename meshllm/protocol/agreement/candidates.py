@@ -26,6 +26,7 @@ from meshllm.protocol.planning.plan import (
     Plan,
 )
 from meshllm.protocol.trust.identity import short
+from meshllm.protocol.weights.holders import awaits_weights
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
 MAX_BYTES_PER_S = 1 << 48  # 35 times the fastest memory of 2026; sparse layers read only a part
@@ -142,7 +143,9 @@ def count_lacking(view: MeshView, here: Collection[NodeId]) -> int:
     ready = [
         node
         for node in here
-        if (profile := view.profiles.get(node)) is not None and not _unready(profile, None)
+        if (profile := view.profiles.get(node)) is not None
+        and not _unready(profile, None)
+        and not awaits_weights(view.states.get(node, StateRecord()))
     ]
     return max(0, min(charter.members or 0, most) - len(ready))
 

@@ -77,6 +77,8 @@ class Purpose(IntEnum):
     """Gossip and requests."""
     RING = 2
     """Hidden states of one plan."""
+    WEIGHTS = 3
+    """Files of models."""
 
 
 class Features(IntFlag):

@@ -264,7 +264,7 @@ def test_digests_do_not_need_the_weights_twice(
     skeleton = build(source.config, torch.float32)
     first = digest_weights(skeleton, source.folder, tmp_path)
 
-    monkeypatch.setattr("meshllm.model.files.manifest._hash", None)
+    monkeypatch.setattr("meshllm.model.files.manifest.hash_tensors", None)
 
     assert digest_weights(skeleton, source.folder, tmp_path) == first
 

@@ -1,0 +1,289 @@
+"""A model in parts, as nodes send it to each other: small files, and one file for each part.
+
+Parts are those of `manifest`: the layers, then embedding and head. The file of a part has the
+safetensors format, with tensors in order of their names: the same bytes on every node that has it,
+whatever files they are stored in. A folder of parts is a model folder like any other.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from meshllm.errors import ModelError, PeerFault, UserError
+from meshllm.json_shape import check_shape
+from meshllm.local_files import check_regular, make_private, read_regular
+from meshllm.model.files.loader import (
+    INDEX,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    MAX_TENSORS,
+    list_weights,
+    select,
+)
+from meshllm.model.files.manifest import hash_tensors, part_digest, part_of, read_header
+from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.locate import CONFIG
+from meshllm.model.split.skeleton import build
+
+LISTING = "listing"
+SMALL_NAMES = frozenset(
+    {
+        CONFIG,
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "chat_template.jinja",
+        "chat_template.json",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    }
+)
+"""The only files that are sent beside weights: names of a peer never become paths."""
+MAX_SMALL_BYTES = 64 << 20  # of each; the largest tokenizers have 30 MiB
+FREE_BYTES = 1 << 30  # of the disk that fetched weights leave free
+
+_ALIGNED = 8  # bytes; data begins at a multiple, as the safetensors library writes it
+_PARTIAL = ".partial"
+_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
+
+
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """A file that is put together from ranges of others, without a copy on disk."""
+
+    header: bytes
+    ranges: tuple[tuple[Path, int, int], ...]
+    """Path, start and stop of each range behind the header."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(stop - start for _, start, stop in self.ranges)
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Read up to ``count`` bytes; fewer only at the end.
+
+        Raises:
+            ModelError: a file was changed or removed meanwhile.
+        """
+        found = bytearray(self.header[offset : offset + count])
+        at = len(self.header)
+        for path, start, stop in self.ranges:
+            begin = max(start, start + offset + len(found) - at)
+            if begin < stop and (left := count - len(found)):
+                found += _read_range(path, begin, min(stop, begin + left))
+            at += stop - start
+        return bytes(found)
+
+
+class ModelParts:
+    """The parts of a model that are on this machine."""
+
+    def __init__(self, source: Source) -> None:
+        """Read the headers of the weights.
+
+        Raises:
+            ModelError: they are damaged.
+        """
+        skeleton = build(source.config, torch.float32)
+        self._folder = source.folder
+        self._files = list_weights(source.folder)
+        places = select(skeleton, self._files)
+        self._parts = {name: part_of(skeleton, place) for name, place in sorted(places.items())}
+        self._count = skeleton.layers + 2
+        self._dtype = str(stored_dtype(source)).removeprefix("torch.")
+        self._opened: dict[str, PartFile] = {}
+
+    def listing(self) -> PartFile:
+        """Describe the model: small files, the part of each tensor, and the stored dtype."""
+        small = [name for name in sorted(SMALL_NAMES) if (self._folder / name).is_file()]
+        found = {"files": small, "weights": self._parts, "dtype": self._dtype}
+        return PartFile(json.dumps(found, separators=(",", ":")).encode(), ())
+
+    def open(self, name: str) -> PartFile:
+        """Open the listing, a small file, or the file of a part.
+
+        Raises:
+            ModelError: it is not on this machine.
+        """
+        if name == LISTING:
+            return self.listing()
+        if name not in self._opened:
+            self._opened[name] = self._small(name) if name in SMALL_NAMES else self._part(name)
+        return self._opened[name]
+
+    def _small(self, name: str) -> PartFile:
+        path = self._folder / name
+        try:
+            check_regular(path, MAX_SMALL_BYTES)
+        except OSError:
+            raise ModelError(f"There is no file `{name}` here") from None
+        return PartFile(b"", ((path, 0, path.stat().st_size),))
+
+    def _part(self, name: str) -> PartFile:
+        part = next((at for at in range(self._count) if part_name(at) == name), None)
+        if part is None:
+            raise ModelError("There is no such file")
+        tensors = [tensor for tensor, number in self._parts.items() if number == part]
+        stored = {
+            file: read_header(self._folder / file)
+            for file in {self._files[tensor] for tensor in tensors}
+        }
+        ranges, fields, at = [], {}, 0
+        for tensor in tensors:
+            file = self._files[tensor]
+            kind, shape, start, stop = stored[file][tensor]
+            ranges.append((self._folder / file, start, stop))
+            size = stop - start
+            fields[tensor] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNED)
+        return PartFile(len(text).to_bytes(LENGTH_BYTES, "little") + text, tuple(ranges))
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a peer says of a model, checked."""
+
+    files: tuple[str, ...]
+    weights: Mapping[str, int]
+    """The part of each tensor."""
+    dtype: str
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """Parse a listing; raise `PeerFault` if it is malformed."""
+        try:
+            check_shape(data, values=4 * MAX_TENSORS)
+            found = json.loads(data)
+            files, weights, dtype = found["files"], found["weights"], found["dtype"]
+            is_right = (
+                CONFIG in files
+                and SMALL_NAMES.issuperset(files)
+                and len(weights) <= MAX_TENSORS
+                and all(type(part) is int and 0 <= part < 1 << 12 for part in weights.values())
+                and dtype in _DTYPES
+            )
+        except (UserError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            is_right = False
+        if not is_right:
+            raise PeerFault("A listing of a model that is malformed")
+        return cls(tuple(sorted(set(files))), weights, dtype)
+
+
+class PartFolder:
+    """A folder with the parts of a model that this node has fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the small files are complete; the index is written last."""
+        return (self.folder / INDEX).is_file()
+
+    def prepare(self) -> None:
+        """Create the folder; raise `ModelError` if it cannot be written."""
+        try:
+            make_private(self.folder)
+        except OSError as error:
+            raise ModelError(f"`{self.folder}` cannot be written: {error.strerror}") from None
+
+    def partial(self, name: str) -> Path:
+        """Return where a file is collected until it is whole."""
+        return self.folder / f"{name}{_PARTIAL}"
+
+    def finish(self, name: str) -> None:
+        """Put a whole file in its place."""
+        self.partial(name).replace(self.folder / name)
+
+    def describe(self, listing: Listing) -> None:
+        """Write the index, which says which file holds which tensor."""
+        self._name_dtype(listing.dtype)
+        files = {tensor: part_name(part) for tensor, part in listing.weights.items()}
+        self.partial(INDEX).write_text(json.dumps({"weight_map": files}))
+        self.finish(INDEX)
+
+    def _name_dtype(self, dtype: str) -> None:
+        """Name the dtype in the config, since there may be no weights to read it from."""
+        path = self.folder / CONFIG
+        config = json.loads(read_regular(path, MAX_SMALL_BYTES))
+        if not (config.get("dtype") or config.get("torch_dtype")):
+            path.write_text(json.dumps(config | {"dtype": dtype}))
+
+    def verify(self, part: int, digest: bytes) -> None:
+        """Put a collected part in its place if it has the digest, else delete it.
+
+        Raises:
+            PeerFault: it has another digest, or is damaged.
+        """
+        name = part_name(part)
+        path = self.partial(name)
+        files = list_weights(self.folder)
+        try:
+            hashed = hash_tensors(path)
+            own = [tensor for tensor, file in files.items() if file == name]
+            found = part_digest({tensor: hashed[tensor] for tensor in own})
+        except (ModelError, LookupError):
+            found = b""
+        if found != digest:
+            path.unlink(missing_ok=True)
+            raise PeerFault(f"The weights of part {part} are not those of the mesh")
+        self.finish(name)
+
+    def check_space(self, more: int) -> None:
+        """Raise `ModelError` if the disk lacks room for so many bytes more."""
+        free = shutil.disk_usage(self.folder).free - FREE_BYTES
+        if more > free:
+            raise ModelError(
+                f"The disk of `{self.folder}` has room for {max(0, free)} bytes, not {more}",
+                hint="free some space, or set `XDG_CACHE_HOME` to a folder on a larger disk",
+            )
+
+
+def most_bytes(source: Source) -> list[int]:
+    """Return the most bytes that the file of each part can have: all values in 8 bytes."""
+    skeleton = build(source.config, torch.float32)
+    sizes = [0] * (skeleton.layers + 2)
+    for place, tensor in skeleton.model.state_dict().items():
+        sizes[part_of(skeleton, place)] += tensor.numel() * 8
+    return [MAX_HEADER_BYTES + size for size in sizes]
+
+
+def part_name(part: int) -> str:
+    """Return the name of the file of a part."""
+    return f"part-{part:05}.safetensors"
+
+
+def limit_of(name: str, sizes: Sequence[int]) -> int:
+    """Return the most bytes that a file may have; ``sizes`` are those of the parts."""
+    if name == LISTING:
+        return MAX_INDEX_BYTES
+    if name in SMALL_NAMES:
+        return MAX_SMALL_BYTES
+    return {part_name(part): size for part, size in enumerate(sizes)}[name]
+
+
+def _read_range(path: Path, start: int, stop: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(stop - start)
+    except OSError as error:
+        raise ModelError(f"`{path}` cannot be read: {error.strerror}") from None
+    if len(data) < stop - start:
+        raise ModelError(f"`{path}` ends too early", hint="fetch it again")
+    return data

@@ -1,0 +1,236 @@
+"""Fetches the description and the parts of a model from other nodes of the mesh.
+
+Theory of operation
+-------------------
+Every holder is asked for one file at a time, over a link for weights that stays open until nothing
+is left to ask it. A file is collected beside its place and continues there after an interruption,
+from any holder, because the file of a part has the same bytes on every node. A part takes its place
+once it has the digest in force; if not, the holder is not asked again in this run.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
+from meshllm.model.files.parts import LISTING, Listing, PartFolder, limit_of, part_name
+from meshllm.names import Digest, NodeId
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.offloop import OffLoop
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.trust.identity import short
+from meshllm.protocol.weights.codec import Chunk, FileSize, Refused, Want, decode, encode
+from meshllm.protocol.weights.holders import name_of
+
+MAX_HOLDERS = 4  # asked at once
+IDLE_S = 30.0  # s without a chunk after which a holder is given up
+
+logger = logging.getLogger(__name__)
+
+
+class WeightFetcher:
+    """Fetches files of one model at a time."""
+
+    def __init__(
+        self,
+        dial: Callable[[NodeId], Awaitable[SecureLink]],
+        folder: Path,
+        digest_of: Callable[[Path], Awaitable[Digest]],
+        off_loop: OffLoop,
+    ) -> None:
+        """Dial holders by ``dial``; collect models in folders of ``folder``.
+
+        ``digest_of`` returns the digest of the configuration in a folder.
+        """
+        self._dial = dial
+        self._folder = folder
+        self._digest_of = digest_of
+        self.off_loop = off_loop
+        self._turn = asyncio.Lock()
+        self.progress = ""
+        """What is fetched now, a phrase; empty for nothing."""
+
+    def place(self, charter: Charter) -> PartFolder:
+        """Return the folder of a model."""
+        return PartFolder(self._folder / name_of(charter))
+
+    async def describe(self, charter: Charter, nodes: Sequence[NodeId]) -> Path:
+        """Fetch config, tokenizer and index of a model, unless they are here; return its folder.
+
+        Raises:
+            ModelError: none of the nodes sends them.
+        """
+        place, model = self.place(charter), charter.config_digest
+        async with self._turn:
+            if place.is_described:
+                return place.folder
+            await self.off_loop(place.prepare)
+            self.progress = "fetching the configuration of the model"
+            reason = "no node of the mesh has it"
+            try:
+                for node in nodes:
+                    try:
+                        await self._describe(node, model, place)
+                    except MeshError as error:
+                        reason = f"{short(node)}: {error}"
+                        logger.warning("node %s sent no model: %s", short(node), error)
+                    else:
+                        return place.folder
+            finally:
+                self.progress = ""
+        raise ModelError(f"The configuration of the model cannot be fetched: {reason}")
+
+    async def fetch(
+        self,
+        charter: Charter,
+        parts: Mapping[int, bytes],
+        holders: Mapping[NodeId, Collection[int]],
+        sizes: Sequence[int],
+    ) -> None:
+        """Fetch parts with their digests from holders; ``sizes`` are the most bytes of each part.
+
+        Raises:
+            ModelError: a part cannot be fetched from any holder, or there is no room for it.
+        """
+        async with self._turn:
+            place = self.place(charter)
+            run = _Run(self, charter.config_digest, place, dict(parts), sizes)
+            asked = [node for node, has in holders.items() if not run.left.keys().isdisjoint(has)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for node in asked[:MAX_HOLDERS]:
+                        group.create_task(run.ask(node, holders[node]))
+            finally:
+                self.progress = ""
+        if run.left:
+            reason = run.reason or "no node of the mesh has them"
+            raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
+
+    async def _describe(self, node: NodeId, model: Digest, place: PartFolder) -> None:
+        async with self.link(node) as link:
+            path = place.partial(LISTING)
+            path.unlink(missing_ok=True)  # it may be that of another node
+            await self.collect(link, model, LISTING, place, limit_of(LISTING, ()))
+            listing = Listing.parse(await self.off_loop(path.read_bytes))
+            for name in listing.files:
+                place.partial(name).unlink(missing_ok=True)
+                await self.collect(link, model, name, place, limit_of(name, ()))
+                place.finish(name)
+            if await self._digest_of(place.folder) != model:
+                raise PeerFault("The configuration is not that of the mesh")
+            await self.off_loop(place.describe, listing)
+            path.unlink()
+
+    @asynccontextmanager
+    async def link(self, node: NodeId) -> AsyncIterator[SecureLink]:
+        """Open a link to a holder, and close it at the end."""
+        async with AsyncExitStack() as stack:
+            link = await self._dial(node)
+            stack.push_async_callback(link.close)
+            yield link
+
+    async def collect(
+        self, link: SecureLink, model: Digest, name: str, place: PartFolder, limit: int
+    ) -> None:
+        """Collect a file, from where an earlier attempt ended.
+
+        Raises:
+            MeshError: the holder refuses, is lost, or sends something invalid.
+            ModelError: the file cannot be written.
+        """
+        path = place.partial(name)
+        try:
+            with path.open("ab") as file:
+                offset = file.tell()
+                await link.send(encode(Want(model, name, offset)))
+                size = await self._size(link)
+                if not offset <= size <= limit:
+                    file.truncate(0)
+                    raise PeerFault(f"`{name}` of {size} bytes; allowed are {offset} to {limit}")
+                place.check_space(size - offset)
+                while offset < size:
+                    data = await self._chunk(link)
+                    offset += len(data)
+                    if offset > size:
+                        raise PeerFault(f"`{name}` is longer than its {size} bytes")
+                    await self.off_loop(file.write, data)
+        except OSError as error:
+            raise ModelError(f"`{path}` cannot be written: {error.strerror}") from None
+
+    async def _size(self, link: SecureLink) -> int:
+        match await self._receive(link):
+            case FileSize(size):
+                return size
+            case Refused(reason):
+                raise ModelError(f"Refused: {reason}")
+            case other:
+                raise PeerFault(f"{type(other).__name__} instead of the size of a file")
+
+    async def _chunk(self, link: SecureLink) -> bytes:
+        match await self._receive(link):
+            case Chunk(data):
+                return bytes(data)
+            case Refused(reason):
+                raise ModelError(f"Refused: {reason}")
+            case other:
+                raise PeerFault(f"{type(other).__name__} instead of the next bytes of a file")
+
+    async def _receive(self, link: SecureLink) -> object:
+        try:
+            async with asyncio.timeout(IDLE_S):
+                _, data = await link.receive()
+        except TimeoutError:
+            raise LinkLost(f"The holder sent nothing for {IDLE_S:.0f} s") from None
+        return decode(data)
+
+
+class _Run:
+    """Parts that are fetched from several holders at once."""
+
+    def __init__(
+        self,
+        fetcher: WeightFetcher,
+        model: Digest,
+        place: PartFolder,
+        left: dict[int, bytes],
+        sizes: Sequence[int],
+    ) -> None:
+        self.left = left
+        """Digests of the parts that are not here yet."""
+        self.reason = ""
+        """Why the last holder failed."""
+        self._fetcher = fetcher
+        self._model = model
+        self._place = place
+        self._sizes = sizes
+        self._count = len(left)
+        self._taken: set[int] = set()
+
+    async def ask(self, node: NodeId, has: Collection[int]) -> None:
+        """Fetch one part after the other from a holder."""
+        part: int | None = None
+        try:
+            async with self._fetcher.link(node) as link:
+                while (part := self._next(has)) is not None:
+                    self._taken.add(part)
+                    done = self._count - len(self.left)
+                    self._fetcher.progress = f"fetching weights, {done} of {self._count} parts"
+                    await self._fetch(link, part)
+                    del self.left[part]
+        except MeshError as error:
+            self.reason = f"{short(node)}: {error}"
+            logger.warning("node %s sent no weights: %s", short(node), error)
+        finally:
+            self._taken.discard(-1 if part is None else part)
+
+    def _next(self, has: Collection[int]) -> int | None:
+        return next((part for part in self.left if part in has and part not in self._taken), None)
+
+    async def _fetch(self, link: SecureLink, part: int) -> None:
+        fetcher, place = self._fetcher, self._place
+        name = part_name(part)
+        limit = limit_of(name, self._sizes)
+        await fetcher.collect(link, self._model, name, place, limit)
+        await fetcher.off_loop(place.verify, part, self.left[part])

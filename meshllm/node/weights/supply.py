@@ -1,0 +1,206 @@
+"""Sees to it that the weights of this node's layers are here, before a plan uses the node.
+
+Theory of operation
+-------------------
+A node that lacks weights computes the plan as it would be if every node that fetches weights had
+them: all such nodes come to the same plan, so that each fetches its own part of it. Meanwhile it
+publishes that it fetches, and no ring is planned with it: a ring that serves is not interrupted by
+a download. A plan may still ask for layers that are not here, after a loss for example; then they
+are fetched while the plan waits.
+
+When a node has what it needs, it fetches its share of the parts that only one node has: the loss of
+one node loses no part of the model.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from meshllm.errors import ModelError
+from meshllm.names import NodeId
+from meshllm.node.offloop import OffLoop
+from meshllm.node.weights.fetcher import WeightFetcher
+from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.weights.holders import (
+    FETCHES,
+    LACKS,
+    digests_in_force,
+    has_model,
+    holders,
+    is_bare,
+    missing_parts,
+    needed_parts,
+    spare_parts,
+    with_fetched,
+)
+
+FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # s; backoff after holders failed
+SETTLE_S = 1.0  # s after a change before the plan is looked at
+
+logger = logging.getLogger(__name__)
+
+
+class SupplyHost(Protocol):
+    """What the supply needs from its node."""
+
+    def mesh_view(self) -> MeshView | None:
+        """Take a snapshot of the records, with the charter of the ring; None without one."""
+        ...
+
+    def linked(self) -> Collection[NodeId]:
+        """Return the nodes that are linked to this one."""
+        ...
+
+    def changes(self) -> AsyncIterator[None]:
+        """Yield once at first, then after each possible change of the records."""
+        ...
+
+    async def part_sizes(self) -> Sequence[int]:
+        """Return the most bytes of the file of each part of the model."""
+        ...
+
+    async def hash_weights(self) -> None:
+        """Publish the digests of the weights that are here now."""
+        ...
+
+    def publish_state(self) -> None:
+        """Publish whether this node fetches weights."""
+        ...
+
+
+class WeightSupply:
+    """Fetches what this node needs of the model of its mesh."""
+
+    def __init__(
+        self, me: NodeId, fetcher: WeightFetcher, host: SupplyHost, off_loop: OffLoop
+    ) -> None:
+        self.obstacle = ""
+        """Why no plan should use this node yet; empty if one may."""
+        self._me = me
+        self._fetcher = fetcher
+        self._host = host
+        self._off_loop = off_loop
+        self._before: Agreement | None = None
+
+    @property
+    def progress(self) -> str:
+        """What is fetched now, a phrase; empty for nothing."""
+        return self._fetcher.progress
+
+    async def describe(self) -> Path:
+        """Return the folder of the mesh's model, fetched from the first node that has it."""
+        delay = FIRST_RETRY_S
+        while True:
+            view = await self._described_somewhere()
+            nodes = self._holders(view, self._digests(view))
+            order = sorted(nodes, key=lambda node: (node != view.author, node))
+            try:
+                return await self._fetcher.describe(view.charter, order)
+            except ModelError as error:
+                logger.warning("%s, again in %.0f s", error, delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_S)
+
+    async def _described_somewhere(self) -> MeshView:
+        """Wait until the model is described here or at a node that is linked."""
+        changes = self._host.changes()
+        while True:
+            await anext(changes)
+            view = self._host.mesh_view()
+            if view is not None:
+                place = self._fetcher.place(view.charter)
+                if place.is_described or self._holders(view, self._digests(view)):
+                    return view
+
+    async def run(self) -> None:
+        """Fetch ahead what the plan will need, until every part is here or cancelled."""
+        changes, delay = self._host.changes(), FIRST_RETRY_S
+        while (view := self._host.mesh_view()) is None or self._is_short(view):
+            await anext(changes)
+            await asyncio.sleep(SETTLE_S)  # links are reported one by one
+            if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
+                continue
+            parts, obstacle = await self._off_loop(self._ahead, view)
+            self._set_obstacle(obstacle)
+            try:
+                await self.obtain(parts)
+                delay = FIRST_RETRY_S
+            except ModelError as error:
+                logger.warning("%s, again in %.0f s", error, delay)
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, LAST_RETRY_S)
+        self._set_obstacle("")
+
+    def begin(self, weights: Sequence[bytes]) -> None:
+        """Let no plan use this node before `run` has looked, if it has no layer."""
+        self._before = None
+        self._set_obstacle(FETCHES if is_bare(weights) else "")
+
+    def _set_obstacle(self, obstacle: str) -> None:
+        if obstacle != self.obstacle:
+            self.obstacle = obstacle
+            self._host.publish_state()
+
+    def _is_short(self, view: MeshView) -> bool:
+        own = view.profiles.get(self._me)
+        return own is None or bool(missing_parts(own.weights, range(len(own.weights) - 1)))
+
+    async def obtain(self, parts: Collection[int]) -> None:
+        """Fetch those of the parts that are not here.
+
+        Raises:
+            ModelError: a part cannot be fetched.
+        """
+        view = self._host.mesh_view()
+        own = view.profiles.get(self._me) if view else None
+        if view is None or own is None or not (missing := missing_parts(own.weights, parts)):
+            return
+        digests = self._digests(view)
+        wanted = {part: digests[part] for part in sorted(missing)}
+        sizes = await self._host.part_sizes()
+        try:
+            await self._fetcher.fetch(view.charter, wanted, self._holders(view, digests), sizes)
+        finally:
+            await self._host.hash_weights()  # of some, if not all
+
+    def _spare(self, view: MeshView, alive: Collection[NodeId]) -> frozenset[int]:
+        """Return the parts to fetch for the case that their only holder is lost."""
+        able = [
+            node
+            for node in alive
+            if (profile := view.profiles.get(node)) and has_model(view.charter, profile)
+        ]
+        digests = self._digests(view)
+        held = holders(view.charter, view.profiles, able, digests)
+        return spare_parts(held, len(digests), able, self._me)
+
+    @staticmethod
+    def _digests(view: MeshView) -> tuple[bytes, ...]:
+        return digests_in_force(view.charter, view.profiles, view.author)
+
+    def _holders(self, view: MeshView, digests: Sequence[bytes]) -> dict[NodeId, frozenset[int]]:
+        linked = self._host.linked()
+        return holders(view.charter, view.profiles, linked, digests)
+
+    def _ahead(self, view: MeshView) -> tuple[frozenset[int], str]:
+        """Return the parts to fetch for the best plan of all nodes, and the obstacle meanwhile.
+
+        A node of the ring fetches ahead without an obstacle, which would break the ring.
+        """
+        ready = replace(view, states=with_fetched(view.states))
+        self._before = agreement = agree(ready, self._before)
+        plan = agreement.best.plan if agreement.best else None
+        own = view.profiles[self._me].weights
+        if plan is None or not own:
+            return frozenset(), ""
+        parts = missing_parts(own, needed_parts(plan, self._me))
+        if not is_bare(own):
+            return parts or self._spare(view, agreement.alive), ""
+        if parts:
+            return parts, FETCHES
+        reasons = {each.node: each.reason for each in agreement.standbys}
+        return parts, f"{LACKS}: {reasons.get(self._me, 'no plan uses it')}"
