@@ -165,13 +165,11 @@ class MeshNode:
             machine=here.tag(self.me),
             is_exact=options.inference.is_exact,
         )
-        self._measured = self._profile
-        self._retry_s = FIRST_RETRY_S
+        self._measured, self._retry_s = self._profile, FIRST_RETRY_S
         self._off_loop = off_loop
         self._unsaved = asyncio.Event()
         self._pending: tuple[Plan | None, bool] | None = None
-        self._names = resolve_names((), {})
-        self._twin = Twin()
+        self._names, self._twin = resolve_names((), {}), Twin()
         self._charter_known = asyncio.Event()
         self._moving = asyncio.Event()
         self._target: GroupId | None = None  # the group in which to take part soon

@@ -386,8 +386,9 @@ class RingMember:
     def _fetches(self, plan: Plan, node: NodeId) -> bool:
         """Return whether a node lacks weights of its span, and fetches them from others."""
         profile = self._machine.profiles.get(node)
-        has_model = profile is not None and len(profile.weights) == plan.layers + ENDS
-        return has_model and bool(missing_parts(profile.weights, needed_parts(plan, node)))
+        if profile is None or len(profile.weights) != plan.layers + ENDS:
+            return False
+        return bool(missing_parts(profile.weights, needed_parts(plan, node)))
 
     def _check_loaded(self, plan: Plan, node: NodeId) -> None:
         if plan == self.plan and not self._has_loaded(plan, node):

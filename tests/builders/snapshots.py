@@ -10,6 +10,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import ENDS, Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import DType
+from meshllm.protocol.weights.holders import FETCHES
 from tests.builders.offers import model
 
 CONFIG = Digest(b"c" * 32)
@@ -64,6 +65,8 @@ class World:
     """Nodes that each node refuses as neighbours."""
     groups: Mapping[NodeId, GroupId] = field(default_factory=dict)
     """Nodes that take part in other groups than the first."""
+    fetching: Collection[NodeId] = ()
+    """Nodes that await weights."""
 
     def view(self, me: NodeId, author: NodeId | None = None) -> MeshView:
         """Return the view of a node; the author of the charter is the lowest id unless given."""
@@ -97,6 +100,7 @@ class World:
             ),
             plan.encode() if plan else b"",
             may_change=node not in self.busy,
+            obstacle=FETCHES if node in self.fetching else "",
             faulty=self.faulty.get(node, ()),
             group=self.groups.get(node, FIRST_GROUP),
         )

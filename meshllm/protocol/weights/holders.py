@@ -118,7 +118,6 @@ def with_fetched(states: Mapping[NodeId, StateRecord]) -> dict[NodeId, StateReco
 
 def name_of(charter: Charter) -> str:
     """Return a name for the folder of a model that comes from peers."""
-    letters = "".join(
-        each if each.isalnum() and each.isascii() else "-" for each in charter.shape.name
-    )
-    return f"{charter.config_digest.hex()[:16]}-{letters[-MOST_LETTERS:]}"
+    name = charter.shape.name[-MOST_LETTERS:]
+    letters = (each if each.isalnum() and each.isascii() else "-" for each in name)
+    return f"{charter.config_digest.hex()[:16]}-{''.join(letters)}"

@@ -7,7 +7,7 @@ from meshllm.names import NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.relaxation import nodes_of
-from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.trust.identity import short
@@ -118,6 +118,30 @@ def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
     assert replace(world, busy={A}).agree().plan == ring((A, 0, 4))
     assert "waits until sessions end" in replace(world, busy={A}).agree().reason
     assert replace(world, busy={B}).agree().plan == ring((B, 0, 4), epoch=6)
+
+
+def without(found: Profile, *parts: int) -> Profile:
+    return replace(found, weights=weights(changed=dict.fromkeys(parts, bytes(16))))
+
+
+def test_a_better_ring_waits_for_the_weights_of_its_nodes() -> None:
+    lacking = without(profile(4, ms=0.5), 2)
+    world = World({A: profile(4), B: lacking}, followed={A: ring((A, 0, 4))})
+
+    waiting = world.agree()
+    ready = replace(world, profiles={A: profile(4), B: profile(4, ms=0.5)}).agree()
+
+    assert waiting.plan == ring((A, 0, 4))
+    assert waiting.reason == f"another plan waits for weights on `{short(B)}`: it gains 50%"
+    assert ready.plan == ring((B, 0, 4), epoch=6)
+
+
+def test_a_ring_that_replaces_a_broken_one_does_not_wait_for_weights() -> None:
+    world = World({A: profile(4), B: without(profile(4), 0, 1, 2, 3)}, gone={A})
+
+    found = replace(world, followed={B: ring((A, 0, 4))}).agree()
+
+    assert found.plan == ring((B, 0, 4), epoch=6)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -371,6 +395,15 @@ def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> No
 
     assert [agreement.lacking for agreement in found] == [1, 1, 0]
     assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
+
+
+def test_a_requested_member_that_fetches_weights_is_waited_for() -> None:
+    agreed = replace(charter(), members=2)
+
+    agreement = World({A: profile(4), B: profile(4)}, agreed, fetching={B}).agree()
+
+    assert agreement.lacking == 1
+    assert standbys(agreement) == {B: "it fetches weights"}
 
 
 def test_a_ring_that_lost_a_member_counts_none_missing() -> None:

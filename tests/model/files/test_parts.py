@@ -1,0 +1,239 @@
+"""A model in parts: the same bytes from any files, checked before they take their place."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshllm.errors import ModelError, PeerFault
+from meshllm.model.files.loader import INDEX, MAX_HEADER_BYTES, list_weights
+from meshllm.model.files.manifest import manifest
+from meshllm.model.files.parts import (
+    LISTING,
+    MAX_SMALL_BYTES,
+    Listing,
+    ModelParts,
+    PartFolder,
+    limit_of,
+    most_bytes,
+    part_name,
+)
+from meshllm.model.files.source import Source, open_folder
+from meshllm.model.steps.load import load_shard
+from meshllm.names import Span
+
+LAYERS = 6
+
+
+@pytest.fixture
+def source(llama: Path, tmp_path: Path) -> Source:
+    """A copy that a test may change."""
+    return open_folder("llama", Path(shutil.copytree(llama, tmp_path / "llama")))
+
+
+@pytest.fixture
+def place(source: Source, tmp_path: Path) -> PartFolder:
+    """A folder with the description of the model, and none of its weights."""
+    return described(ModelParts(source), tmp_path / "fetched")
+
+
+def described(parts: ModelParts, folder: Path) -> PartFolder:
+    place = PartFolder(folder)
+    place.prepare()
+    listing = Listing.parse(parts.open(LISTING).read(0, 1 << 20))
+    for name in listing.files:
+        (folder / name).write_bytes(parts.open(name).read(0, 1 << 20))
+    place.describe(listing)
+    return place
+
+
+def give(place: PartFolder, parts: ModelParts, part: int) -> None:
+    """Collect a part, as it comes from another node."""
+    place.partial(part_name(part)).write_bytes(parts.open(part_name(part)).read(0, 1 << 30))
+
+
+def in_two_files(source: Source) -> None:
+    """Divide the weights over two files."""
+    tensors = load_file(source.folder / "model.safetensors")
+    names = sorted(tensors, reverse=True)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in halves.items():
+        save_file({name: tensors[name] for name in own}, source.folder / file)
+    index = {name: file for file, own in halves.items() for name in own}
+    (source.folder / INDEX).write_text(json.dumps({"weight_map": index}))
+    (source.folder / "model.safetensors").unlink()
+
+
+def test_a_part_has_the_same_bytes_whatever_files_it_is_stored_in(source: Source) -> None:
+    before = ModelParts(source)
+    whole = [before.open(part_name(part)).read(0, 1 << 30) for part in range(LAYERS + 2)]
+
+    in_two_files(source)
+    after = ModelParts(source)
+
+    assert [after.open(part_name(part)).read(0, 1 << 30) for part in range(LAYERS + 2)] == whole
+
+
+def test_a_file_can_be_read_from_any_offset_in_any_pieces(source: Source) -> None:
+    file = ModelParts(source).open(part_name(3))
+    whole = file.read(0, file.size)
+
+    assert len(whole) == file.size
+    for step in (1000, 4096, 77777):
+        pieces = [file.read(at, step) for at in range(0, file.size, step)]
+        assert b"".join(pieces) == whole
+    assert file.read(file.size, 10) == b""
+
+
+def test_fetched_parts_are_those_of_the_model_and_load(
+    source: Source, place: PartFolder, tmp_path: Path
+) -> None:
+    digests, parts = manifest(source, tmp_path), ModelParts(source)
+    for part in (2, 3, LAYERS + 1):
+        give(place, parts, part)
+        place.verify(part, digests[part])
+
+    own = open_folder("llama", place.folder)
+    found = manifest(own, tmp_path)
+    shards = [
+        load_shard(each, Span(2, 4), embed=False, head=False, dtype=torch.float32)
+        for each in (source, own)
+    ]
+
+    assert [at for at, digest in enumerate(found) if digest == bytes(16)] == [0, 1, 4, 5, LAYERS]
+    assert all(found[part] == digests[part] for part in (2, 3, LAYERS + 1, LAYERS + 2))
+    states = [shard.model.state_dict() for shard in shards]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_part_that_is_not_here_is_not_sent(
+    source: Source, place: PartFolder, tmp_path: Path
+) -> None:
+    give(place, ModelParts(source), 1)
+    place.verify(1, manifest(source, tmp_path)[1])
+    parts = ModelParts(open_folder("llama", place.folder))
+
+    assert parts.open(part_name(1)).size > 0
+    for name in (part_name(0), part_name(99), "../llama/config.json", "notes.txt", "vocab.txt"):
+        with pytest.raises(ModelError):
+            parts.open(name)
+
+
+def test_a_file_that_shrinks_is_not_sent(source: Source) -> None:
+    file = ModelParts(source).open(part_name(LAYERS))
+    (source.folder / "model.safetensors").write_bytes(b"short")
+
+    with pytest.raises(ModelError, match="ends too early"):
+        file.read(0, file.size)
+    (source.folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        file.read(0, file.size)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: b"\xff" * len(data),
+    ],
+    ids=["bit", "short", "empty", "noise"],
+)
+def test_a_part_with_another_digest_is_deleted(
+    source: Source, place: PartFolder, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    give(place, ModelParts(source), 1)
+    path = place.partial(part_name(1))
+    path.write_bytes(damage(path.read_bytes()))
+
+    with pytest.raises(PeerFault, match="not those of the mesh"):
+        place.verify(1, manifest(source, tmp_path)[1])
+    assert not path.exists()
+    assert not (place.folder / part_name(1)).exists()
+
+
+def test_a_config_without_a_dtype_gets_that_of_the_weights(source: Source, tmp_path: Path) -> None:
+    path = source.folder / "config.json"
+    config = json.loads(path.read_text())
+    dtype = config.pop("dtype", None) or config.pop("torch_dtype")
+    path.write_text(json.dumps(config))
+
+    place = described(ModelParts(open_folder("llama", source.folder)), tmp_path / "fetched")
+
+    assert json.loads((place.folder / "config.json").read_text())["dtype"] == dtype
+    assert (
+        manifest(open_folder("llama", place.folder), tmp_path)[-1]
+        == (manifest(source, tmp_path)[-1])
+    )
+
+
+def test_a_description_is_complete_when_its_index_is_there(place: PartFolder) -> None:
+    assert place.is_described
+    assert set(list_weights(place.folder).values()) == {
+        part_name(part) for part in range(LAYERS + 2)
+    }
+    assert not PartFolder(place.folder / "none").is_described
+
+
+GOOD = {"files": ["config.json"], "weights": {"a": 0}, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [],
+        {},
+        GOOD | {"files": ["tokenizer.json"]},
+        GOOD | {"files": ["config.json", "../key"]},
+        GOOD | {"files": ["config.json", ".bashrc"]},
+        GOOD | {"files": [["config.json"]]},
+        GOOD | {"weights": {"a": -1}},
+        GOOD | {"weights": {"a": "0"}},
+        GOOD | {"weights": {"a": True}},
+        GOOD | {"weights": ["a"]},
+        GOOD | {"dtype": "object"},
+        GOOD | {"dtype": []},
+        GOOD | {"more": [[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]},
+    ],
+)
+def test_a_malformed_listing_is_refused(found: object) -> None:
+    with pytest.raises(PeerFault, match="malformed"):
+        Listing.parse(json.dumps(found).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_a_listing_that_is_not_json_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault, match="malformed"):
+        Listing.parse(data)
+
+
+def test_every_file_has_a_limit(source: Source) -> None:
+    sizes = most_bytes(source)
+
+    assert len(sizes) == LAYERS + 2
+    for part in range(LAYERS + 2):
+        assert ModelParts(source).open(part_name(part)).size < limit_of(part_name(part), sizes)
+    assert max(sizes) < 2 * MAX_HEADER_BYTES
+    assert limit_of("tokenizer.json", sizes) == MAX_SMALL_BYTES
+
+
+def test_a_full_disk_is_refused_with_a_hint(
+    place: PartFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
+
+    with pytest.raises(ModelError, match="room for 0 bytes, not 5"):
+        place.check_space(5)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(ModelError, match="cannot be written"):
+        PartFolder(tmp_path / "file" / "models").prepare()

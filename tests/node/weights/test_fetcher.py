@@ -1,0 +1,346 @@
+"""Weights between two nodes: sent, resumed, verified; hostile holders are refused and replaced."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from meshllm.errors import LinkLost, ModelError
+from meshllm.model.files.manifest import config_digest, manifest
+from meshllm.model.files.parts import (
+    LISTING,
+    ModelParts,
+    PartFolder,
+    most_bytes,
+    part_name,
+)
+from meshllm.model.files.source import Source, open_folder
+from meshllm.names import Digest, NodeId
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.weights import WeightFetcher, WeightServer, fetcher, server
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.weights.codec import (
+    CHUNK_BYTES,
+    Chunk,
+    FileSize,
+    Refused,
+    Want,
+    WeightMessage,
+    decode,
+    encode,
+)
+from meshllm.testing.clock import run_virtual
+from meshllm.testing.models import tiny_model
+from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.mesh_members import House, Town, town
+
+T = TypeVar("T")
+LAYERS = 6
+Answer = Callable[[Want], Sequence[WeightMessage]]
+Story = Callable[[Town], Coroutine[Any, Any, None]]
+
+
+async def at_once(function: Callable[..., T], /, *args: Any) -> T:
+    return function(*args)
+
+
+async def digest_of(folder: Path) -> Digest:
+    return Digest(config_digest(open_folder("llama", folder)))
+
+
+@pytest.fixture
+def source(llama: Path) -> Source:
+    return open_folder("llama", llama)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Story], None]:
+    """Run a story in a town with a slow network; check that no task is left."""
+
+    async def main(story: Story) -> None:
+        async with town(tmp_path / "town", LoopbackTransport(Shape(delay_s=0.01))) as made:
+            await story(made)
+        await asyncio.sleep(2)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return lambda story: run_virtual(main(story))
+
+
+class Nodes:
+    """A node that fetches, and holders."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        self.source = source
+        self.digest = Digest(config_digest(source))
+        self.digests = manifest(source, folder / "cache")[:-1]
+        self.sizes = most_bytes(source)
+        self.folder = folder / "fetched"
+        self.asked: list[tuple[NodeId, str, int]] = []
+
+    async def meet(self, town: Town, *names: str) -> list[House]:
+        """Start the node that fetches, and linked holders that send the real model."""
+        first, *rest = [await town.add(name) for name in ("attic", *names)]
+        for each in rest:
+            each.meet(first)
+            each.send_weights = self.sending()
+        await asyncio.sleep(2)
+        self.fetcher = WeightFetcher(first.links.dial_weights, self.folder, digest_of, at_once)
+        return [first, *rest]
+
+    def sending(self) -> Callable[[SecureLink], Awaitable[None]]:
+        sends = WeightServer(at_once)
+
+        async def parts() -> ModelParts:
+            return ModelParts(self.source)
+
+        sends.offer(self.digest, parts)
+        return sends.serve
+
+    def scripted(self, house: House, answer: Answer) -> None:
+        """Let a holder answer each request by a script."""
+
+        async def serve(link: SecureLink) -> None:
+            with suppress(LinkLost):
+                while True:
+                    _, data = await link.receive()
+                    want = decode(data)
+                    assert isinstance(want, Want)
+                    self.asked.append((house.me, want.name, want.offset))
+                    for message in answer(want):
+                        await link.send(encode(message))
+            await link.close()
+
+        house.send_weights = serve
+
+    async def describe(self, *houses: House) -> PartFolder:
+        await self.fetcher.describe(self.digest, [house.me for house in houses])
+        return self.fetcher.place(self.digest)
+
+    async def fetch(self, parts: Sequence[int], *houses: House) -> None:
+        wanted = {part: self.digests[part] for part in parts}
+        holders = {house.me: frozenset(parts) for house in houses}
+        await self.fetcher.fetch(self.digest, wanted, holders, self.sizes)
+
+    def true(self, want: Want) -> list[WeightMessage]:
+        """Return the right answer."""
+        file = ModelParts(self.source).open(want.name)
+        data = file.read(want.offset, file.size)
+        chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+        return [FileSize(file.size), *map(Chunk, chunks)]
+
+    @property
+    def here(self) -> list[int]:
+        place = self.fetcher.place(self.digest)
+        return [part for part in range(LAYERS + 2) if (place.folder / part_name(part)).exists()]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, source: Source) -> Nodes:
+    return Nodes(tmp_path, source)
+
+
+def test_a_model_is_described_and_its_parts_are_fetched(
+    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        await nodes.fetch([1, 4, LAYERS], barn)
+
+        found = manifest(open_folder("llama", place.folder), tmp_path / "cache")
+        assert [part for part in range(LAYERS + 2) if found[part] == nodes.digests[part]] == [
+            1,
+            4,
+            LAYERS,
+        ]
+        assert not list(place.folder.glob("*.partial"))
+        assert nodes.fetcher.progress == ""
+        assert place.folder == (await nodes.describe()).folder  # asks nobody again
+
+    run(story)
+
+
+def test_parts_come_from_several_holders_each_once(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        await nodes.describe(barn)
+        for house in (barn, cellar):
+            nodes.scripted(house, nodes.true)
+        await nodes.fetch(range(LAYERS), barn, cellar)
+
+        assert nodes.here == list(range(LAYERS))
+        assert sorted(name for _, name, _ in nodes.asked) == [*map(part_name, range(LAYERS))]
+        assert {node for node, _, _ in nodes.asked} == {barn.me, cellar.me}
+
+    run(story)
+
+
+def test_a_part_continues_where_another_holder_stopped(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        await nodes.describe(barn)
+        nodes.scripted(barn, lambda want: [*nodes.true(want)[:1], Chunk(b"\0" * 8), Refused("no")])
+        nodes.scripted(cellar, nodes.true)
+        path = nodes.fetcher.place(nodes.digest).partial(part_name(2))
+        path.write_bytes(ModelParts(nodes.source).open(part_name(2)).read(0, 1000))
+        await nodes.fetch([2], cellar)
+
+        assert nodes.asked == [(cellar.me, part_name(2), 1000)]
+        assert nodes.here == [2]
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda want, true: [Refused("busy")], "Refused: busy"),
+        (lambda want, true: [true[0], Refused("gone")], "Refused: gone"),
+        (lambda want, true: [Chunk(b"x")], "Chunk instead of the size"),
+        (lambda want, true: [true[0], true[0]], "FileSize instead of the next bytes"),
+        (lambda want, true: [FileSize(1 << 39)], "allowed are 0 to"),
+        (lambda want, true: [FileSize(4), Chunk(b"12345")], "longer than its 4 bytes"),
+        (lambda want, true: [FileSize(4), Chunk(b"1234")], "not those of the mesh"),
+        (lambda want, true: [Want(want.model, "x", 0)], "Want instead of the size"),
+        (lambda want, true: [], "sent nothing for 30 s"),
+    ],
+)
+def test_a_holder_that_sends_something_else_is_given_up(
+    run: Callable[[Story], None],
+    nodes: Nodes,
+    answer: Callable[[Want, list[WeightMessage]], list[WeightMessage]],
+    reason: str,
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        await nodes.describe(cellar)
+        nodes.scripted(barn, lambda want: answer(want, nodes.true(want)))
+        with pytest.raises(ModelError, match=reason):
+            await nodes.fetch([1], barn)
+        assert nodes.here == []
+
+        await nodes.fetch([1], cellar)
+        assert nodes.here == [1]
+
+    run(story)
+
+
+def test_a_description_of_another_model_is_refused(
+    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        other = ModelParts(tiny_model(tmp_path / "gpt2", "gpt2"))
+
+        def answer(want: Want) -> list[WeightMessage]:
+            file = other.open(want.name)
+            return [FileSize(file.size), Chunk(file.read(want.offset, file.size))]
+
+        nodes.scripted(barn, answer)
+        with pytest.raises(ModelError, match="not that of the mesh"):
+            await nodes.describe(barn)
+        assert not nodes.fetcher.place(nodes.digest).is_described
+
+        assert (await nodes.describe(barn, cellar)).is_described
+
+    run(story)
+
+
+def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Nodes) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        nodes.digest = Digest(b"?" * 32)
+
+        with pytest.raises(ModelError, match="no node of the mesh has it"):
+            await nodes.describe()
+        with pytest.raises(ModelError, match="does not have the file"):
+            await nodes.describe(barn)
+        with pytest.raises(ModelError, match="no node of the mesh has them"):
+            await nodes.fetch([1])
+
+    run(story)
+
+
+def test_a_full_disk_ends_the_fetching(
+    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        await nodes.describe(barn)
+        monkeypatch.setattr("meshllm.model.files.parts.FREE_BYTES", 1 << 60)
+        with pytest.raises(ModelError, match="has room for 0 bytes"):
+            await nodes.fetch([1], barn)
+
+    run(story)
+
+
+def test_a_folder_that_vanishes_ends_the_fetching(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        shutil.rmtree(place.folder)
+        with pytest.raises(ModelError, match="cannot be written"):
+            await nodes.fetch([1], barn)
+
+    run(story)
+
+
+def test_a_server_refuses_what_is_no_request_and_closes_idle_links(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        attic, barn = await nodes.meet(town, "barn")
+        for message in (FileSize(1), Chunk(b"x"), Refused("x")):
+            link = await attic.links.dial_weights(barn.me)
+            await link.send(encode(message))
+            with pytest.raises(LinkLost):
+                await link.receive()
+        link = await attic.links.dial_weights(barn.me)
+        await asyncio.sleep(server.IDLE_S + 1)
+        with pytest.raises(LinkLost):
+            await link.receive()
+
+    run(story)
+
+
+def test_a_server_has_a_limit_of_links(run: Callable[[Story], None], nodes: Nodes) -> None:
+    async def story(town: Town) -> None:
+        attic, barn = await nodes.meet(town, "barn")
+        links = [await attic.links.dial_weights(barn.me) for _ in range(server.MAX_LINKS)]
+        await asyncio.sleep(1)
+        with pytest.raises(ModelError, match="cannot be fetched"):
+            await nodes.describe(barn)
+        for link in links:
+            await link.close()
+        await asyncio.sleep(1)
+        assert (await nodes.describe(barn)).is_described
+
+    run(story)
+
+
+def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        client = await town.add("client", Role.CLIENT)
+        client.meet(barn)
+        await asyncio.sleep(2)
+        mine = WeightFetcher(client.links.dial_weights, nodes.folder, digest_of, at_once)
+        with pytest.raises(ModelError, match="cannot be fetched"):
+            await mine.describe(nodes.digest, [barn.me])
+
+    run(story)
+
+
+def test_the_time_without_a_chunk_is_bounded() -> None:
+    assert fetcher.IDLE_S < server.IDLE_S
+    assert LISTING not in {part_name(part) for part in range(10)}

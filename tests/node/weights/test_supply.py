@@ -1,0 +1,247 @@
+"""What a node fetches ahead, when it is kept out of plans, and how it retries."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from meshllm.errors import ModelError
+from meshllm.names import Digest, NodeId
+from meshllm.node.weights import WeightFetcher, WeightSupply
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.weights.holders import ABSENT, FETCHES, LACKS, is_bare
+from meshllm.testing.clock import run_virtual
+from tests.builders.offers import A, B, C
+from tests.builders.snapshots import World, charter, profile, weights
+from tests.protocol.agreement.test_agreement import ring
+
+T = TypeVar("T")
+WHOLE = weights()
+PARTS = len(WHOLE) - 1
+
+
+async def at_once(function: Callable[..., T], /, *args: Any) -> T:
+    return function(*args)
+
+
+def bare(found: Profile, *parts: int) -> Profile:
+    """Return a profile that has only some parts."""
+    own = [WHOLE[at] if at in parts else ABSENT for at in range(PARTS)]
+    return replace(found, weights=(*own, WHOLE[-1]))
+
+
+class Mesh:
+    """A node in a mesh: `WeightSupply`'s host, and a fetcher that notes what it is asked."""
+
+    def __init__(self, world: World, me: NodeId = B) -> None:
+        self.world: World | None = world
+        self.me = me
+        self.fetched: list[frozenset[int]] = []
+        self.described: list[NodeId] = []
+        self.failures = 0
+        """How often the fetcher fails."""
+        self.is_described = False
+        self.progress = ""
+        self.obstacles: list[str] = []
+        self._news = asyncio.Event()
+        self.supply = WeightSupply(me, cast("WeightFetcher", self), self, at_once)
+
+    def change(self, world: World | None) -> None:
+        self.world = world
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    # The host.
+
+    def mesh_view(self) -> MeshView | None:
+        return self.world.view(self.me, author=A) if self.world else None
+
+    def linked(self) -> Collection[NodeId]:
+        return set(self.world.profiles) - {self.me} if self.world else ()
+
+    async def changes(self) -> AsyncIterator[None]:
+        while True:
+            news = self._news
+            yield
+            await news.wait()
+
+    async def part_sizes(self) -> Sequence[int]:
+        return [1] * PARTS
+
+    async def hash_weights(self) -> None:
+        assert self.world
+        have = frozenset().union(*self.fetched)
+        own = self.world.profiles[self.me]
+        mine = [WHOLE[at] if at in have else own.weights[at] for at in range(PARTS)]
+        profiles = {**self.world.profiles, self.me: replace(own, weights=(*mine, WHOLE[-1]))}
+        self.change(replace(self.world, profiles=profiles))
+
+    def publish_state(self) -> None:
+        self.obstacles.append(self.supply.obstacle)
+        assert self.world
+        fetching = {self.me} if self.supply.obstacle else ()
+        self.change(replace(self.world, fetching=fetching))
+
+    # The fetcher.
+
+    def place(self, model: Digest) -> SimpleNamespace:
+        assert model == charter().config_digest
+        return SimpleNamespace(is_described=self.is_described)
+
+    async def describe(self, model: Digest, nodes: Sequence[NodeId]) -> Path:
+        self.described += nodes
+        self._fail()
+        return Path("folder")
+
+    async def fetch(
+        self,
+        model: Digest,
+        parts: Mapping[int, bytes],
+        holders: Mapping[NodeId, Collection[int]],
+        sizes: Sequence[int],
+    ) -> None:
+        assert len(sizes) == PARTS
+        assert all(any(part in has for has in holders.values()) for part in parts)
+        assert all(WHOLE[part] == digest for part, digest in parts.items())
+        self._fail()
+        self.fetched.append(frozenset(parts))
+
+    def _fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ModelError("The holder burns")
+
+
+def run(world: World, story: Callable[[Mesh], Coroutine[Any, Any, None]], me: NodeId = B) -> Mesh:
+    async def main() -> Mesh:
+        mesh = Mesh(world, me)
+        await story(mesh)
+        return mesh
+
+    return run_virtual(main())
+
+
+async def supplied(mesh: Mesh) -> None:
+    """Run the supply for a minute."""
+    assert mesh.world
+    mesh.supply.begin(mesh.world.profiles[mesh.me].weights)
+    running = asyncio.ensure_future(mesh.supply.run())
+    await asyncio.sleep(60)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+BOTH = World({A: profile(2), B: bare(profile(2))})
+"""The founder holds half of the layers only."""
+
+
+def test_a_node_fetches_its_layers_before_it_is_planned_with() -> None:
+    mesh = run(BOTH, supplied)
+
+    assert mesh.fetched[0] in ({0, 1, 4, 5}, {2, 3})
+    assert mesh.obstacles == [FETCHES, ""]
+
+
+def test_then_it_fetches_what_only_one_node_has() -> None:
+    mesh = run(BOTH, supplied)
+
+    assert frozenset().union(*mesh.fetched) == set(range(PARTS))
+
+
+def test_a_node_that_has_all_weights_fetches_nothing() -> None:
+    mesh = run(World({A: profile(2), B: profile(2)}), supplied)
+
+    assert (mesh.fetched, mesh.obstacles) == ([], [])
+
+
+def test_a_node_that_no_plan_uses_stays_out_and_says_why() -> None:
+    world = World({A: profile(4), B: bare(profile(4, ms=9.0))})
+
+    mesh = run(world, supplied)
+
+    assert mesh.fetched == []
+    assert mesh.obstacles[-1].startswith(f"{LACKS}: ")
+    assert len(mesh.obstacles[-1]) > len(LACKS) + 2
+
+
+def test_a_node_of_the_ring_fetches_ahead_without_leaving_it() -> None:
+    own = ring((A, 0, 2), (B, 2, 4))
+    world = World({A: profile(4, ms=5.0), B: bare(profile(4), 2, 3)}, followed={A: own, B: own})
+
+    mesh = run(world, supplied)
+
+    assert mesh.fetched[0] == {0, 1, 4, 5}
+    assert mesh.obstacles == []
+
+
+def test_without_a_plan_its_memory_counts() -> None:
+    mesh = run(World({A: profile(1), B: bare(profile(1))}), supplied)
+
+    assert mesh.fetched == []
+    assert mesh.obstacles == [FETCHES, ""]
+
+
+def test_failures_are_retried_with_backoff() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.failures = 3
+        await supplied(mesh)
+
+    mesh = run(BOTH, story)
+
+    assert mesh.failures == 0
+    assert mesh.fetched
+    assert mesh.obstacles == [FETCHES, ""]
+
+
+def test_layers_of_a_plan_are_fetched_when_it_asks_for_them() -> None:
+    async def story(mesh: Mesh) -> None:
+        await mesh.supply.obtain({0, 2})
+        await mesh.supply.obtain({0, 2})
+        mesh.failures = 1
+        with pytest.raises(ModelError, match="burns"):
+            await mesh.supply.obtain({3})
+
+    mesh = run(BOTH, story)
+
+    assert mesh.fetched == [{0, 2}]
+
+
+def test_nothing_is_obtained_before_the_charter_is_known() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.change(None)
+        await mesh.supply.obtain({0})
+
+    assert run(BOTH, story).fetched == []
+
+
+def test_a_model_is_described_by_its_founder_first_once_somebody_is_linked() -> None:
+    async def story(mesh: Mesh) -> None:
+        alone = World({B: bare(profile(2))})
+        mesh.change(None)
+        found = asyncio.ensure_future(mesh.supply.describe())
+        await asyncio.sleep(1)
+        mesh.change(alone)
+        await asyncio.sleep(1)
+        assert mesh.described == []
+        mesh.failures = 1
+        mesh.change(World({A: profile(2), B: bare(profile(2)), C: profile(2)}))
+        assert await found == Path("folder")
+
+    mesh = run(BOTH, story)
+
+    assert mesh.described == [A, C, A, C]
+
+
+def test_a_model_that_was_fetched_before_needs_no_other_node() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.is_described = True
+        mesh.change(World({B: bare(profile(2))}))
+        assert await mesh.supply.describe() == Path("folder")
+
+    assert run(BOTH, story).described == []
+    assert is_bare(bare(profile(2)).weights)

@@ -1,0 +1,61 @@
+"""Nodes without the model of their mesh: they fetch what they hold, and outlive who had it all."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshllm.model.locate import BUILTIN, find_folder
+from tests.processes.conftest import QUESTION, Answers
+from tests.processes.fleet import ALONE, Fleet, Node, ask, until
+
+pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
+
+NAMES = "attic", "barn", "cellar"
+
+
+def start(node: Node, *options: str) -> None:
+    """Start a node with an empty cache of its own: it shares no disk with the others."""
+    node.start(*ALONE, *options, within=("env", f"XDG_CACHE_HOME={node.folder / 'cache'}"))
+
+
+def parts(node: Node) -> dict[int, float]:
+    """Return the parts that a node has fetched, and when."""
+    files = node.folder.glob("cache/meshllm/weights/*/part-*.safetensors")
+    return {int(file.stem.removeprefix("part-")): file.stat().st_mtime for file in files}
+
+
+def needed(node: Node) -> set[int]:
+    """Return the parts that a node holds in the ring."""
+    ring = node.status()["ring"]
+    (stage,) = [each for each in ring["stages"] if each["name"] == node.name]
+    start, stop = map(int, stage["layers"].split(":"))
+    return {*range(start, stop), *((8, 9) if stage["rank"] == 0 else ())}
+
+
+def test_nodes_fetch_their_layers_and_outlive_the_only_one_with_the_model(
+    fleet: Fleet, answers: Answers, tmp_path: Path
+) -> None:
+    model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
+    ticket = fleet.found("attic")
+    attic, *others = [fleet.node(name) for name in NAMES]
+    start(attic, "--model", str(model), "--members", "3")
+    for each in others:
+        start(each, "--join", ticket)
+    fleet.form()
+    assert all(needed(each) <= parts(each).keys() for each in others)
+    assert not parts(attic)
+
+    # Whatever only the founder has, one of the others fetches.
+    until(lambda: {*parts(others[0]), *parts(others[1])} == set(range(10)), fleet.told)
+    attic.kill()
+    fleet.form()
+
+    assert ask(others[0], QUESTION) == answers[QUESTION]
+    assert all(needed(each) <= parts(each).keys() for each in others)
+
+    before = parts(others[1])
+    others[1].kill()
+    start(others[1])
+    fleet.form()
+    assert before.items() <= parts(others[1]).items()
