@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.config import cache_path
 from meshllm.model.locate import BUILTIN, find_folder
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import ALONE, Fleet, Node, ask, until
@@ -15,7 +16,10 @@ NAMES = "attic", "barn", "cellar"
 
 
 def start(node: Node, *options: str) -> None:
-    """Start a node with an empty cache of its own: it shares no disk with the others."""
+    """Start a node with a cache of its own, without weights: it shares no disk with the others."""
+    cache = node.folder / "cache" / "meshllm"
+    if not cache.exists() and cache_path().exists():  # measurements and kernels of this machine
+        shutil.copytree(cache_path(), cache, ignore=shutil.ignore_patterns("weights"))
     node.start(*ALONE, *options, within=("env", f"XDG_CACHE_HOME={node.folder / 'cache'}"))
 
 

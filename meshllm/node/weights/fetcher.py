@@ -21,7 +21,14 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.trust.identity import short
-from meshllm.protocol.weights.codec import Chunk, FileSize, Refused, Want, decode, encode
+from meshllm.protocol.weights.codec import (
+    FileChunk,
+    FileRefused,
+    FileSize,
+    WantFile,
+    decode,
+    encode,
+)
 from meshllm.protocol.weights.holders import name_of
 
 MAX_HOLDERS = 4  # asked at once
@@ -144,7 +151,7 @@ class WeightFetcher:
         try:
             with path.open("ab") as file:
                 offset = file.tell()
-                await link.send(encode(Want(model, name, offset)))
+                await link.send(encode(WantFile(model, name, offset)))
                 size = await self._size(link)
                 if not offset <= size <= limit:
                     file.truncate(0)
@@ -163,16 +170,16 @@ class WeightFetcher:
         match await self._receive(link):
             case FileSize(size):
                 return size
-            case Refused(reason):
+            case FileRefused(reason):
                 raise ModelError(f"Refused: {reason}")
             case other:
                 raise PeerFault(f"{type(other).__name__} instead of the size of a file")
 
     async def _chunk(self, link: SecureLink) -> bytes:
         match await self._receive(link):
-            case Chunk(data):
+            case FileChunk(data):
                 return bytes(data)
-            case Refused(reason):
+            case FileRefused(reason):
                 raise ModelError(f"Refused: {reason}")
             case other:
                 raise PeerFault(f"{type(other).__name__} instead of the next bytes of a file")

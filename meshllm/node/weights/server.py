@@ -12,10 +12,10 @@ from meshllm.node.offloop import OffLoop
 from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
-    Chunk,
+    FileChunk,
+    FileRefused,
     FileSize,
-    Refused,
-    Want,
+    WantFile,
     decode,
     encode,
 )
@@ -50,7 +50,7 @@ class WeightServer:
                 async with asyncio.timeout(IDLE_S):
                     _, data = await link.receive()
                 message = decode(data)
-                if not isinstance(message, Want):
+                if not isinstance(message, WantFile):
                     raise PeerFault(f"{type(message).__name__} instead of a request for weights")
                 await self._answer(link, message)
         except (MeshError, TimeoutError) as error:
@@ -59,20 +59,20 @@ class WeightServer:
             self._links -= 1
             await link.close()
 
-    async def _answer(self, link: SecureLink, want: Want) -> None:
+    async def _answer(self, link: SecureLink, want: WantFile) -> None:
         try:
             file = await self._file(want)
             await link.send(encode(FileSize(file.size)))
             offset = want.offset
             while offset < file.size:
                 data = await self._off_loop(file.read, offset, CHUNK_BYTES)
-                await link.send(encode(Chunk(data)))
+                await link.send(encode(FileChunk(data)))
                 offset += len(data)
         except ModelError as error:  # not here, or changed on disk: names no path to the peer
             logger.info("cannot send `%s` to node %s: %s", want.name, short(link.peer), error)
-            await link.send(encode(Refused("this node does not have the file")))
+            await link.send(encode(FileRefused("this node does not have the file")))
 
-    async def _file(self, want: Want) -> PartFile:
+    async def _file(self, want: WantFile) -> PartFile:
         make = self._models.get(want.model)
         if make is None:
             raise ModelError("This node does not have the model")

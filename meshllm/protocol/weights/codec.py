@@ -3,9 +3,9 @@
 One side asks for a file of a model, from an offset on; the other replies with the size of the file
 and its bytes in chunks, or refuses. It asks for the next file when it has this one whole::
 
-    Want(model, name, offset) -->
-                              <-- FileSize(size), Chunk, Chunk, ... up to the size
-                              <-- or Refused(reason)
+    WantFile(model, name, offset) -->
+                              <-- FileSize(size), FileChunk, FileChunk, ... up to the size
+                              <-- or FileRefused(reason)
 
 A message is a kind byte and fields. Each side closes the link on anything else.
 """
@@ -29,7 +29,7 @@ _OFFSET = Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class WantFile:
     """Asks for a file from an offset on."""
 
     model: Digest
@@ -46,20 +46,20 @@ class FileSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class FileChunk:
     """The next bytes of the file."""
 
     data: Buffer
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class FileRefused:
     """Says why the file is not sent."""
 
     reason: str
 
 
-WeightMessage: TypeAlias = Want | FileSize | Chunk | Refused
+WeightMessage: TypeAlias = WantFile | FileSize | FileChunk | FileRefused
 
 _WANT, _SIZE, _CHUNK, _REFUSED = range(1, 5)
 
@@ -67,13 +67,13 @@ _WANT, _SIZE, _CHUNK, _REFUSED = range(1, 5)
 def encode(message: WeightMessage) -> list[Buffer]:
     """Encode a message as parts, without a copy of a chunk."""
     match message:
-        case Want(model, name, offset):
+        case WantFile(model, name, offset):
             return [_KIND.pack(_WANT) + model + sized(name.encode()) + _OFFSET.pack(offset)]
         case FileSize(size):
             return [_KIND.pack(_SIZE) + _OFFSET.pack(size)]
-        case Chunk(data):
+        case FileChunk(data):
             return [_KIND.pack(_CHUNK), data]
-        case Refused(reason):
+        case FileRefused(reason):
             text = reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
             return [_KIND.pack(_REFUSED) + sized(text.encode())]
     assert_never(message)
@@ -84,16 +84,16 @@ def decode(data: Buffer) -> WeightMessage:
     kind = data[0] if len(data) else 0
     if kind == _CHUNK:
         if not 1 < len(data) <= CHUNK_BYTES + 1:
-            raise PeerFault(f"Chunk of {len(data) - 1} bytes; allowed are 1 to {CHUNK_BYTES}")
-        return Chunk(data[1:])
+            raise PeerFault(f"FileChunk of {len(data) - 1} bytes; allowed are 1 to {CHUNK_BYTES}")
+        return FileChunk(data[1:])
     reader = Reader(bytes(data[1:]), "Message about weights")
     if kind == _WANT:
         model, name = Digest(reader.take(DIGEST_BYTES)), reader.text(MAX_FILE_NAME_BYTES)
-        return Want(model, name, _size(reader, "as offset"))
+        return WantFile(model, name, _size(reader, "as offset"))
     if kind == _SIZE:
         return FileSize(_size(reader, "bytes of a file"))
     if kind == _REFUSED:
-        return Refused(reader.text(MAX_REASON_BYTES))
+        return FileRefused(reader.text(MAX_REASON_BYTES))
     raise PeerFault(f"Message about weights of unknown kind {kind}")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +26,10 @@ from meshllm.node.weights import WeightFetcher, WeightServer, fetcher, server
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
-    Chunk,
+    FileChunk,
+    FileRefused,
     FileSize,
-    Refused,
-    Want,
+    WantFile,
     WeightMessage,
     decode,
     encode,
@@ -37,10 +38,11 @@ from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.mesh_members import House, Town, town
+from tests.builders.snapshots import charter
 
 T = TypeVar("T")
 LAYERS = 6
-Answer = Callable[[Want], Sequence[WeightMessage]]
+Answer = Callable[[WantFile], Sequence[WeightMessage]]
 Story = Callable[[Town], Coroutine[Any, Any, None]]
 
 
@@ -75,7 +77,7 @@ class Nodes:
 
     def __init__(self, folder: Path, source: Source) -> None:
         self.source = source
-        self.digest = Digest(config_digest(source))
+        self.charter = replace(charter(), config_digest=Digest(config_digest(source)))
         self.digests = manifest(source, folder / "cache")[:-1]
         self.sizes = most_bytes(source)
         self.folder = folder / "fetched"
@@ -97,7 +99,7 @@ class Nodes:
         async def parts() -> ModelParts:
             return ModelParts(self.source)
 
-        sends.offer(self.digest, parts)
+        sends.offer(self.charter.config_digest, parts)
         return sends.serve
 
     def scripted(self, house: House, answer: Answer) -> None:
@@ -108,7 +110,7 @@ class Nodes:
                 while True:
                     _, data = await link.receive()
                     want = decode(data)
-                    assert isinstance(want, Want)
+                    assert isinstance(want, WantFile)
                     self.asked.append((house.me, want.name, want.offset))
                     for message in answer(want):
                         await link.send(encode(message))
@@ -117,24 +119,24 @@ class Nodes:
         house.send_weights = serve
 
     async def describe(self, *houses: House) -> PartFolder:
-        await self.fetcher.describe(self.digest, [house.me for house in houses])
-        return self.fetcher.place(self.digest)
+        await self.fetcher.describe(self.charter, [house.me for house in houses])
+        return self.fetcher.place(self.charter)
 
     async def fetch(self, parts: Sequence[int], *houses: House) -> None:
         wanted = {part: self.digests[part] for part in parts}
         holders = {house.me: frozenset(parts) for house in houses}
-        await self.fetcher.fetch(self.digest, wanted, holders, self.sizes)
+        await self.fetcher.fetch(self.charter, wanted, holders, self.sizes)
 
-    def true(self, want: Want) -> list[WeightMessage]:
+    def true(self, want: WantFile) -> list[WeightMessage]:
         """Return the right answer."""
         file = ModelParts(self.source).open(want.name)
         data = file.read(want.offset, file.size)
         chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-        return [FileSize(file.size), *map(Chunk, chunks)]
+        return [FileSize(file.size), *map(FileChunk, chunks)]
 
     @property
     def here(self) -> list[int]:
-        place = self.fetcher.place(self.digest)
+        place = self.fetcher.place(self.charter)
         return [part for part in range(LAYERS + 2) if (place.folder / part_name(part)).exists()]
 
 
@@ -187,9 +189,11 @@ def test_a_part_continues_where_another_holder_stopped(
     async def story(town: Town) -> None:
         _, barn, cellar = await nodes.meet(town, "barn", "cellar")
         await nodes.describe(barn)
-        nodes.scripted(barn, lambda want: [*nodes.true(want)[:1], Chunk(b"\0" * 8), Refused("no")])
+        nodes.scripted(
+            barn, lambda want: [*nodes.true(want)[:1], FileChunk(b"\0" * 8), FileRefused("no")]
+        )
         nodes.scripted(cellar, nodes.true)
-        path = nodes.fetcher.place(nodes.digest).partial(part_name(2))
+        path = nodes.fetcher.place(nodes.charter).partial(part_name(2))
         path.write_bytes(ModelParts(nodes.source).open(part_name(2)).read(0, 1000))
         await nodes.fetch([2], cellar)
 
@@ -202,21 +206,21 @@ def test_a_part_continues_where_another_holder_stopped(
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (lambda want, true: [Refused("busy")], "Refused: busy"),
-        (lambda want, true: [true[0], Refused("gone")], "Refused: gone"),
-        (lambda want, true: [Chunk(b"x")], "Chunk instead of the size"),
+        (lambda want, true: [FileRefused("busy")], "Refused: busy"),
+        (lambda want, true: [true[0], FileRefused("gone")], "Refused: gone"),
+        (lambda want, true: [FileChunk(b"x")], "FileChunk instead of the size"),
         (lambda want, true: [true[0], true[0]], "FileSize instead of the next bytes"),
         (lambda want, true: [FileSize(1 << 39)], "allowed are 0 to"),
-        (lambda want, true: [FileSize(4), Chunk(b"12345")], "longer than its 4 bytes"),
-        (lambda want, true: [FileSize(4), Chunk(b"1234")], "not those of the mesh"),
-        (lambda want, true: [Want(want.model, "x", 0)], "Want instead of the size"),
+        (lambda want, true: [FileSize(4), FileChunk(b"12345")], "longer than its 4 bytes"),
+        (lambda want, true: [FileSize(4), FileChunk(b"1234")], "not those of the mesh"),
+        (lambda want, true: [WantFile(want.model, "x", 0)], "WantFile instead of the size"),
         (lambda want, true: [], "sent nothing for 30 s"),
     ],
 )
 def test_a_holder_that_sends_something_else_is_given_up(
     run: Callable[[Story], None],
     nodes: Nodes,
-    answer: Callable[[Want, list[WeightMessage]], list[WeightMessage]],
+    answer: Callable[[WantFile, list[WeightMessage]], list[WeightMessage]],
     reason: str,
 ) -> None:
     async def story(town: Town) -> None:
@@ -240,14 +244,14 @@ def test_a_description_of_another_model_is_refused(
         _, barn, cellar = await nodes.meet(town, "barn", "cellar")
         other = ModelParts(tiny_model(tmp_path / "gpt2", "gpt2"))
 
-        def answer(want: Want) -> list[WeightMessage]:
+        def answer(want: WantFile) -> list[WeightMessage]:
             file = other.open(want.name)
-            return [FileSize(file.size), Chunk(file.read(want.offset, file.size))]
+            return [FileSize(file.size), FileChunk(file.read(want.offset, file.size))]
 
         nodes.scripted(barn, answer)
         with pytest.raises(ModelError, match="not that of the mesh"):
             await nodes.describe(barn)
-        assert not nodes.fetcher.place(nodes.digest).is_described
+        assert not nodes.fetcher.place(nodes.charter).is_described
 
         assert (await nodes.describe(barn, cellar)).is_described
 
@@ -257,7 +261,7 @@ def test_a_description_of_another_model_is_refused(
 def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Nodes) -> None:
     async def story(town: Town) -> None:
         _, barn = await nodes.meet(town, "barn")
-        nodes.digest = Digest(b"?" * 32)
+        nodes.charter = replace(nodes.charter, config_digest=Digest(b"?" * 32))
 
         with pytest.raises(ModelError, match="no node of the mesh has it"):
             await nodes.describe()
@@ -300,7 +304,7 @@ def test_a_server_refuses_what_is_no_request_and_closes_idle_links(
 ) -> None:
     async def story(town: Town) -> None:
         attic, barn = await nodes.meet(town, "barn")
-        for message in (FileSize(1), Chunk(b"x"), Refused("x")):
+        for message in (FileSize(1), FileChunk(b"x"), FileRefused("x")):
             link = await attic.links.dial_weights(barn.me)
             await link.send(encode(message))
             with pytest.raises(LinkLost):
@@ -336,7 +340,7 @@ def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) ->
         await asyncio.sleep(2)
         mine = WeightFetcher(client.links.dial_weights, nodes.folder, digest_of, at_once)
         with pytest.raises(ModelError, match="cannot be fetched"):
-            await mine.describe(nodes.digest, [barn.me])
+            await mine.describe(nodes.charter, [barn.me])
 
     run(story)
 

@@ -10,9 +10,10 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.names import Digest, NodeId
+from meshllm.names import NodeId
 from meshllm.node.weights import WeightFetcher, WeightSupply
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import ABSENT, FETCHES, LACKS, is_bare
 from meshllm.testing.clock import run_virtual
@@ -89,18 +90,18 @@ class Mesh:
 
     # The fetcher.
 
-    def place(self, model: Digest) -> SimpleNamespace:
-        assert model == charter().config_digest
+    def place(self, model: Charter) -> SimpleNamespace:
+        assert model == charter()
         return SimpleNamespace(is_described=self.is_described)
 
-    async def describe(self, model: Digest, nodes: Sequence[NodeId]) -> Path:
+    async def describe(self, model: Charter, nodes: Sequence[NodeId]) -> Path:
         self.described += nodes
         self._fail()
         return Path("folder")
 
     async def fetch(
         self,
-        model: Digest,
+        model: Charter,
         parts: Mapping[int, bytes],
         holders: Mapping[NodeId, Collection[int]],
         sizes: Sequence[int],

@@ -6,10 +6,10 @@ from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
     MAX_FILE_BYTES,
     MAX_REASON_BYTES,
-    Chunk,
+    FileChunk,
+    FileRefused,
     FileSize,
-    Refused,
-    Want,
+    WantFile,
     WeightMessage,
     decode,
     encode,
@@ -25,11 +25,11 @@ def on_the_wire(message: WeightMessage) -> bytes:
 @pytest.mark.parametrize(
     "message",
     [
-        Want(MODEL, "part-00003.safetensors", 1 << 33),
+        WantFile(MODEL, "part-00003.safetensors", 1 << 33),
         FileSize(0),
         FileSize(MAX_FILE_BYTES),
-        Chunk(b"x" * CHUNK_BYTES),
-        Refused("it is not here"),
+        FileChunk(b"x" * CHUNK_BYTES),
+        FileRefused("it is not here"),
     ],
 )
 def test_a_message_survives_the_wire(message: WeightMessage) -> None:
@@ -37,9 +37,9 @@ def test_a_message_survives_the_wire(message: WeightMessage) -> None:
 
 
 def test_a_long_reason_is_cut_between_characters() -> None:
-    found = decode(on_the_wire(Refused("é" * MAX_REASON_BYTES)))
+    found = decode(on_the_wire(FileRefused("é" * MAX_REASON_BYTES)))
 
-    assert found == Refused("é" * (MAX_REASON_BYTES // 2))
+    assert found == FileRefused("é" * (MAX_REASON_BYTES // 2))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_a_long_reason_is_cut_between_characters() -> None:
         (b"", "unknown kind 0"),
         (b"\x09", "unknown kind 9"),
         (b"\x01" + bytes(31), "truncated"),
-        (on_the_wire(Want(MODEL, "x" * 65, 0)), "65 bytes"),
-        (on_the_wire(Want(MODEL, "x", MAX_FILE_BYTES + 1)), "as offset"),
+        (on_the_wire(WantFile(MODEL, "x" * 65, 0)), "65 bytes"),
+        (on_the_wire(WantFile(MODEL, "x", MAX_FILE_BYTES + 1)), "as offset"),
         (on_the_wire(FileSize(MAX_FILE_BYTES + 1)), "bytes of a file"),
         (on_the_wire(FileSize(1))[:-1], "truncated"),
-        (b"\x03", "Chunk of 0 bytes"),
-        (b"\x03" + bytes(CHUNK_BYTES + 1), "Chunk of 262145 bytes"),
+        (b"\x03", "FileChunk of 0 bytes"),
+        (b"\x03" + bytes(CHUNK_BYTES + 1), "FileChunk of 262145 bytes"),
         (b"\x04\x01\x00\xff", "invalid UTF-8"),
     ],
 )

@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from meshllm.names import NodeId, Span
 from meshllm.protocol.membership.records import ENDS, Profile, StateRecord
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
@@ -107,5 +109,16 @@ def test_nodes_that_await_weights_are_planned_with_as_if_they_had_them() -> None
     }
 
 
-def test_the_folder_of_a_model_is_named_by_its_digest() -> None:
-    assert name_of(CHARTER.config_digest) == CHARTER.config_digest.hex()[:32]
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen-Qwen3-0-6B"),
+        ("../../etc/passwd", "------etc-passwd"),
+        ("x" * 65 + "é\0", "x" * 62 + "--"),
+        ("", ""),
+    ],
+)
+def test_the_folder_of_a_model_has_its_digest_and_a_harmless_name(name: str, folder: str) -> None:
+    named = replace(CHARTER, shape=replace(CHARTER.shape, name=name))
+
+    assert name_of(named) == f"{CHARTER.config_digest.hex()[:16]}-{folder}"
