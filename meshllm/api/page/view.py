@@ -15,6 +15,7 @@ from meshllm.status import (
     Planned,
     RingState,
     RingStatus,
+    ServedRing,
 )
 
 MEBIBYTE = 20  # bits
@@ -78,10 +79,29 @@ class PageModel:
     layers: int
     """0 for a provider's."""
     holders: tuple[str, ...]
-    """The ring in rank order, or the providers; hidden from guests."""
+    """The nodes of its rings, or the providers; hidden from guests."""
     count: int
     """Of the holders."""
-    is_provided: bool
+    replicas: int
+    """Rings that are wanted; 0 for a provider's."""
+    serving: int
+    """Rings that serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRing:
+    """One of the rings of a mesh: a replica of a model."""
+
+    model: str
+    replica: int
+    """From 1."""
+    state: RingState
+    reason: str
+    """What it waits for."""
+    is_own: bool
+    """The reporting node takes part in it."""
+    stages: tuple[str, ...]
+    """Each with its node and its layers, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +117,8 @@ class PageStatus:
     layers: int
     context: int
     models: tuple[PageModel, ...]
+    rings: tuple[PageRing, ...]
+    """All of the mesh; `hops` are those of the own one."""
     hops: tuple[PageHop, ...]
     nodes: tuple[PageNode, ...]
     measured: PageSpeed | None
@@ -121,10 +143,8 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
     names = {
         each.node: each.short if is_public else each.name or each.short for each in status.nodes
     }
-    hops = _hops(ring, {each.node: (each.short, names[each.node]) for each in status.nodes})
-    held = tuple(hop.name for hop in hops)
-    served = [(model, held)] if model else []
-    models = [*served, *((each, each.providers) for each in status.provided)]
+    served = status.models or ((model,) if model else ())
+    models = (*served, *status.provided)
     return PageStatus(
         state=ring.state,
         reason="" if is_public else ring.reason,
@@ -134,8 +154,9 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         precision=precision_of(model) if model else "",
         layers=model.layers if model else 0,
         context=model.context if model else 0,
-        models=tuple(_model(each, () if is_public else who, len(who)) for each, who in models),
-        hops=hops,
+        models=tuple(_model(each, status, names, is_public=is_public) for each in models),
+        rings=tuple(_ring(each, names, is_public=is_public) for each in status.rings),
+        hops=_hops(ring, {each.node: (each.short, names[each.node]) for each in status.nodes}),
         nodes=tuple(_node(each, names[each.node], is_public=is_public) for each in status.nodes),
         measured=_speed(ring.measured),
         predicted=_speed(ring.predicted),
@@ -178,15 +199,35 @@ def _speed(times: Measured | Planned | None) -> PageSpeed | None:
     return PageSpeed(times.ms_per_token, times.ttft_ms) if times else None
 
 
-def _model(model: ModelStatus, holders: tuple[str, ...], count: int) -> PageModel:
+def _model(
+    model: ModelStatus, status: MeshStatus, names: dict[str, str], *, is_public: bool
+) -> PageModel:
+    rings = [each for each in status.rings if each.model == model.name]
+    is_own = not rings and model == status.model  # of a node that knows no other ring
+    spans = status.ring.stages if is_own else [stage for each in rings for stage in each.stages]
+    held = dict.fromkeys(names.get(each.node, each.node[:7]) for each in spans)
+    holders = model.providers or tuple(held)
+    states = [status.ring.state] if is_own else [each.state for each in rings]
     return PageModel(
         model.name,
         precision_of(model),
         model.context,
         model.layers,
-        holders,
-        count,
-        is_provided=bool(model.providers),
+        () if is_public else holders,
+        len(holders),
+        0 if model.providers else max(model.replicas, 1),
+        states.count(RingState.SERVING),
+    )
+
+
+def _ring(ring: ServedRing, names: dict[str, str], *, is_public: bool) -> PageRing:
+    return PageRing(
+        ring.model,
+        ring.replica + 1,
+        ring.state,
+        "" if is_public else ring.reason,
+        ring.is_own,
+        tuple(f"{names.get(each.node, each.node[:7])} {each.layers}" for each in ring.stages),
     )
 
 

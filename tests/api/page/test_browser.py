@@ -13,7 +13,7 @@ from meshllm.status import MeshStatus, NodeState, PlanTerms
 from tests.api.page.conftest import Visit, visiting
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
-from tests.builders.status import with_node
+from tests.builders.status import RINGS, with_node
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -312,7 +312,10 @@ async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) 
 
     await page.locator("#served").get_by_text("builtin").wait_for()
 
-    assert "the ring" in await page.inner_text("#served")
+    assert "1 of 1 ring, 20 layers" in await page.inner_text("#served")
+    assert await page.is_hidden("#rings-box")
+    show(door, replace(door.status(), rings=RINGS))
+    await page.locator("#rings").get_by_text("lacks 2.10 GiB").wait_for()
     assert door.status().nodes[0].name in await page.inner_text("#served")
 
 

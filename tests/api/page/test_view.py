@@ -4,7 +4,7 @@ from meshllm.api.page.view import PageModel, PageSpeed, PageTimes, view_of
 from meshllm.names import Span
 from meshllm.status import Measured, MemoryStatus, NodeState
 from tests.builders.fake_node import FOX
-from tests.builders.status import status_of, waiting, with_link, with_node, with_ring
+from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
 
 def test_the_owner_sees_names_and_times() -> None:
@@ -42,9 +42,32 @@ def test_every_model_is_shown_with_its_holders() -> None:
     seen = view_of(replace(status_of(2), provided=(FOX,)), is_public=False)
 
     assert seen.models == (
-        PageModel("Qwen/Qwen3-0.6B", "bfloat16", 0, 20, ("attic", "desk"), 2, is_provided=False),
-        PageModel("fox", "bf16", 2048, 0, ("gpu",), 1, is_provided=True),
+        PageModel("Qwen/Qwen3-0.6B", "bfloat16", 0, 20, ("attic", "desk"), 2, 1, 1),
+        PageModel("fox", "bf16", 2048, 0, ("gpu",), 1, 0, 0),
     )
+
+
+def test_every_ring_of_the_mesh_is_shown() -> None:
+    status = status_of(3)
+    assert status.model
+    models = (replace(status.model, replicas=1), replace(status.model, name="big", replicas=2))
+    status = replace(status, models=models, rings=RINGS)
+
+    seen, guests = (view_of(status, is_public=is_public) for is_public in (False, True))
+
+    assert [(each.name, each.holders, each.serving, each.replicas) for each in seen.models] == [
+        ("Qwen/Qwen3-0.6B", ("attic", "desk"), 1, 1),
+        ("big", (), 0, 2),
+    ]
+    assert [(each.model, each.replica, each.stages) for each in seen.rings] == [
+        ("Qwen/Qwen3-0.6B", 1, ("attic 0:10", "desk 10:20")),
+        ("big", 2, ()),
+    ]
+    assert "lacks" in seen.rings[1].reason
+    shorts = [node.short for node in status.nodes]
+    assert guests.rings[0].stages == (f"{shorts[0]} 0:10", f"{shorts[1]} 10:20")
+    assert [(each.holders, each.count) for each in guests.models] == [((), 2), ((), 0)]
+    assert guests.rings[1].reason == ""
 
 
 def test_memory_is_rounded_so_that_no_event_is_sent_for_it() -> None:

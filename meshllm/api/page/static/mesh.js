@@ -31,11 +31,20 @@ function warning(text) {
 export function drawModels(models) {
   const rows = models.map((model) => {
     const layers = model.layers ? `, ${model.layers} layers` : "";
-    const kind = model.is_provided ? "an engine" : "the ring";
+    const rings = `${model.serving} of ${model.replicas} ${model.replicas === 1 ? "ring" : "rings"}`;
+    const kind = model.replicas ? rings : "an engine";
     const who = model.holders.length ? model.holders.join(", ") : `${model.count} ${model.count === 1 ? "node" : "nodes"}`;
     return row(model.name, model.precision || "unknown", model.context ? `${model.context.toLocaleString()} tokens` : "unknown", `${kind}${layers}`, who);
   });
   at("served").replaceChildren(...(rows.length ? rows : [row("no model is served yet", "", "", "", "")]));
+}
+
+export function drawRings(rings) {
+  const rows = rings.map((ring) =>
+    row(ring.is_own ? `${ring.model} (this node's)` : ring.model, String(ring.replica), ring.state, ring.stages.join(", ") || null, ring.reason || null),
+  );
+  at("rings").replaceChildren(...rows);
+  at("rings-box").hidden = rings.length < 2;
 }
 
 export const rate = (speed) => (speed?.ms_per_token ? (1000 / speed.ms_per_token).toFixed(1) : "-");

@@ -1,7 +1,7 @@
 // The views of the page, the key, and the state of the mesh, which most views show.
 import { offerModels, startChat } from "./chat.js";
 import { at, headers, keep, key, objects } from "./door.js";
-import { drawMesh, drawModels } from "./mesh.js";
+import { drawMesh, drawModels, drawRings } from "./mesh.js";
 import { drawPlan, startPlan } from "./plan.js";
 import { showOwner, startOwner } from "./owner.js";
 
@@ -31,6 +31,7 @@ function draw(mesh) {
   document.title = `meshllm: ${mesh.state}`;
   drawMesh(mesh);
   drawModels(mesh.models);
+  drawRings(mesh.rings);
   offerModels(mesh.models);
   drawPlan(mesh);
 }
