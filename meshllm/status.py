@@ -262,7 +262,8 @@ class NodeStatus:
     version: str
     link: LinkStatus | None
     execution: str = ""
-    """The execution mode of its model, and why; empty if unknown."""
+    """The execution mode of its model, and why, or which layers a node without a rank has loaded in
+    advance; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ class MeshNode:
             counts=replace(self.router.counts),
             group=ring_member.group,
             rings=self._rings(),
-            execution=str(ring_member.rank.runners[0].execution) if ring_member.rank else "",
+            execution=ring_member.execution,
             warnings=(self.trouble,) if self.trouble else (),
         )
 

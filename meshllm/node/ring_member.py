@@ -115,6 +115,17 @@ class RingMember:
         return (self.runtime.entry or self.runtime.stage) if self.runtime else None
 
     @property
+    def execution(self) -> str:
+        """The execution mode of the model, or which layers are loaded in advance; may be empty."""
+        if self.rank:
+            return str(self.rank.runners[0].execution)
+        ahead = self.runtime.preloaded if self.runtime else None
+        rank = ahead.rank(self._machine.me) if ahead else None
+        if ahead is None or rank is None:
+            return ""
+        return f"layers {ahead.stages[rank].span} are loaded in advance"
+
+    @property
     def sessions(self) -> int:
         """The number of running sessions on this rank."""
         provided = self.provider.active if self.provider else 0

@@ -1,27 +1,35 @@
 """What a user sees of losses in the middle of an answer: `python -m tests.bench.chaos`.
 
 Three processes form a ring and a client asks a fourth one, which holds no layers. When the answer
-has so many tokens, the fault happens: a rank is killed (`kill -9`), stopped for two seconds
-(`SIGSTOP`, `SIGCONT`), or told to leave (`SIGTERM`). The table shows the longest pause between two
-tokens, how long the process took to leave, how many rows the other nodes computed again (a row in
-one layer counts 1), and whether the answer is that of the undisturbed ring, token for token. An
-answer that ends with an error, is too short, or repeats or drops a token that was shown fails the
-command. Other tokens behind the loss are counted, and do not fail it: another ring may round
-another way.
+has so many tokens, the fault happens to a rank. It is killed (`kill -9`), killed and started again
+at once, stopped (`SIGSTOP`, `SIGCONT`) for 1, 2, 5 or 20 s, or told to leave (`SIGTERM`). In
+network namespaces it is cut off both ways or one way, or with another node; all paths take 200 ms
+or lose 5 % of the packets; or the disk of its state is full. The table shows the longest pause
+between two tokens, how long the process took to leave, how many rows were computed again
+(a row in one layer counts 1), and whether the answer is that of the undisturbed ring, token for
+token. An answer that ends with an error, is too short, or repeats or drops a token that was shown
+fails the command. Other tokens behind the loss are counted, and do not fail it: another ring may
+round another way.
+
+With `--all-at-once MINUTES`, clients ask all the time while one fault follows the other, and every
+answer is compared with the undisturbed one; the memory of each node is shown before and after.
 """
 
 import json
+import random
 import shutil
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
+from threading import Event
 
 import httpx2
 import torch
@@ -29,15 +37,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshllm.api.unix import SOCKET
 from meshllm.model.files.source import resolve
+from tests.bench.nemesis import ENDS_PROCESS, IS_NEW, OF_NETWORKS, OF_PROCESSES, Ground, open_ground
 from tests.bench.report import Report, counts, parser_of
-from tests.processes.fleet import ALONE, Fleet, Node, open_fleet, until
+from tests.processes.fleet import ALONE, Node, Waited, open_fleet, until
 
 RANKS = ("attic", "bench", "cellar")
 INGRESS = "door"
 ROLES = ("entry", "middle", "last")
-FAULTS = ("kill", "stop", "leave")
-STOP_S = 2.0
 TIMEOUT_S = 120.0
+WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
+CLIENTS = 2
+TEXTS = 6  # different requests of the clients
+CALM_S = 5.0  # s at most between two faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +67,38 @@ class Outcome:
     left_s: float
     """Time that the process took to leave; 0 for other faults."""
     recomputed: int
-    """Rows that nodes other than the victim computed again, times layers."""
+    """Rows that were computed again, times layers, but not by a victim that has ended."""
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The nodes, and how they are asked."""
+
+    ground: Ground
+    model: str
+    temperature: float
+    tokens: int
+
+    @property
+    def ingress(self) -> Node:
+        """The node that is asked, which holds no layers."""
+        return self.ground.node(INGRESS)
+
+    def restart(self, name: str) -> None:
+        """Start a rank that has ended."""
+        self.ground.start(name, "--model", self.model, *ALONE)
+
+    def answer(self, seed: int) -> Iterator[list[int]]:
+        """Yield the new tokens of an answer."""
+        return ask(self.ingress, self.tokens, self.temperature, seed)
+
+    def rank(self, role: str) -> str:
+        """Return the name of the node with a role."""
+        names = {node["rank"]: node["name"] for node in self.ingress.status()["nodes"]}
+        name = names[ROLES.index(role)]
+        assert isinstance(name, str)
+        return name
 
 
 def random_model(folder: Path) -> Path:
@@ -101,67 +142,48 @@ def ask(node: Node, tokens: int, temperature: float, seed: int) -> Iterator[list
                 yield tokens
 
 
-def strike(node: Node, fault: str) -> float:
-    """Let the fault happen; return how long the process took to leave."""
-    began = time.monotonic()
-    match fault:
-        case "kill":
-            node.kill()
-        case "leave":
-            node.send(signal.SIGTERM)
-            if code := node.ended():
-                raise RuntimeError(f"{node.name} left with exit status {code}")
-            return time.monotonic() - began
-        case _:
-            node.send(signal.SIGSTOP)
-            time.sleep(STOP_S)
-            node.send(signal.SIGCONT)
-    return 0.0
-
-
 def recomputed(nodes: list[Node]) -> int:
     return sum(node.status()["sessions"]["recomputed"] for node in nodes)
 
 
 def disturb(
-    fleet: Fleet, model: str, fault: str, role: str, at: int, right: list[int], heat: float,
-    pool: Executor,
-) -> Outcome:  # fmt: skip
+    ring: Ring, fault: str, role: str, at: int, right: list[int], pool: Executor
+) -> Outcome:
     """Ask, let a fault happen after ``at`` tokens, and compare the answer."""
-    ingress = fleet.node(INGRESS)
-    names = {node["rank"]: node["name"] for node in ingress.status()["nodes"]}
-    victim = fleet.node(names[ROLES.index(role)])
-    others = [fleet.node(name) for name in RANKS if name != victim.name]
+    ground, victim = ring.ground, ring.rank(role)
+    others = [ground.node(name) for name in RANKS if name != victim or fault not in IS_NEW]
     before = recomputed(others)
     got: list[int] = []
     pause, last, error = 0.0, 0.0, ""
     striking: Future[float] | None = None
     left_s = 0.0
     try:
-        for tokens in ask(ingress, len(right), heat, at):
+        for tokens in ring.answer(at):
             now = time.monotonic()
             if striking:
                 pause = max(pause, now - last)
             got, last = got + tokens, now
             if striking is None and len(got) >= at:
-                striking = pool.submit(strike, victim, fault)
-        if striking:
-            left_s = striking.result()
+                striking = pool.submit(ground.strike, fault, victim, ring.restart)
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
+    if striking:
+        left_s = striking.result()
     rows = recomputed(others) - before
-    if fault != "stop":
-        victim.start("--model", model, *ALONE)
-    same = next(
-        (i for i, pair in enumerate(zip(got, right, strict=False)) if len(set(pair)) > 1), None
-    )
-    agreed = len(got) if same is None else same
-    return Outcome(fault, role, at, pause, agreed, len(got), left_s, rows, error)
+    if fault in ENDS_PROCESS:
+        ring.restart(victim)
+    return Outcome(fault, role, at, pause, agreed(got, right), len(got), left_s, rows, error)
 
 
-def whole(fleet: Fleet) -> None:
+def agreed(got: Sequence[int], right: Sequence[int]) -> int:
+    """Count the first tokens that are the right ones."""
+    pairs = enumerate(zip(got, right, strict=False))
+    return next((at for at, pair in pairs if len(set(pair)) > 1), min(len(got), len(right)))
+
+
+def whole(ring: Ring) -> None:
     """Wait until the ring of three is whole and its ingress knows it."""
-    nodes = [fleet.node(name) for name in (*RANKS, INGRESS)]
+    nodes = [ring.ground.node(name) for name in (*RANKS, INGRESS)]
 
     def is_whole() -> bool:
         rings = [status["ring"] for node in nodes if (status := node.status())]
@@ -169,48 +191,34 @@ def whole(fleet: Fleet) -> None:
             ring["state"] == "serving" and len(ring["stages"]) == len(RANKS) for ring in rings
         )
 
-    until(is_whole, fleet.told)
+    for left in reversed(range(WHOLE_TRIES)):
+        try:
+            until(is_whole, ring.ground.fleet.told)
+        except Waited:
+            if not left:
+                raise
+        else:
+            return
 
 
-def main() -> None:
-    """Print the table."""
-    parser = parser_of("chaos", __doc__)
-    parser.add_argument("--times", type=int, default=3, metavar="N")
-    parser.add_argument("--at", type=counts, default=(15, 60, 280), metavar="N,...")
-    parser.add_argument("--tokens", type=int, default=320, metavar="N")
-    parser.add_argument("--fault", choices=FAULTS, action="append")
-    parser.add_argument("--temperature", type=float, default=0.9)
-    parser.add_argument("--embedded", action="store_true", help="use the model inside")
-    options = parser.parse_args()
-    report, outcomes, heat = Report(options), list[Outcome](), options.temperature
+def table(ring: Ring, faults: Sequence[str], options: Namespace, report: Report) -> list[Outcome]:
+    """Let each fault happen to each rank by itself."""
+    outcomes = list[Outcome]()
     report.say(
         "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |"
         " left after, s | rows again |",
         "|---|---|---|---|---|---|---|---|---|---|",
     )
-    with ThreadPoolExecutor(1) as pool, open_fleet() as fleet:
-        (fleet.folder / "model").mkdir()
-        model = "builtin" if options.embedded else str(random_model(fleet.folder / "model"))
-        ticket = fleet.found(RANKS[0])
-        common = ("--join", ticket, "--model", model, *ALONE)
-        for name in RANKS:
-            fleet.node(name).start(*common, "--members", str(len(RANKS)))
-        ingress = fleet.node(INGRESS)
-        ingress.start(*common, "--exclude", INGRESS)
-        whole(fleet)
-        for fault in options.fault or FAULTS:
-            for at in options.at:
-                for role in ROLES:
-                    rows = []
-                    right = [*chain.from_iterable(ask(ingress, options.tokens, heat, at))]
-                    for _ in range(options.times):
-                        rows.append(disturb(fleet, model, fault, role, at, right, heat, pool))
-                        whole(fleet)
-                    outcomes += rows
-                    report.say(line(rows, len(right)))
-    report.write(outcomes)
-    wrong = [it for it in outcomes if it.error or it.same < it.at]
-    sys.exit("\n".join(map(str, wrong)) or 0)
+    with ThreadPoolExecutor(1) as pool:
+        for fault, at, role in product(faults, options.at, options.role or ROLES):
+            rows = []
+            right = [*chain.from_iterable(ring.answer(at))]
+            for _ in range(options.times):
+                rows.append(disturb(ring, fault, role, at, right, pool))
+                whole(ring)
+            outcomes += rows
+            report.say(line(rows, len(right)))
+    return outcomes
 
 
 def line(rows: list[Outcome], length: int) -> str:
@@ -221,6 +229,132 @@ def line(rows: list[Outcome], length: int) -> str:
     seconds = statistics.median(pauses), max(pauses), max(row.left_s for row in rows)
     cells += [*(f"{it:.2f}" for it in seconds), max(row.recomputed for row in rows)]
     return f"| {' | '.join(map(str, cells))} |"
+
+
+@dataclass(slots=True)
+class Asking:
+    """What clients asked while faults happened."""
+
+    right: dict[int, list[int]]
+    """The undisturbed answers, by the seed."""
+    stop: Event = field(default_factory=Event)
+    pauses: list[float] = field(default_factory=list)
+    """The longest of each answer."""
+    wrong: list[str] = field(default_factory=list)
+    """Answers that failed, or have other tokens."""
+
+    def run(self, ring: Ring, draw: random.Random) -> None:
+        """Ask until stopped."""
+        while not self.stop.is_set():
+            self._ask(ring, draw.choice(sorted(self.right)))
+
+    def _ask(self, ring: Ring, seed: int) -> None:
+        got, pause, last, right = list[int](), 0.0, time.monotonic(), self.right[seed]
+        try:
+            for tokens in ring.answer(seed):
+                now = time.monotonic()
+                got, pause, last = got + tokens, max(pause, now - last), now
+        except (RuntimeError, httpx2.HTTPError) as error:
+            self.wrong.append(f"{seed}, {len(got)} tokens: {error or type(error).__name__}")
+        else:
+            if got != right:
+                self.wrong.append(f"{seed} differs from token {agreed(got, right)} on")
+        self.pauses.append(pause)
+
+
+def all_at_once(
+    ring: Ring, faults: Sequence[str], minutes: float, seed: int, report: Report
+) -> list[str]:
+    """Ask all the time while faults follow each other; return what went wrong."""
+    asking = Asking({each: [*chain.from_iterable(ring.answer(each))] for each in range(TEXTS)})
+    before, struck, draw = memory(ring), Counter[str](), random.Random(seed)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [
+            pool.submit(asking.run, ring, random.Random(f"{seed} {number}"))
+            for number in range(CLIENTS)
+        ]
+        until_s = time.monotonic() + 60 * minutes
+        try:
+            while time.monotonic() < until_s:
+                fault, victim = draw.choice(faults), draw.choice(RANKS)
+                struck[fault] += 1
+                ring.ground.strike(fault, victim, ring.restart)
+                time.sleep(draw.uniform(0, CALM_S))
+                if fault in ENDS_PROCESS:
+                    ring.restart(victim)
+                whole(ring)
+        finally:
+            asking.stop.set()
+        for each in clients:
+            each.result()
+    pauses, wrong = asking.pauses, asking.wrong
+    worst = f"{statistics.median(pauses):.2f} s p50, {max(pauses):.2f} s at most"
+    report.say(f"{len(pauses)} answers, {len(wrong)} wrong or failed; longest pauses {worst}")
+    report.say(f"faults: {', '.join(f'{count} {fault}' for fault, count in struck.items())}")
+    for name, now in memory(ring).items():
+        share = now / before[name] - 1
+        report.say(f"{name}: {before[name] >> 20} MiB, then {now >> 20} ({share:+.0%})")
+    return wrong
+
+
+def memory(ring: Ring) -> dict[str, int]:
+    """Return the resident bytes of each node."""
+    found = {}
+    for name in (*RANKS, INGRESS):
+        process = ring.ground.node(name).process
+        assert process is not None
+        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
+        (kib,) = [line.split()[1] for line in lines if line.startswith("VmRSS:")]
+        found[name] = int(kib) << 10
+    return found
+
+
+@contextmanager
+def open_ring(options: Namespace) -> Iterator[Ring]:
+    """Start the nodes; yield the ring once it is whole."""
+    with open_fleet() as fleet, open_ground(fleet, (*RANKS, INGRESS)) as ground:
+        (fleet.folder / "model").mkdir()
+        model = "builtin" if options.embedded else str(random_model(fleet.folder / "model"))
+        ground.node(RANKS[0])  # at its address, for the ticket
+        ticket = fleet.found(RANKS[0])
+        common = ("--join", ticket, "--model", model, *ALONE)
+        for name in RANKS:
+            ground.start(name, *common, "--members", str(len(RANKS)))
+        ground.start(INGRESS, *common, "--exclude", INGRESS)
+        ring = Ring(ground, model, options.temperature, options.tokens)
+        whole(ring)
+        yield ring
+
+
+def main() -> None:
+    """Print the table, or what the faults did all at once."""
+    parser = parser_of("chaos", __doc__)
+    parser.add_argument("--times", type=int, default=3, metavar="N")
+    parser.add_argument("--at", type=counts, default=(15, 60, 280), metavar="N,...")
+    parser.add_argument("--tokens", type=int, default=320, metavar="N")
+    parser.add_argument("--fault", choices=(*OF_PROCESSES, *OF_NETWORKS), action="append")
+    parser.add_argument("--role", choices=ROLES, action="append")
+    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--embedded", action="store_true", help="use the model inside")
+    parser.add_argument("--all-at-once", type=float, metavar="MINUTES")
+    parser.add_argument("--seed", type=int, default=0, help="of what happens all at once")
+    options = parser.parse_args()
+    report = Report(options)
+    with open_ring(options) as ring:
+        if lacks := ring.ground.lacks:
+            report.say(f"no faults of the network: {lacks}")
+        faults = [
+            each for each in options.fault or ring.ground.faults if each in ring.ground.faults
+        ]
+        if not faults:
+            parser.error("none of these faults can happen here")
+        if options.all_at_once:
+            wrong = all_at_once(ring, faults, options.all_at_once, options.seed, report)
+        else:
+            outcomes = table(ring, faults, options, report)
+            report.write(outcomes)
+            wrong = [str(it) for it in outcomes if it.error or it.same < it.at]
+    sys.exit("\n".join(wrong) or 0)
 
 
 if __name__ == "__main__":

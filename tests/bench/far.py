@@ -8,13 +8,13 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import Self
+from typing import Protocol, Self
 
 from tests.bench.ends import Ground, Opener, round_trips
 from tests.plugins.quic.shaper import Shaper, can_shape, open_device
@@ -59,9 +59,17 @@ def reason() -> str:
     return can_make_namespaces() or can_shape()
 
 
+class Change(Protocol):
+    """Changes the shape of a network."""
+
+    def __call__(self, line: Line, cuts: Iterable[tuple[Space, Space]] = ()) -> None:
+        """Treat packets so, and drop those from one to the other of each pair of ``cuts``."""
+        ...
+
+
 @contextmanager
-def changing(spaces: Sequence[Space]) -> Iterator[Callable[[Line], None]]:
-    """Connect namespaces by a shaped network; yield a function that changes its shape.
+def changing(spaces: Sequence[Space]) -> Iterator[Change]:
+    """Connect namespaces by a shaped network; yield what changes its shape.
 
     Raises:
         EOFError: the shaping process failed; its reason is on stderr.
@@ -72,8 +80,9 @@ def changing(spaces: Sequence[Space]) -> Iterator[Callable[[Line], None]]:
     process.start()
     theirs.close()
 
-    def change(line: Line) -> None:
-        ours.send(line)
+    def change(line: Line, cuts: Iterable[tuple[Space, Space]] = ()) -> None:
+        pairs = [(socket.inet_aton(one.host), socket.inet_aton(other.host)) for one, other in cuts]
+        ours.send((line, frozenset(pairs)))
         ours.recv()
 
     try:
@@ -92,7 +101,7 @@ def _shape(pipe: Connection, spaces: Sequence[Space]) -> None:
 
     def obey() -> None:
         while True:
-            shaper.line = pipe.recv()
+            shaper.line, shaper.cuts = pipe.recv()
             pipe.send(True)
 
     Thread(target=obey, daemon=True).start()

@@ -1,6 +1,7 @@
 """Whole nodes in one process: they connect, form a ring, serve, join and leave."""
 
 import asyncio
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -157,6 +158,8 @@ async def test_a_standby_takes_over_layers_that_it_loaded_in_advance(
     assert runtime is not None
     await until(lambda: runtime.preloaded is not None, standby)
     assert runtime.preloaded is not None
+    (about,) = [each.execution for each in control_of(standby).status().nodes if each.is_self]
+    assert re.fullmatch(r"layers \d+:\d+ are loaded in advance", about)
     (stays,) = [stage.node for stage in runtime.preloaded.stages if stage.node != standby.me]
     (lost,) = nodes.keys() - {stays, standby.me}
     builders.clear()

@@ -48,6 +48,8 @@ class Shaper:
     line: Line
     seed: int = 0
     dropped: int = 0
+    cuts: frozenset[tuple[bytes, bytes]] = frozenset()
+    """Pairs of addresses from one to the other of which nothing passes."""
     _wires: dict[tuple[int, int], Wire] = field(default_factory=dict)
     _under_way: list[tuple[float, int, int, bytes]] = field(default_factory=list)
     _orders: Iterator[int] = field(default_factory=count)
@@ -71,6 +73,9 @@ class Shaper:
         """Schedule a packet; those that are not IPv4, or have no destination here, are dropped."""
         receiver = self.devices.get(packet[16:20])
         if receiver is None or packet[0] >> 4 != 4:
+            return
+        if (packet[12:16], packet[16:20]) in self.cuts:
+            self.dropped += 1
             return
         pair = sender, receiver
         wire = self._wires.get(pair) or Wire(Random(f"{self.seed}/{pair}"))

@@ -84,8 +84,8 @@ def test_a_shaper_that_cannot_start_is_an_error(spaces: list[Space]) -> None:
         pytest.fail("it began")
 
 
-def packet(to: str, text: bytes = b"", first: int = 0x45) -> bytes:
-    return bytes([first]) + bytes(15) + socket.inet_aton(to) + text
+def packet(to: str, text: bytes = b"", first: int = 0x45, by: str = "0.0.0.0") -> bytes:
+    return bytes([first]) + bytes(11) + socket.inet_aton(by) + socket.inet_aton(to) + text
 
 
 @pytest.fixture
@@ -121,6 +121,18 @@ def test_packets_without_destination_or_not_ipv4_are_dropped(pipe: tuple[int, in
 
     assert shaper.next_at is None
     assert shaper.dropped == 0
+
+
+def test_a_cut_drops_what_goes_one_way(pipe: tuple[int, int]) -> None:
+    one, other = socket.inet_aton("10.9.0.1"), socket.inet_aton("10.9.0.2")
+    shaper = Shaper({one: pipe[1], other: pipe[1]}, Line(delay_s=1.0))
+    shaper.cuts = frozenset({(one, other)})
+
+    shaper.take(99, packet("10.9.0.2", by="10.9.0.1"), now=1.0)
+    assert (shaper.dropped, shaper.next_at) == (1, None)
+
+    shaper.take(99, packet("10.9.0.1", by="10.9.0.2"), now=1.0)
+    assert (shaper.dropped, shaper.next_at) == (1, 2.0)
 
 
 def test_losses_are_counted_and_a_full_device_drops(pipe: tuple[int, int]) -> None:

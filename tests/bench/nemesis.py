@@ -1,0 +1,169 @@
+"""Faults of real processes, in network namespaces where this machine allows them.
+
+In namespaces every node has an address of its own on a shaped network, and its state folder is a
+small disk, so that paths can be cut, delayed and made to lose packets, and the disk can be full.
+Elsewhere the nodes listen on loopback, and only faults of processes can be made.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from tests.bench.far import Change, changing
+from tests.plugins.quic.shaper import can_shape
+from tests.processes.fleet import Fleet, Node
+from tests.processes.namespaces import Space, new_spaces, open_spaces, run
+from tests.simulation.wires import Line
+
+PORT = 7700
+STATE_BYTES = "4m"
+NETWORK_S = 8.0  # s of a fault of the network
+DISK_S = 5.0
+CALM = Line()
+SLOW = Line(delay_s=0.2)
+LOSSY = Line(loss=0.05)
+STOPS_S = {"stop 1": 1.0, "stop": 2.0, "stop 5": 5.0, "stop 20": 20.0}
+OF_PROCESSES = ("kill", "restart", *STOPS_S, "leave")
+OF_NETWORKS = ("cut", "one way", "partition", "delay", "drop", "disk")
+ENDS_PROCESS = frozenset({"kill", "leave"})
+"""After these faults the victim is not running."""
+IS_NEW = ENDS_PROCESS | {"restart"}
+"""After these, what it has counted is gone."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where nodes run, and what may happen to them there."""
+
+    fleet: Fleet
+    spaces: dict[str, Space]
+    """By the name of the node; none on loopback."""
+    change: Change | None = None
+    lacks: str = ""
+    """Why there are no namespaces."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """The faults that can be made."""
+        return (*OF_PROCESSES, *(OF_NETWORKS if self.spaces else ()))
+
+    def node(self, name: str) -> Node:
+        """Return a node at its address."""
+        space = self.spaces.get(name)
+        return self.fleet.node(name, f"{space.host}:{PORT}" if space else None)
+
+    def start(self, name: str, *options: str) -> None:
+        """Start a node, in its namespace if it has one."""
+        space = self.spaces.get(name)
+        self.node(name).start(*options, within=tuple(space.command()) if space else ())
+
+    def strike(self, fault: str, victim: str, restart: Callable[[str], None]) -> float:
+        """Let a fault happen, to its end; return how long the process took to leave.
+
+        ``restart`` starts the victim again.
+        """
+        node = self.node(victim)
+        if fault in STOPS_S:
+            node.send(signal.SIGSTOP)
+            time.sleep(STOPS_S[fault])
+            node.send(signal.SIGCONT)
+        elif fault == "leave":
+            return _left(node)
+        elif fault == "disk":
+            self._fill(node)
+        elif fault in OF_NETWORKS:
+            self._disturb(fault, victim)
+        else:
+            node.kill()
+            if fault == "restart":
+                restart(victim)
+        return 0.0
+
+    def _disturb(self, fault: str, victim: str) -> None:
+        assert self.change is not None  # else the fault is not offered
+        line = {"delay": SLOW, "drop": LOSSY}.get(fault, CALM)
+        self.change(line, self._cuts(fault, victim))
+        time.sleep(NETWORK_S)
+        self.change(CALM)
+
+    def _cuts(self, fault: str, victim: str) -> list[tuple[Space, Space]]:
+        """Return the paths that a fault cuts: those of the victim, or of it and another node."""
+        names = sorted(self.spaces)
+        near = {victim}
+        if fault == "partition":
+            near.add(names[names.index(victim) - 1])
+        away = [
+            (self.spaces[one], self.spaces[other])
+            for one in near
+            for other in names
+            if other not in near
+        ]
+        match fault:
+            case "one way":
+                return away
+            case "cut" | "partition":
+                return [*away, *((other, one) for one, other in away)]
+            case _:
+                return []
+
+    def _fill(self, node: Node) -> None:
+        """Fill the disk of a node for a while."""
+        ballast = node.state / "ballast"
+        try:
+            with ballast.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            time.sleep(DISK_S)
+        finally:
+            ballast.unlink()
+
+
+def _left(node: Node) -> float:
+    began = time.monotonic()
+    node.send(signal.SIGTERM)
+    if code := node.ended():
+        raise RuntimeError(f"{node.name} left with exit status {code}")
+    return time.monotonic() - began
+
+
+@contextmanager
+def open_ground(fleet: Fleet, names: Sequence[str]) -> Iterator[Ground]:
+    """Make a place for nodes of these names."""
+    with ExitStack() as stack:
+        try:
+            ground = _spacious(fleet, names, stack)
+        except _Lacking as error:
+            ground = Ground(fleet, {}, lacks=str(error))
+        yield ground
+
+
+class _Lacking(Exception):
+    """This machine has no namespaces."""
+
+
+def _spacious(fleet: Fleet, names: Sequence[str], stack: ExitStack) -> Ground:
+    missing = [tool for tool in ("ip", "mount") if shutil.which(tool) is None]
+    if why := f"`{missing[0]}` is not installed" if missing else can_shape():
+        raise _Lacking(why)
+    if os.geteuid():
+        raise _Lacking("namespaces need root")
+    spaces = new_spaces(len(names))
+    try:
+        stack.enter_context(open_spaces(*spaces))
+        change = stack.enter_context(changing(spaces))
+        change(CALM)
+        ground = Ground(fleet, dict(zip(names, spaces, strict=True)), change)
+        for name in names:
+            state = ground.node(name).state
+            state.mkdir(mode=0o700)
+            run("mount", "-t", "tmpfs", "-o", f"size={STATE_BYTES},mode=0700", "tmpfs", str(state))
+            stack.callback(run, "umount", "-l", str(state))
+    except (subprocess.CalledProcessError, EOFError, OSError) as error:
+        raise _Lacking(getattr(error, "stderr", "") or str(error)) from None
+    return ground
