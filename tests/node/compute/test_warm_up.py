@@ -68,6 +68,31 @@ async def test_all_runners_run_all_of_their_steps() -> None:
     assert [each.done for each in runners] == [3, 0, 5]
 
 
+@pytest.mark.parametrize(
+    ("age_s", "core_s", "pause"), [(0.0, 5.0, 0.0), (59.9, 5.0, 0.0), (60.0, 0.5, 30.0)]
+)
+def test_after_the_first_minute_steps_take_a_core_second_per_minute(
+    age_s: float, core_s: float, pause: float
+) -> None:
+    assert warm_up.pause_s(age_s, core_s) == pytest.approx(pause)
+
+
+async def test_each_step_is_followed_by_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+
+    def pause_s(age_s: float, core_s: float) -> float:
+        assert age_s >= 0
+        pauses.append(core_s)
+        return 0.0
+
+    monkeypatch.setattr(warm_up, "pause_s", pause_s)
+    async with begin(FakeRunner(3), FakeRunner(2)) as (whole, _):
+        await whole.run()
+
+    assert len(pauses) == 5
+    assert min(pauses) >= 0
+
+
 async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, gate = FakeRunner(3), Event()
 
