@@ -730,7 +730,10 @@ class MeshNode:
         self._publish(profile=self._profile)
 
     async def _survey(self) -> None:
-        """Publish which models of the mesh this node has, whenever it serves others."""
+        """Publish which models of the mesh this node may hold, whenever it serves others.
+
+        Without `--model` these are all: it fetches what it does not have.
+        """
         known: tuple[ModelKey, ...] = ()
         async with aclosing(self.ring_member.changes()) as changes:
             async for _ in changes:
@@ -741,7 +744,8 @@ class MeshNode:
                 if keys == known or not (self._profile.models or len(groups_of(charter)) > 1):
                     continue
                 known = keys
-                held = await self._preparation.held(charter.served)
+                is_free = self._options.model is None
+                held = keys if is_free else await self._preparation.held(charter.served)
                 models = tuple(each for each in held if each not in self._unable)
                 if not self._profile.memory_bytes:
                     self._profile = await self._preparation.room(self._profile)

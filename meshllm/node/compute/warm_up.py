@@ -27,7 +27,7 @@ CORE_S_PER_S = 1 / 60
 logger = logging.getLogger(__name__)
 
 
-class Spent(NamedTuple):
+class WarmUpCost(NamedTuple):
     """What a step took."""
 
     core_s: float
@@ -61,9 +61,9 @@ def pause_s(age_s: float, core_s: float) -> float:
     return 0.0 if age_s < FREE_S else core_s / CORE_S_PER_S
 
 
-def _step(steps: Iterator[None]) -> Spent | None:
+def _step(steps: Iterator[None]) -> WarmUpCost | None:
     """Run the next step; return what it took, or None if there are no more."""
     begin = time.thread_time()
     if next(steps, steps) is steps:
         return None
-    return Spent((time.thread_time() - begin) * torch.get_num_threads())
+    return WarmUpCost((time.thread_time() - begin) * torch.get_num_threads())
