@@ -63,7 +63,7 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
     assert record.decode(b"\x02" + record.encode()[1:] + b"later") == record
 
     with pytest.raises(PeerFault):
-        record.decode(record.encode()[:-2])
+        record.decode(record.encode()[:10])
 
 
 @pytest.mark.parametrize("missing", [2, 3, 5], ids=["group", "offers", "faulty nodes"])
@@ -73,10 +73,11 @@ def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) 
     assert StateRecord.decode(state.encode()[:-missing]) == state
 
 
-def test_a_profile_of_an_earlier_version_names_no_models() -> None:
+@pytest.mark.parametrize("missing", [1, 3, 5], ids=["exact", "revoked keys", "models"])
+def test_a_profile_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     profile = Profile("desk", "1", (), 9, machine=bytes(16))
 
-    assert Profile.decode(profile.encode()[:-2]) == profile
+    assert Profile.decode(profile.encode()[:-missing]) == profile
 
 
 def test_a_group_and_models_are_bounded() -> None:
