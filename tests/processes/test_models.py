@@ -61,6 +61,8 @@ def test_a_mesh_serves_replicas_and_another_model_and_any_node_may_die(
     fleet.node(NAMES[0]).start(*models, "--replicas", "2")
     for name in NAMES[1:]:
         fleet.node(name).start(*models, "--join", ticket)
+    for node in fleet.nodes.values():
+        until(node.is_up, fleet.told)
     door = fleet.node(NAMES[1])
     serve(fleet, {"builtin 0", "builtin 1"})
     answer = ask(door, PROMPT)

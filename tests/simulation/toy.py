@@ -24,6 +24,7 @@ from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.chat_style import ChatStyle
 from meshllm.model.text.tokenizer import Text
+from meshllm.model.text.tool_format import Function
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, ModelKey, Quant, Span
 from meshllm.node.compute.worker import Worker
@@ -34,7 +35,7 @@ from meshllm.node.ring.span_loader import RankPart, SpanLoader
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
-from meshllm.request import Request
+from meshllm.request import Request, Turn
 
 LAYERS = 4
 VOCABULARY = 32
@@ -181,6 +182,15 @@ class ToyText(Text):
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % VOCABULARY for letter in text]
+
+    def encode_chat(
+        self,
+        turns: Sequence[Turn],
+        functions: Sequence[Function] = (),
+        thinks: bool | None = None,
+        effort: str | None = None,
+    ) -> list[int]:
+        return self.encode("".join(turn["content"] for turn in turns))
 
     def _decode(self, tokens: list[int]) -> str:
         return "".join(chr(ord("@") + token) for token in tokens)

@@ -8,7 +8,7 @@ each line the other way until the answer or an error, and a `CancelRequest` if t
 before that. A client sends its request to any node, which is then the ingress. Only the entry
 serves the `Generate` of a node, so no request is forwarded in a circle.
 
-An ingress has at most `MAX_FORWARDED` requests at the entry. Further ones wait their turn here, in
+An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait their turn here, in
 the order of arrival, and when `MAX_WAITING` wait, the next is refused.
 
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses. An
@@ -210,7 +210,7 @@ class RequestRouter:
         self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
         self._of_clients: set[asyncio.Task[None]] = set()
         self._jobs = asyncio.TaskGroup()
-        self._slots = asyncio.Semaphore(MAX_FORWARDED)
+        self._slots: dict[NodeId, asyncio.Semaphore] = {}
         self._waiting = 0  # for a slot
         self.counts = Counts()
 
@@ -319,7 +319,7 @@ class RequestRouter:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)
             else:
-                await stack.enter_async_context(self._slot())
+                await stack.enter_async_context(self._slot(node))
                 events = self._remote.generate(node, request)
             yield await stack.enter_async_context(aclosing(events))
 
@@ -372,8 +372,10 @@ class RequestRouter:
         entry = await self._entry(request, wait_s, failed)
         async with AsyncExitStack() as stack:
             if entry != self._me:
-                await stack.enter_async_context(self._slot())
-                entry = await self._entry(request, wait_s, failed)  # it may have changed
+                await stack.enter_async_context(self._slot(entry))
+                entries = await self._entries(request.model, wait_s)
+                if entry not in entries:  # it has changed
+                    entry = self._choose_entry(entries, request, failed)
             if not (self._asks_ingress or _is_trusted(entry, request)):
                 raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
             stack.enter_context(self._replicas.asking(entry, failed))
@@ -385,13 +387,14 @@ class RequestRouter:
             yield await stack.enter_async_context(aclosing(events))
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """Wait for a turn at the entry, and hold it inside the context.
+    async def _slot(self, node: NodeId) -> AsyncIterator[None]:
+        """Wait for a turn at another node, and hold it inside the context.
 
         Raises:
             Busy: too many wait already.
         """
-        if self._slots.locked() and self._waiting >= MAX_WAITING:
+        slots = self._slots.setdefault(node, asyncio.Semaphore(MAX_FORWARDED))
+        if slots.locked() and self._waiting >= MAX_WAITING:
             raise Busy(
                 f"The queue is full: {MAX_FORWARDED} requests of this node are in progress"
                 f" and {self._waiting} are waiting",
@@ -399,17 +402,21 @@ class RequestRouter:
             )
         self._waiting += 1
         try:
-            await self._slots.acquire()
+            await slots.acquire()
         finally:
             self._waiting -= 1
         try:
             yield
         finally:
-            self._slots.release()
+            slots.release()
 
     async def _entry(self, request: Request, wait_s: float, failed: Sequence[NodeId]) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
-        entries = await self._entries(request.model, wait_s)
+        return self._choose_entry(await self._entries(request.model, wait_s), request, failed)
+
+    def _choose_entry(
+        self, entries: Sequence[NodeId], request: Request, failed: Sequence[NodeId]
+    ) -> NodeId:
         trusted = [entry for entry in entries if _is_trusted(entry, request)]
         return self._replicas.choose(trusted or entries, request, failed)
 

@@ -59,8 +59,12 @@ def test_a_ring_that_is_busier_by_a_margin_is_passed_over() -> None:
         second = choice.choose(RINGS, request)
         assert second != first
         assert choice.choose((first,), request) == first
-        stack.enter_context(choice.asking(second, []))
-        assert choice.choose(RINGS, request) == first
+        for _ in range(MARGIN):
+            stack.enter_context(choice.asking(second, []))
+        (third,) = {*RINGS} - {first, second}
+        assert choice.choose(RINGS, request) == third
+        stack.enter_context(choice.asking(third, []))
+        assert choice.choose(RINGS, request) == first  # busier by less than the margin
     assert choice.choose(RINGS, request) == first
 
 

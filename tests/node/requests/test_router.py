@@ -1037,7 +1037,7 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
     world.run(story)
 
     asked = sorted(len(world.rings[entry].asked) for entry in TWINS["fox"])
-    assert asked in ([4, 6], [5, 5], [3, 7])  # alike beginnings, but for the margin
+    assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
 
 
 def test_a_prompt_goes_to_a_replica_with_a_trusted_entry(world: World) -> None:
