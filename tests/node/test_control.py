@@ -484,8 +484,11 @@ async def test_a_model_is_exact_if_the_whole_ring_is(
     assert owned.view.charter
     first, *rest = (stage.node for stage in plan.stages)
     exact = {first: True, **dict.fromkeys(rest, others)}
+    quantised = replace(owned.view.charter, quant=quant)
+    (ring,) = owned.view.rings
     owned.see(
-        charter=replace(owned.view.charter, quant=quant),
+        charter=quantised,
+        rings=(replace(ring, group=replace(ring.group, charter=quantised)),),
         profiles={
             node: replace(each, is_exact=exact.get(node, False))
             for node, each in owned.view.profiles.items()
