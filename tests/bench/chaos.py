@@ -11,8 +11,9 @@ token. An answer that ends with an error, is too short, or repeats or drops a to
 fails the command. Other tokens behind the loss are counted, and do not fail it: another ring may
 round another way.
 
-With `--all-at-once MINUTES`, clients ask all the time while one fault follows the other, and every
-answer is compared with the undisturbed one; the memory of each node is shown before and after.
+With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
+answer is compared with the undisturbed one; the memory of each node is shown before and after. They
+rest until the ring is whole again: its plan takes a node back only while nobody asks.
 """
 
 import json
@@ -48,7 +49,8 @@ TIMEOUT_S = 120.0
 WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
 CLIENTS = 2
 TEXTS = 6  # different requests of the clients
-CALM_S = 5.0  # s at most between two faults
+CALM_S = 5.0  # s at most from the first request to a fault, and from its end to the last one
+REST_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,8 @@ class Asking:
     right: dict[int, list[int]]
     """The undisturbed answers, by the seed."""
     stop: Event = field(default_factory=Event)
+    goes_on: Event = field(default_factory=Event)
+    """Unset, the clients ask nothing new."""
     pauses: list[float] = field(default_factory=list)
     """The longest of each answer."""
     wrong: list[str] = field(default_factory=list)
@@ -246,7 +250,8 @@ class Asking:
     def run(self, ring: Ring, draw: random.Random) -> None:
         """Ask until stopped."""
         while not self.stop.is_set():
-            self._ask(ring, draw.choice(sorted(self.right)))
+            if self.goes_on.wait(REST_S):
+                self._ask(ring, draw.choice(sorted(self.right)))
 
     def _ask(self, ring: Ring, seed: int) -> None:
         got, pause, last, right = list[int](), 0.0, time.monotonic(), self.right[seed]
@@ -277,11 +282,14 @@ def all_at_once(
         try:
             while time.monotonic() < until_s:
                 fault, victim = draw.choice(faults), draw.choice(RANKS)
+                asking.goes_on.set()
+                time.sleep(draw.uniform(0, CALM_S))
                 struck[fault] += 1
                 ring.ground.strike(fault, victim, ring.restart)
                 time.sleep(draw.uniform(0, CALM_S))
                 if fault in ENDS_PROCESS:
                     ring.restart(victim)
+                asking.goes_on.clear()
                 whole(ring)
         finally:
             asking.stop.set()
