@@ -7,7 +7,8 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -62,7 +63,11 @@ _BYTES = _letters()
 
 
 class Text:
-    """The tokenizer and chat template of one model; not thread-safe."""
+    """The tokenizer and chat template of one model.
+
+    Not thread-safe, but for `encode_chat`, which one other thread may call: `chats`. It has a copy
+    of the tokenizer, so that a template that takes long keeps nobody else waiting.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,9 @@ class Text:
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
         self._tokenizer = tokenizer
+        self.chats = ThreadPoolExecutor(1, "chats")
+        """The thread that applies the chat template."""
+        self._of_chats: Any = None  # copied from the tokenizer by the first chat
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -146,24 +154,22 @@ class Text:
         for turn in turns:
             _check_unicode(turn["content"])
         messages = self.style.messages(turns, functions)
-        if not self._tokenizer.chat_template:
-            return self.encode(_plain(messages))
+        if self._of_chats is None:
+            self._of_chats = deepcopy(self._tokenizer)
+        tokenizer = self._of_chats
+        if not tokenizer.chat_template:
+            return list(tokenizer(_plain(messages))["input_ids"])
         options = self.style.options(functions, thinks, effort)
         try:
-            return run_within(CHAT_S, partial(self._apply_template, messages, options))
+            return run_within(CHAT_S, partial(_apply_template, tokenizer, messages, options))
         except DeadlineExceeded:
+            self._of_chats = None  # a thread inside C code may still use it
             raise ModelError(f"The model's chat template did not end within {CHAT_S:g} s") from None
         except _REFUSALS as error:
             raise UserError(
                 f"The model's chat template rejects this chat: {error}",
                 hint="alternate turns between user and assistant, or use `--raw`",
             ) from error
-
-    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        encoding = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, sanitize_control_tokens=True, **options
-        )
-        return list(encoding["input_ids"])
 
     def serialise(self) -> str:
         """Return the tokenizer in the JSON of the tokenizers library.
@@ -267,6 +273,15 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"The text is not valid Unicode at character {error.start}") from None
+
+
+def _apply_template(
+    tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> list[int]:
+    encoding = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, sanitize_control_tokens=True, **options
+    )
+    return list(encoding["input_ids"])
 
 
 def _templates(tokenizer: Any) -> list[str]:

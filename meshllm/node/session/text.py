@@ -20,7 +20,7 @@ from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
 from meshllm.names import NodeId
 from meshllm.node.compute.gauge import GenerationTimes
-from meshllm.node.compute.worker import Worker
+from meshllm.node.compute.worker import Worker, as_exception
 from meshllm.node.requests.request_json import LINE_TOKENS
 from meshllm.node.session.embedding import embed
 from meshllm.node.session.entry import EntryNode
@@ -72,11 +72,7 @@ class RingBackend:
         validate(request.sampling)
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
-        # Megabytes of text take seconds.
-        functions = _functions(request)
-        prompt, stream, parser, reasoning = await self.worker.run(
-            _prepare, text, request, functions
-        )
+        prompt, (stream, parser, reasoning) = await self._begin(request)
         _check_room(request, prompt, self.entry.context)
         for reported in _reported(prompt) if request.reports_prompt else ():
             yield reported
@@ -132,16 +128,32 @@ class RingBackend:
         )
         yield written.complete(answer)
 
+    async def _begin(self, request: Request) -> "tuple[tuple[int, ...], _Prepared]":
+        """Tokenize the prompt, and prepare what reads the answer."""
+        functions = _functions(request)
+        prompt = await self._prompt(request, functions)
+        return prompt, await self.worker.run(_prepare, self.text, request, prompt, functions)
+
+    async def _prompt(self, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
+        """Tokenize the prompt, off the event loop: megabytes take seconds.
+
+        A chat is laid out by code of the model, its template, in a thread of its own.
+        """
+        if not request.turns or request.ids or request.raw is not None:
+            return await self.worker.run(_encode, self.text, request)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self.text.chats, _encode_chat, self.text, request, functions
+        )
+
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
         """Embed the prompt of a request."""
         if request.turns:
             raise WrongField("turns", "A chat has no embedding", hint="embed a text")
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
-        prompt = await self.worker.run(_encode, self.text, request, ())
-        embedding = embed(
-            self.entry, self.text.pooling, tuple(prompt), request.dimensions, self.asker
-        )
+        prompt = await self._prompt(request, ())
+        embedding = embed(self.entry, self.text.pooling, prompt, request.dimensions, self.asker)
         async with aclosing(embedding) as events:
             async for event in events:
                 yield event
@@ -345,17 +357,17 @@ class _Reasoning(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """The prompt of a request, and what reads its answer."""
+    """What reads the answer to a request."""
 
-    prompt: tuple[int, ...]
     stream: TextStream
     parser: AnswerParser
     reasoning: _Reasoning | None
 
 
-def _prepare(text: Text, request: Request, functions: Sequence[Function]) -> _Prepared:
-    """Tokenize the prompt; make a stream and a parser that have read the given tokens."""
-    prompt = tuple(_encode(text, request, functions))
+def _prepare(
+    text: Text, request: Request, prompt: tuple[int, ...], functions: Sequence[Function]
+) -> _Prepared:
+    """Make a stream and a parser that have read the given tokens."""
     form = text.style.reasoning if request.turns else None
     reasoning = _Reasoning(form, form.is_open(text.tail(prompt))) if form else None
     shown = [*((form.begin, form.end) if form else ()), *(MARKERS if functions else ())]
@@ -371,7 +383,7 @@ def _prepare(text: Text, request: Request, functions: Sequence[Function]) -> _Pr
             stream.push_prompt(token)
         elif token not in text.end_tokens:
             parser.push(stream.push(token))
-    return _Prepared(prompt, stream, parser, reasoning)
+    return _Prepared(stream, parser, reasoning)
 
 
 def _reported(prompt: tuple[int, ...]) -> Iterator[PromptTokens]:
@@ -396,14 +408,22 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
     yield Ended(reason, GenerationTimes(0.0, 0.0, 0.0, 0, ()))
 
 
-def _encode(text: Text, request: Request, functions: Sequence[Function]) -> list[int]:
+def _encode(text: Text, request: Request) -> tuple[int, ...]:
     if request.ids:
-        return list(request.ids)
-    if request.raw is not None:
-        return text.encode(request.raw)
-    if not request.turns:
+        return request.ids
+    if request.raw is None:
         raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
-    return text.encode_chat(request.turns, functions, request.thinks, request.effort)
+    return tuple(text.encode(request.raw))
+
+
+def _encode_chat(text: Text, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
+    try:
+        ids = text.encode_chat(request.turns, functions, request.thinks, request.effort)
+    except Exception:
+        raise
+    except BaseException as error:  # a panic of Rust code
+        raise as_exception(error) from error
+    return tuple(ids)
 
 
 def _hops(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:

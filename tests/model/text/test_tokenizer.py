@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,30 @@ def test_a_template_without_end_is_an_error(folder: Path, monkeypatch: pytest.Mo
         text.encode_chat([Turn(role="user", content="Hi")])
 
     assert not [each for each in threading.enumerate() if each.name == "deadline"]
+
+
+def test_behind_a_deadline_no_chat_shares_a_tokenizer_with_the_abandoned_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, used = Text.load(folder), list[object]()
+    run = tokenizer.run_within
+
+    def run_once(limit_s: float, work: Callable[[], list[int]]) -> list[int]:
+        assert isinstance(work, partial)
+        used.append(work.args[0])
+        if len(used) == 1:
+            raise deadline.DeadlineExceeded
+        return run(limit_s, work)
+
+    monkeypatch.setattr(tokenizer, "run_within", run_once)
+    turns = [Turn(role="user", content="Hi")]
+    with pytest.raises(ModelError):
+        text.encode_chat(turns)
+
+    assert text.encode_chat(turns) == text.encode_chat(turns)
+    first, second, third = used
+    assert first is not second
+    assert second is third is not text._tokenizer
 
 
 def test_a_huge_template_is_refused(folder: Path) -> None:

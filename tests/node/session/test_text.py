@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 from random import Random
+from threading import Event as ThreadEvent
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.text.reasoning import ReasoningFormat
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -88,6 +90,44 @@ async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.Mo
     _ = [event async for event in backend.generate(ASKED)]
 
     assert [order.asker for order in orders] == [asker]
+
+
+async def test_a_template_that_does_not_end_keeps_no_running_answer_waiting(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chat waits in a thread of its own; the compute thread goes on."""
+    begun, go = ThreadEvent(), ThreadEvent()
+    encode_chat = Text.encode_chat
+
+    def wait(*args: Any) -> list[int]:
+        begun.set()
+        assert go.wait(60)
+        return encode_chat(*args)
+
+    monkeypatch.setattr(Text, "encode_chat", wait)
+    chat = asyncio.ensure_future(events_of(ring, ASKED))
+    assert await asyncio.to_thread(begun.wait, 60)
+
+    _, answer = await events_of(ring, Request(raw="Once upon a time", max_tokens=20))
+    assert len(answer.tokens) == 20
+    assert not chat.done()
+    go.set()
+    _, told = await chat
+    assert told.text
+
+
+async def test_a_panic_of_the_template_is_an_error(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def fail(*_: object) -> list[int]:
+        raise PanicException("no")
+
+    monkeypatch.setattr(Text, "encode_chat", fail)
+    with pytest.raises(RuntimeError, match="PanicException: no"):
+        await events_of(ring, ASKED)
 
 
 async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
