@@ -84,3 +84,15 @@ wheel:
     dist/venv/bin/meshllm --version -v
     dist/venv/bin/meshllm transport list
     MANPATH=dist/venv/share/man man -w meshllm
+
+# a bill of materials (CycloneDX) of what `pip install meshllm` brings, in dist/sbom.json
+sbom:
+    rm -rf dist/sbom && python -m venv dist/sbom && dist/sbom/bin/pip install -q -c tests/constraints.txt .
+    python -m venv dist/tools && dist/tools/bin/pip install -q cyclonedx-bom
+    dist/tools/bin/cyclonedx-py environment dist/sbom/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
+    @echo "dist/sbom.json"
+
+# known vulnerabilities of those packages; asks a public database
+audit: sbom
+    dist/tools/bin/pip install -q pip-audit
+    dist/tools/bin/pip-audit --path "$(dist/sbom/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" --skip-editable
