@@ -1,14 +1,15 @@
-"""Chooses the kernel of a bf16 matrix by measurement.
+"""Chooses the kernel of bf16 matrices by measurement.
 
-Theory of operation: which kernel is fastest depends on the processor, the library and the shape,
-and names of processors do not tell it. So on the first use of a machine the candidates multiply
-matrices of each shape, as many as do not fit in the CPU cache, by one row and by a few, in turns.
+Theory of operation: which kernel is fastest depends on the processor, the library and the number of
+inputs, and names of processors do not tell it. So on the first use of a machine the candidates
+multiply matrices, more than fit in the CPU cache, by one row and by a few, in turns. The number of
+outputs has no part in it, so that a part of an LM head is multiplied as the whole one is.
 What counts is the median of the CPU time on one thread, which other programs change least. The
 times are stored with the processor and the versions. Ours wins a near tie, because it reads the
 weights in place: the other needs a packed copy.
 
-Small matrices stay in the CPU cache, where kernels differ little: they get the fixed choice of
-their CPU, so that it does not depend on what else ran meanwhile.
+Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
+of their CPU, so that it does not depend on what else ran meanwhile.
 """
 
 import time
@@ -29,10 +30,10 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
 
-SMALLEST = 1 << 18
-"""Values of the smallest matrix that is measured."""
+FEWEST = 512
+"""Inputs from which on matrices are measured."""
 
-_OUTPUTS = 4096  # of a larger matrix that are measured
+_OUTPUTS = 2048  # of a matrix that is measured
 _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
 _ROWS = 1, 5  # of a token, and of a token with drafts
 _ROUNDS = 2
@@ -60,11 +61,11 @@ def has_bf16_dot() -> bool:
 
 
 @cache
-def fastest(outputs: int, inputs: int) -> LinearKernel:
-    """Return the fastest kernel for a bf16 matrix on this CPU, measured once per machine."""
-    if outputs * inputs < SMALLEST:
+def fastest(inputs: int) -> LinearKernel:
+    """Return the fastest kernel for bf16 matrices on this CPU, measured once per machine."""
+    if inputs < FEWEST:
         return LinearKernel.DOT if has_bf16_dot() else LinearKernel.TORCH
-    return choose(_times(min(outputs, _OUTPUTS), inputs))
+    return choose(_times(inputs))
 
 
 def choose(times: Times) -> LinearKernel:
@@ -75,17 +76,17 @@ def choose(times: Times) -> LinearKernel:
     return LinearKernel(own if is_tie else best)
 
 
-def _times(outputs: int, inputs: int) -> Times:
-    """Return the times of a shape, from the cache if it was measured before."""
-    shape, folder = f"{outputs}x{inputs}", jit.private_folder()
+def _times(inputs: int) -> Times:
+    """Return the times of matrices, from the cache if they were measured before."""
+    folder, number = jit.private_folder(), str(inputs)
     if folder is None:
-        return _measure(outputs, inputs)
+        return _measure(inputs)
     with locked(folder, *_key()):  # of two processes, one measures
         known: dict[str, Times] = load_cached(folder, *_key()) or {}
-        if shape not in known:
-            known[shape] = _measure(outputs, inputs)
+        if number not in known:
+            known[number] = _measure(inputs)
             store_cached(folder, known, *_key())
-    return known[shape]
+    return known[number]
 
 
 def _key() -> tuple[str, ...]:
@@ -93,10 +94,10 @@ def _key() -> tuple[str, ...]:
 
 
 @torch.inference_mode()
-def _measure(outputs: int, inputs: int) -> dict[str, float]:
-    """Multiply matrices of a shape by each kernel."""
-    count = max(1, _BYTES // (2 * outputs * inputs))
-    weights = torch.full((count, outputs, inputs), 0.01, dtype=torch.bfloat16)
+def _measure(inputs: int) -> dict[str, float]:
+    """Multiply matrices by each kernel."""
+    count = max(1, _BYTES // (2 * _OUTPUTS * inputs))
+    weights = torch.full((count, _OUTPUTS, inputs), 0.01, dtype=torch.bfloat16)
     rows = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in _ROWS]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of this thread

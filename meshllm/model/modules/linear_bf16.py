@@ -4,7 +4,7 @@ Theory of operation: on CPUs without bf16 instructions torch multiplies a single
 memory delivers the weights, two rows three times as slow, and prompts at a fraction of the peak
 rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
 order of summation, more (prompts) in another. On other CPUs our kernel multiplies few rows of the
-shapes for which it was measured to be faster, see `meshllm.model.modules.kernel_choice`, and torch
+matrices for which it was measured to be faster, see `meshllm.model.modules.kernel_choice`; torch
 the rest. So a row of a decode step has the same bits in any batch. Weights are read in place.
 """
 
@@ -89,7 +89,7 @@ def choose_kernel(like: nn.Linear) -> LinearKernel:
         return LinearKernel.TORCH
     if use_own_gemm():
         return LinearKernel.FMA
-    return fastest(like.out_features, like.in_features)
+    return fastest(like.in_features)
 
 
 @cache
