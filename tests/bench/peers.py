@@ -6,6 +6,9 @@ other programs changes least, and that load is printed. Contestants are meshllm'
 int8 and int4 weights, transformers, and llama.cpp with the same widths where ``llama-bench`` is in
 ``--llama FOLDER`` or on the PATH and the package ``gguf`` is installed. All of its matrices have
 the format, also the table of tokens; several sessions need ``llama-batched-bench``.
+
+``--cpu-time`` compares the CPU time of one thread, which does not grow while other programs have
+the core; llama.cpp is left out, as its programs do not tell theirs.
 """
 
 import json
@@ -70,6 +73,7 @@ class InProcess:
     name: str
     width: str
     engine: Engine
+    clock: Callable[[], float] = time.perf_counter
     _begun: dict[tuple[EngineTask, int], Forward] = field(default_factory=dict[Any, Any])
 
     @property
@@ -89,9 +93,9 @@ class InProcess:
         spent = []
         for _ in range(times):
             ids = torch.randint(3, 500, task.shape)
-            begin = time.perf_counter()
+            begin = self.clock()
             forward(ids)
-            spent.append(time.perf_counter() - begin)
+            spent.append(self.clock() - begin)
         return statistics.median(spent)
 
 
@@ -260,11 +264,12 @@ def _own_s() -> float:
 def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> Iterator[Peer]:
     """Load the contestants."""
     source = open_folder(folder.name, folder)
-    yield InProcess(TRANSFORMERS, Quant.NONE, open_stock(source, CPU))
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    yield InProcess(TRANSFORMERS, Quant.NONE, open_stock(source, CPU), clock)
     for quant in options.quants:
         report(f"loading {quant}")
-        yield InProcess("meshllm", quant, next(open_node(source, quant, CPU)))
-    if options.llama is None:
+        yield InProcess("meshllm", quant, next(open_node(source, quant, CPU)), clock)
+    if options.llama is None or options.cpu_time:
         return
     for quant in options.quants:
         report(f"writing {quant} for {LLAMA}")
@@ -303,11 +308,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="default 5, 3 with --quick")
     parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
     parser.add_argument("--llama", type=Path, help="folder of llama-bench")
+    parser.add_argument("--cpu-time", action="store_true", help="of one thread, see above")
     parser.add_argument("--quick", action="store_true", help="6 layers, prompts of 256, 1 thread")
     options = parser.parse_args(args)
     options.quants = options.quants or list(Quant)
     if options.quick:
         options.layers, options.prompts, options.threads = options.layers or 6, (256,), (1,)
+    options.threads = (1,) if options.cpu_time else options.threads
     options.rounds = options.rounds or (3 if options.quick else 5)
     if options.llama is None and (found := shutil.which("llama-bench")):
         options.llama = Path(found).parent

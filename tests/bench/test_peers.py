@@ -106,15 +106,19 @@ def test_the_processor_and_the_load_of_others_are_told(monkeypatch: pytest.Monke
     assert "cores" in processor()
 
 
+@pytest.mark.parametrize("more", [(), ("--cpu-time",)])
 def test_a_run_without_llama_prints_a_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(peers, "PROBE_BYTES", 1 << 20)
     threads, file = torch.get_num_threads(), tmp_path / "table.json"
     options = "--model tiny --threads 1 --prompts 8 --sessions 1,2 --rounds 1 --quants none,int8"
 
-    assert main([*options.split(), "--json", str(file)]) == 0
+    assert main([*options.split(), *more, "--json", str(file)]) == 0
 
     lines, report = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
     assert sum("meshllm" in line for line in lines) == 6
