@@ -234,7 +234,7 @@ def test_behind_a_deadline_no_chat_shares_a_tokenizer_with_the_abandoned_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, used = Text.load(folder), list[object]()
-    run = tokenizer.run_within
+    run = deadline.run_within
 
     def run_once(limit_s: float, work: Callable[[], list[int]]) -> list[int]:
         assert isinstance(work, partial)

@@ -218,8 +218,3 @@ def test_revoked_keys_are_bounded_and_of_one_size() -> None:
     for wrong in ((*most.revoked, b"k" * KEY_TAG_BYTES), (b"short",)):
         with pytest.raises(PeerFault):
             Profile.decode(replace(PROFILE, revoked=wrong).encode())
-
-
-@pytest.mark.parametrize("missing", [1, 3, 5], ids=["exact", "revoked keys", "machine"])
-def test_a_profile_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
-    assert Profile.decode(PROFILE.encode()[:-missing]) == PROFILE
