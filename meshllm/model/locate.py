@@ -8,6 +8,7 @@ from meshllm.errors import ModelError, ModelMissing
 
 BUILTIN = "builtin"
 CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 << 20  # also of other small JSON files of a model
 
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.model.files.loader import INDEX
+from meshllm.model.locate import INDEX
 from meshllm.testing.models import tiny_model
 from tests.builders.hub import Hub, open_hub
 

@@ -1,5 +1,6 @@
 """`meshllm model`: list, inspect, verify, download and serve models."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from meshllm.cli.commands.serving import Model
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings
+from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import ModelError
+from meshllm.model.locate import INDEX
 from meshllm.names import Span
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class _Installed:
 @app.command("list")
 def list_(as_json: Json = False) -> None:
     """List the models on this machine."""
-    models = [*_builtin(), *_cached()]
+    models = [*_builtin(), *_cached(), *_fetched()]
     if as_json:
         render.dump({"models": [asdict(model) for model in models]})
         return
@@ -179,6 +181,17 @@ def _cached() -> Iterator[_Installed]:
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type == "model":
             yield _Installed(repo.repo_id, repo.size_on_disk, str(repo.repo_path))
+
+
+def _fetched() -> Iterator[_Installed]:
+    """Yield what nodes of this user have fetched from others, parts of models mostly."""
+    for index in sorted((cache_path() / "weights").glob(f"*/{INDEX}")):
+        try:
+            name = json.loads(index.read_text())["metadata"]["name"]
+        except (OSError, ValueError, LookupError, TypeError):
+            name = index.parent.name
+        size = sum(path.stat().st_size for path in index.parent.iterdir())
+        yield _Installed(f"{name} (from peers)", size, str(index.parent))
 
 
 @contextmanager

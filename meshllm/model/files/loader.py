@@ -34,9 +34,9 @@ from meshllm.errors import ModelError
 from meshllm.local_files import check_regular, read_regular
 from meshllm.model.device import CPU
 from meshllm.model.lean import lean
+from meshllm.model.locate import INDEX
 from meshllm.model.split.skeleton import Skeleton, quiet
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_INDEX_BYTES = 64 << 20
 MAX_TENSORS = 1 << 18  # of a model; the largest mixtures of experts have half of that

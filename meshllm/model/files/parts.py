@@ -18,7 +18,6 @@ from meshllm.errors import ModelError, PeerFault, UserError
 from meshllm.json_shape import check_shape
 from meshllm.local_files import check_regular, make_private, read_regular
 from meshllm.model.files.loader import (
-    INDEX,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     MAX_INDEX_BYTES,
@@ -28,7 +27,7 @@ from meshllm.model.files.loader import (
 )
 from meshllm.model.files.manifest import hash_tensors, part_digest, part_of, read_header
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.locate import CONFIG
+from meshllm.model.locate import CONFIG, INDEX
 from meshllm.model.split.skeleton import build
 
 LISTING = "listing"
@@ -210,11 +209,13 @@ class PartFolder:
         """Put a whole file in its place."""
         self.partial(name).replace(self.folder / name)
 
-    def describe(self, listing: Listing) -> None:
-        """Write the index, which says which file holds which tensor."""
+    def describe(self, name: str, listing: Listing) -> None:
+        """Write the index, which says which file holds which tensor, and the name of the model."""
         self._name_dtype(listing.dtype)
         files = {tensor: part_name(part) for tensor, part in listing.weights.items()}
-        self.partial(INDEX).write_text(json.dumps({"weight_map": files}))
+        self.partial(INDEX).write_text(
+            json.dumps({"metadata": {"name": name}, "weight_map": files})
+        )
         self.finish(INDEX)
 
     def _name_dtype(self, dtype: str) -> None:

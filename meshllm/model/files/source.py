@@ -22,8 +22,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
 from meshllm.local_files import check_regular, read_regular
-from meshllm.model.files.loader import INDEX, SINGLE, first_dtype, list_weights, select
-from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_folder, is_model_id
+from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, select
+from meshllm.model.locate import CONFIG, INDEX, MAX_CONFIG_BYTES, find_folder, is_model_id
 from meshllm.model.split.skeleton import Part, build, quiet, strip
 from meshllm.names import Span
 

@@ -69,7 +69,7 @@ class WeightFetcher:
         Raises:
             ModelError: none of the nodes sends them.
         """
-        place, model = self.place(charter), charter.config_digest
+        place = self.place(charter)
         async with self._turn:
             if place.is_described:
                 return place.folder
@@ -79,7 +79,7 @@ class WeightFetcher:
             try:
                 for node in nodes:
                     try:
-                        await self._describe(node, model, place)
+                        await self._describe(node, charter, place)
                     except MeshError as error:
                         reason = f"{short(node)}: {error}"
                         logger.warning("node %s sent no model: %s", short(node), error)
@@ -115,7 +115,8 @@ class WeightFetcher:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
 
-    async def _describe(self, node: NodeId, model: Digest, place: PartFolder) -> None:
+    async def _describe(self, node: NodeId, charter: Charter, place: PartFolder) -> None:
+        model = charter.config_digest
         async with self.link(node) as link:
             path = place.partial(LISTING)
             path.unlink(missing_ok=True)  # it may be that of another node
@@ -127,7 +128,7 @@ class WeightFetcher:
                 place.finish(name)
             if await self._digest_of(place.folder) != model:
                 raise PeerFault("The configuration is not that of the mesh")
-            await self.off_loop(place.describe, listing)
+            await self.off_loop(place.describe, charter.shape.name, listing)
             path.unlink()
 
     @asynccontextmanager

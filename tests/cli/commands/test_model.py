@@ -164,6 +164,21 @@ def test_list_names_the_builtin_and_the_cached(
     assert "\norg/name " in text
 
 
+def test_list_names_what_was_fetched_from_peers(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, index in (("good", '{"metadata": {"name": "org/name"}}'), ("odd", "[]")):
+        folder = tmp_path / "cache" / "meshllm" / "weights" / name
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors.index.json").write_text(index)
+
+    models = json.loads(meshllm("model", "list", "--json").stdout)["models"]
+
+    names = [model["name"] for model in models if model["name"].endswith("(from peers)")]
+    assert names == ["org/name (from peers)", "odd (from peers)"]
+
+
 def test_list_works_without_a_cache(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

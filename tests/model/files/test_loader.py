@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError
 from meshllm.model.files import loader
-from meshllm.model.files.loader import INDEX, SINGLE, first_dtype, list_weights
+from meshllm.model.files.loader import SINGLE, first_dtype, list_weights
 from meshllm.model.files.source import Source, needed_files, open_folder
+from meshllm.model.locate import INDEX
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span

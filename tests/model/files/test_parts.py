@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import ModelError, PeerFault
-from meshllm.model.files.loader import INDEX, MAX_HEADER_BYTES, list_weights
+from meshllm.model.files.loader import MAX_HEADER_BYTES, list_weights
 from meshllm.model.files.manifest import manifest
 from meshllm.model.files.parts import (
     LISTING,
@@ -23,6 +23,7 @@ from meshllm.model.files.parts import (
     part_name,
 )
 from meshllm.model.files.source import Source, open_folder
+from meshllm.model.locate import INDEX
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 
@@ -47,7 +48,7 @@ def described(parts: ModelParts, folder: Path) -> PartFolder:
     listing = Listing.parse(parts.open(LISTING).read(0, 1 << 20))
     for name in listing.files:
         (folder / name).write_bytes(parts.open(name).read(0, 1 << 20))
-    place.describe(listing)
+    place.describe("llama", listing)
     return place
 
 
