@@ -76,7 +76,7 @@ class Turnover:
         return replace(charter, replicas=replicas)
 
     def _change(self) -> None:
-        newcomer, is_of_nodes = None, self.random.random() < 0.9
+        newcomer, is_of_nodes = None, self.random.random() < 0.9 or not self.memory
         if is_of_nodes:
             newcomer = self._come_or_go()
         elif (number := self.random.randrange(1, MODELS)) in self.served:
