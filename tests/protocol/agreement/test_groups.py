@@ -28,7 +28,7 @@ from tests.bench.turnover import Turnover
 from tests.builders.offers import A, B, C, D, node
 from tests.builders.snapshots import World, profile
 
-MOST_MOVES = 8  # 10,000 changes by `tests.bench.turnover` need no more
+MOST_MOVES = 4  # the most in 10,000 changes by `tests.bench.turnover`
 LAYER = 80  # bytes; a node with 100 of memory holds one
 
 
