@@ -98,7 +98,7 @@ class _Mesh:
             tags = [b""]
         if not all(len(each) == KEY_TAG_BYTES for each in tags):
             raise UserError(f"A tag is not {KEY_TAG_BYTES} bytes in hexadecimal")
-        self.node.revoke(tags)
+        await self.node.revoke(tags)
         return _object(asked)
 
     async def events(self, _: Request) -> Response:

@@ -29,7 +29,7 @@ class ModelPort(Backend, Protocol):
 
 
 class DoorPort(ModelPort, Protocol):
-    """What a door needs: the public API, and plans to try out for the owner's views."""
+    """What a door needs: the public API, and what the owner's views do."""
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms; nothing moves.
@@ -38,6 +38,9 @@ class DoorPort(ModelPort, Protocol):
             Busy: another trial runs, or there is nothing to plan yet.
             UserError: a term is invalid.
         """
+
+    async def revoke(self, tags: Sequence[bytes]) -> None:
+        """Publish the API keys that the owner of this node revoked, the newest last."""
 
 
 class NodePort(DoorPort, Protocol):
@@ -74,9 +77,6 @@ class NodePort(DoorPort, Protocol):
 
     def stop(self, model: str) -> Stopped:
         """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
-
-    def revoke(self, tags: Sequence[bytes]) -> None:
-        """Publish the API keys that the owner of this node revoked, the newest last."""
 
     def revocations(self) -> Mapping[str, tuple[bytes, ...]]:
         """Return the API keys that other members revoked, by the id of the member."""

@@ -210,7 +210,7 @@ class NodeControl:
         )
         return Removed(*_named(view, gone), stay, go)
 
-    def revoke(self, tags: Sequence[bytes]) -> None:
+    async def revoke(self, tags: Sequence[bytes]) -> None:
         """Publish the newest of the API keys that the owner of this node revoked."""
         self.publish_revoked(tuple(tags[-MAX_REVOKED:]))
 

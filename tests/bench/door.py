@@ -13,7 +13,7 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,10 @@ class RingPort:
         raise NotImplementedError
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
+        """Raise: a text completion does not ask for it."""
+        raise NotImplementedError
+
+    async def revoke(self, tags: Sequence[bytes]) -> None:
         """Raise: a text completion does not ask for it."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import LossCause
 from meshllm.node.options import ModelOptions
 from meshllm.request import Backend, Event, Piece, Prefilled, Request
@@ -78,6 +78,8 @@ class FakeNode:
     entry: str = node_id(0)
     provided: tuple[ModelStatus, ...] = ()
     revoked: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    is_away: bool = False
+    """It cannot be told which keys are revoked."""
     """By other members."""
 
     def status(self) -> MeshStatus:
@@ -124,7 +126,9 @@ class FakeNode:
         self.calls.append(("stop", model))
         return Stopped(model)
 
-    def revoke(self, tags: Sequence[bytes]) -> None:
+    async def revoke(self, tags: Sequence[bytes]) -> None:
+        if self.is_away:
+            raise LinkLost("No node is running")
         self.calls.append(tuple(tags))
 
     def revocations(self) -> dict[str, tuple[bytes, ...]]:

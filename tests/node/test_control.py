@@ -460,13 +460,13 @@ async def test_before_the_mesh_has_formed_there_is_nothing_to_try(node: Owned) -
         await node.control.try_plan(PlanTerms())
 
 
-def test_the_newest_revoked_keys_are_published_and_those_of_others_listed() -> None:
+async def test_the_newest_revoked_keys_are_published_and_those_of_others_listed() -> None:
     owned = Owned()
     tags = [bytes([number]) * 16 for number in (1, 2)]
     mine, theirs = (replace(owned.view.profiles[each], revoked=(tags[0],)) for each in (A, B))
     owned.see(profiles={**owned.view.profiles, A: mine, B: theirs})
 
-    owned.control.revoke(tags * MAX_REVOKED)
+    await owned.control.revoke(tags * MAX_REVOKED)
 
     assert owned.revoked == tuple(tags * (MAX_REVOKED // 2))
     assert owned.control.revocations() == {show(B): (tags[0],)}

@@ -16,7 +16,7 @@ from meshllm.api.port import NodePort
 
 async def share_revocations(node: NodePort, accounts: Accounts) -> None:
     """Publish the revoked keys, and store those of other members, until the node's events end."""
-    node.revoke(await asyncio.to_thread(accounts.revoked))
+    await node.revoke(await asyncio.to_thread(accounts.revoked))
     known: Mapping[str, tuple[bytes, ...]] = {}
     async with aclosing(node.events()) as events:
         async for _ in events:

@@ -17,7 +17,7 @@ from meshllm.api.access.gate import AccessPolicy, owner_guard
 from meshllm.api.failure import ERRORS, on_error
 from meshllm.api.port import DoorPort
 from meshllm.api.respond import read
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.status import PlanTerms, to_json
 
 T = TypeVar("T")
@@ -87,7 +87,12 @@ class _OwnerViews:
     async def revoke_key(self, request: Request) -> Response:
         asked = await read(request, _KeyName)
         await _off_loop(self.accounts.revoke, asked.name, time.time())
-        return _reply({"name": asked.name})
+        tags = await _off_loop(self.accounts.revoked)
+        try:
+            await self.node.revoke(tags)
+        except LinkLost:  # it tells them once it runs
+            return _reply({"name": asked.name, "is_told": False})
+        return _reply({"name": asked.name, "is_told": True})
 
     async def usage(self, request: Request) -> Response:
         by = _grouping(request.query_params.get("by", "day"))

@@ -431,6 +431,8 @@ async def test_every_view_fits_and_can_be_read(
 
 async def test_the_keyboard_reaches_everything_in_order(visit: Visit) -> None:
     page = await visit.open()
+    await page.locator("#nodes tr").first.wait_for()
+    await page.bring_to_front()
 
     async def tab(times: int) -> list[str]:
         """Return what gets the focus, which must be visible."""
@@ -448,6 +450,7 @@ async def test_the_keyboard_reaches_everything_in_order(visit: Visit) -> None:
     ]  # fmt: skip
     await page.focus("#to-chat")
     await page.keyboard.press("Enter")
+    await page.locator("#chat").wait_for()
     assert await tab(6) == ["new", "drop", "SUMMARY", "turns", "question", "send"]
 
 

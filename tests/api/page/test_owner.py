@@ -100,6 +100,22 @@ async def test_keys_are_created_listed_and_revoked(
     assert made.json()["key"] not in listed.text
 
 
+async def test_the_mesh_is_told_of_revoked_keys(
+    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+) -> None:
+    me = owner(accounts)
+    for name in ("a", "b"):
+        accounts.create(name, KeyLimits(), 0)
+
+    told = await owned.post("/owner/keys/revoke", headers=me, json={"name": "a"})
+    assert door.calls == [tuple(accounts.revoked())]
+    door.is_away = True
+    later = await owned.post("/owner/keys/revoke", headers=me, json={"name": "b"})
+
+    assert (told.json()["is_told"], later.json()["is_told"]) == (True, False)
+    assert len(accounts.revoked()) == 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

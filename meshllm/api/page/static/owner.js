@@ -72,8 +72,9 @@ function keyRow(found) {
 function revoke(name) {
   if (!confirm(`Revoke the key ${name}? This cannot be undone.`)) return;
   told(async () => {
-    await call("/owner/keys/revoke", { name });
+    const { is_told: isTold } = await (await call("/owner/keys/revoke", { name })).json();
     await drawKeys();
+    if (!isTold) throw new Error(`${name} is revoked here; the mesh learns it when the node runs`);
   });
 }
 
