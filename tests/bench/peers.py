@@ -207,19 +207,19 @@ def take_turns(
 def summarise(
     times: Times, sizes: dict[tuple[str, str], int], limits: dict[int, float]
 ) -> list[Row]:
-    """Make rows of times, given the bytes of a step and the memory bandwidth in GB/s."""
+    """Make rows of times, given the bytes of a step and the memory bandwidth in GB/s, if known."""
     best = {key: lower_quartile(spent) for key, spent in times.items()}
 
     def row(threads: int, task: EngineTask, width: str, name: str) -> Row:
         own = best[threads, task, width, name]
         stock = best.get((threads, task, Quant.NONE, TRANSFORMERS))
         llama = best.get((threads, task, width, LLAMA))
-        limit = sizes[width, name] / limits[threads] / 1e9
+        limit = sizes[width, name] / limits[threads] / 1e9 if limits else 0.0
         return Row(
             *(threads, task.name, width, name, own * 1e3, task.rows / own),
             stock and stock / own,
             llama and llama / own,
-            limit / own if task.name == "decode 1" else None,
+            limit / own if limit and task.name == "decode 1" else None,
         )
 
     return [row(*key) for key in best]
@@ -334,7 +334,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sizes = {(peer.width, peer.name): peer.bytes for peer in peers}
     torch.set_num_threads(threads)
     limits = {count: statistics.median(found) for count, found in speeds.items()}
-    rows = summarise(times, sizes, limits)
+    rows = summarise(times, sizes, {} if options.cpu_time else limits)
     about = {
         "processor": processor(),
         "others": round(others[0], 2) if others else None,

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 The summation order of a library kernel depends on the shape, the CPU and the library version.
 Kernels written with `meshllm.model.kernels.ir` fix their own summation order. LLVM is used as a
-library, so no compiler has to be installed; compiling a kernel takes some ten milliseconds, a tenth
+library, so no compiler has to be installed; compiling a kernel takes some ten milliseconds, a fifth
 of a second at most, on first use. The machine code is cached in the user's cache folder, keyed by
 the IR, the CPU and the version of llvmlite, and loaded from there by later processes. Without a
 folder that only the user can write to, nothing is cached.
