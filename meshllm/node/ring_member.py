@@ -6,7 +6,8 @@ The runtime reports when this node has loaded its span and when it serves. The s
 other nodes report the same, each together with the plan that the node follows, since a span loaded
 for one plan means nothing for the next. A ring is formed when all its nodes have loaded their
 spans, and serves when its links are open. While an entry serves requests, and shortly after the
-last one, it publishes that the plan must not change.
+last one, it publishes that the plan must not change, but not for longer than `BUSY_S`: answers
+continue on the next ring, and a ring that is never idle must be able to grow.
 
 A neighbour that sends invalid data again and again is published as faulty, and so are a node of the
 plan that does not load its span in time, and a neighbour that has and does not link: a plan with a
@@ -52,7 +53,8 @@ from meshllm.request import Backend
 
 PROVIDES = "it provides whole models"  # why it holds no layers
 HANGS = "its compute thread hangs"
-CALM_S = 1.0  # s without a request after which an entry allows the plan to change
+CALM_S = 1.0  # s without a request after which an entry allows the plan to change,
+BUSY_S = 60.0  # or with requests: far more than the pause until answers continue on the next ring
 FORM_S = 20.0  # s until the ring of an entry must serve
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
 LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
@@ -94,6 +96,7 @@ class RingMember:
         self._faults = Strikes(MAX_FAULTS, FAULTS_S)
         self._busy = 0
         self._is_calm = True
+        self._busy_since: float | None = None  # until no request was there for a while
         self._changed = asyncio.Event()
         self._context = copy_context()  # of the node, for timers set by a request
 
@@ -444,15 +447,27 @@ class RingMember:
 
     def _count_requests(self, count: int) -> None:
         self._busy += count
-        if self._busy and self._is_calm:
-            self._is_calm = False
-            self.publish()
+        loop = asyncio.get_running_loop()
+        if self._busy and self._busy_since is None:
+            self._busy_since = since = self._now()
+            self._set_calm(is_calm=False)
+            loop.call_later(BUSY_S, self._yield, since, context=self._context)
         elif not self._busy:
-            asyncio.get_running_loop().call_later(CALM_S, self._calm, context=self._context)
+            loop.call_later(CALM_S, self._calm, context=self._context)
 
     def _calm(self) -> None:
-        if not self._busy and not self._is_calm:
-            self._is_calm = True
+        if not self._busy:
+            self._busy_since = None
+            self._set_calm(is_calm=True)
+
+    def _yield(self, since: float) -> None:
+        """Let the plan change although requests never end: a ring must be able to grow."""
+        if self._busy_since == since:
+            self._set_calm(is_calm=True)
+
+    def _set_calm(self, *, is_calm: bool) -> None:
+        if is_calm is not self._is_calm:
+            self._is_calm = is_calm
             self.publish()
 
     @staticmethod

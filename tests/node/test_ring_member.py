@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.errors import LinkLost, ModelError
 from meshllm.names import Digest, GroupId, LossCause, NodeId
-from meshllm.node.ring_member import CALM_S, FORM_S, HANGS, LOAD_S, RingMember
+from meshllm.node.ring_member import BUSY_S, CALM_S, FORM_S, HANGS, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import groups_of
@@ -274,6 +274,29 @@ def test_the_runtime_is_notified_when_all_have_loaded() -> None:
             place.ring_member.publish()
         assert place.formed[-1]
         assert await place.ring_member.dial(C) == C  # type: ignore[comparison-overlap]  # a fake
+
+    run(story)
+
+
+def test_the_plan_may_change_although_requests_never_end() -> None:
+    async def story() -> None:
+        place, told = Place(), list[bool]()
+        place.serve()
+        place.work()
+        async with place.ring_member.backend():
+            await asyncio.sleep(BUSY_S - 1)
+            told.append(place.told[-1].may_change)
+            async with place.ring_member.backend():
+                await asyncio.sleep(2)
+                told.append(place.told[-1].may_change)
+            async with place.ring_member.backend():
+                told.append(place.told[-1].may_change)
+        await asyncio.sleep(2 * CALM_S)
+        async with place.ring_member.backend():
+            told.append(place.told[-1].may_change)
+        await asyncio.sleep(2 * BUSY_S)
+        assert told == [False, True, True, False]
+        assert [state.may_change for state in place.told].count(False) == 2
 
     run(story)
 
