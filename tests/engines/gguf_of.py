@@ -75,7 +75,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, int]
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])
     writer.add_add_bos_token(False)
-    writer.add_chat_template(settings["chat_template"])
+    # The tokenizer puts a space before each text, which GGUF cannot say: the template does.
+    spaced = "' ' + (message['content'] | trim)"
+    writer.add_chat_template(settings["chat_template"].replace("message['content'] | trim", spaced))
 
 
 def _weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
