@@ -198,13 +198,11 @@ class EngineChecks:
 
     def killed(self) -> str:
         """Kill the engine: its models go and come back."""
-        before = self._text()
-        assert self.gpu.process
-        pid = self.gpu.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        os.killpg(int(children.split()[0]), signal.SIGKILL)
-        until(lambda: not self.door.status()["provided"], self.fleet.told)
+        before, child = self._text(), self._engine()
+        os.killpg(child, signal.SIGKILL)
+        until(lambda: self._engine() not in {0, child}, self.fleet.told)
         until(lambda: bool(self.door.status()["provided"]), self.fleet.told)
+        until(self._answers, self.fleet.told)
         after = self._text()
         return "" if before == after else f"{before!r} became {after!r}"
 
@@ -214,6 +212,18 @@ class EngineChecks:
         code = self.gpu.ended()
         until(lambda: not self.door.status()["provided"], self.fleet.told)
         return "" if code == 0 else f"exit code {code}"
+
+    def _engine(self) -> int:
+        """Return the process of the engine; 0 while there is none."""
+        assert self.gpu.process
+        pid = self.gpu.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else 0
+
+    def _answers(self) -> bool:
+        """Return whether the engine answers; for a moment its models may be offered too early."""
+        with door_of(self.door) as client:
+            return "choices" in client.post("/v1/chat/completions", json=self._body()).json()
 
     def _body(self, text: str = QUESTION) -> dict[str, Any]:
         turns = [{"role": "user", "content": text}]
