@@ -29,6 +29,7 @@ from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.ring_member import HANGS
 from meshllm.protocol.membership.charter import Charter
@@ -222,6 +223,7 @@ async def test_a_span_that_cannot_be_loaded_is_retried_later(
         return load(self, part)
 
     monkeypatch.setattr(SpanLoader, "_load", fail)
+    monkeypatch.setattr(RingRuntime, "prepare", lambda *_: None)  # only rings load here
     a = await mesh.start("a")
     b = await mesh.start("b", join=a.ticket)
     await until(lambda: not failing, a)

@@ -180,6 +180,8 @@ class ModelRuntime:
         free = free_memory() if self.device == CPU else free_bytes(self.device)
         if needed > free:
             raise OutOfMemory(f"{free} bytes are free", needed_bytes=needed)
+        if self.obtain is not None:
+            await self.obtain(needed_parts(plan, me))
         await self.worker.run_when_idle(PRELOAD_IDLE_S, self._loader.load, part)
 
     def _part(self, plan: Plan, me: NodeId, room: int) -> RankPart:
