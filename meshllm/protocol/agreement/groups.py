@@ -18,6 +18,9 @@ the group that is served worst.
 A complete group never gives a node that it needs to an earlier one of the same round, and groups
 are filled until nothing changes: assigning again moves nobody.
 
+A node that awaits weights takes part: it keeps its place while it fetches them, and one that a ring
+does not need is free for another.
+
 The memory of a node is what it offers for any model. A ring that follows a plan is complete even if
 this estimate, which takes all layers as large as the largest, denies it.
 """
@@ -31,6 +34,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, Lifecycle, Profile
 from meshllm.protocol.planning.plan import Ends, Offer, Plan
 from meshllm.protocol.planning.problem import usable_bytes
+from meshllm.protocol.weights.holders import awaits_weights
 
 UNASSIGNED = GroupId(b"\0")
 """The group of a node that takes part in none."""
@@ -287,7 +291,9 @@ def _id(charter: Charter, replica: int, *, is_first: bool) -> GroupId:
 
 def _can_take_part(view: MeshView, node: NodeId) -> bool:
     profile, state = view.profiles.get(node), view.states.get(node)
-    return bool(profile and state and not state.obstacle and state.lifecycle in _PRESENT)
+    if profile is None or state is None or state.lifecycle not in _PRESENT:
+        return False
+    return not state.obstacle or awaits_weights(state)
 
 
 def _rooms(view: MeshView, node: NodeId, charter: Charter) -> tuple[int, int]:

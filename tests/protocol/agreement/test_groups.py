@@ -24,6 +24,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
+from meshllm.protocol.weights.holders import FETCHES, LACKS
 from tests.bench.turnover import Turnover
 from tests.builders.offers import A, B, C, D, node
 from tests.builders.snapshots import World, profile
@@ -255,6 +256,28 @@ def test_nodes_that_cannot_hold_layers_have_no_place(lifecycle: Lifecycle) -> No
 
     assert assign(replace(view, states=states)) == {A: FIRST_GROUP}
     assert assign(replace(view, profiles={A: view.profiles[A]})) == {A: FIRST_GROUP}
+
+
+def awaiting(view: MeshView, at: NodeId, obstacle: str) -> MeshView:
+    return replace(view, states={**view.states, at: replace(view.states[at], obstacle=obstacle)})
+
+
+def test_a_node_without_weights_that_its_ring_does_not_need_is_free_for_another() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places, followed = {A: FIRST_GROUP, B: FIRST_GROUP}, {A: ring("m1", (A, 0, 4))}
+    view = view_of(charter, {A: 4, B: 4}, places, followed)
+
+    found = assign(awaiting(view, B, f"{LACKS}: no plan uses it"))
+
+    assert found == {A: FIRST_GROUP, B: group(charter, 2)}
+
+
+def test_a_node_that_fetches_weights_keeps_its_place_and_no_other_node_takes_it() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: FIRST_GROUP, B: group(charter, 2), C: FIRST_GROUP}
+    view = view_of(charter, {A: 4, B: 4, C: 4}, places)
+
+    assert assign(awaiting(view, B, FETCHES)) == places
 
 
 def test_excluded_nodes_hold_nothing() -> None:
