@@ -430,6 +430,10 @@ class MeshNode:
         """Yield once at first, then after each possible change of the records."""
         return self.ring_member.changes()
 
+    def own_weights(self) -> Sequence[bytes]:
+        """Return the digests of the weights that are here, even while no offer is published."""
+        return self._measured.weights
+
     async def part_sizes(self) -> Sequence[int]:
         """Return the most bytes of the file of each part of the model."""
         assert self.ring_member.model is not None  # it is open before weights are fetched
@@ -671,6 +675,7 @@ class MeshNode:
     def _regroup(self, group: GroupId) -> None:
         """Take part in another group, and retract the offer of the last one."""
         self._moving.clear()
+        self.supply.end()
         self._pending = None
         self._retry_s = FIRST_RETRY_S
         self._measured = self._profile = replace(self._profile, weights=(), layer_s=(), model="")

@@ -59,6 +59,10 @@ class SupplyHost(Protocol):
         """Yield once at first, then after each possible change of the records."""
         ...
 
+    def own_weights(self) -> Sequence[bytes]:
+        """Return the digests of the weights that are here, even while no offer is published."""
+        ...
+
     async def part_sizes(self) -> Sequence[int]:
         """Return the most bytes of the file of each part of the model."""
         ...
@@ -119,7 +123,7 @@ class WeightSupply:
     async def run(self) -> None:
         """Fetch ahead what the plan will need, until every part is here or cancelled."""
         changes, delay = self._host.changes(), FIRST_RETRY_S
-        while (view := self._host.mesh_view()) is None or self._is_short(view):
+        while self._is_short():
             await anext(changes)
             await asyncio.sleep(SETTLE_S)  # links are reported one by one
             if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
@@ -140,14 +144,19 @@ class WeightSupply:
         self._before = None
         self._set_obstacle(FETCHES if is_bare(weights) else "")
 
+    def end(self) -> None:
+        """Forget the ring that this node leaves."""
+        self._before = None
+        self._set_obstacle("")
+
     def _set_obstacle(self, obstacle: str) -> None:
         if obstacle != self.obstacle:
             self.obstacle = obstacle
             self._host.publish_state()
 
-    def _is_short(self, view: MeshView) -> bool:
-        own = view.profiles.get(self._me)
-        return own is None or bool(missing_parts(own.weights, range(len(own.weights) - 1)))
+    def _is_short(self) -> bool:
+        own = self._host.own_weights()
+        return not own or bool(missing_parts(own, range(len(own) - 1)))
 
     async def obtain(self, parts: Collection[int]) -> None:
         """Fetch those of the parts that are not here.
@@ -155,9 +164,8 @@ class WeightSupply:
         Raises:
             ModelError: a part cannot be fetched.
         """
-        view = self._host.mesh_view()
-        own = view.profiles.get(self._me) if view else None
-        if view is None or own is None or not (missing := missing_parts(own.weights, parts)):
+        view, own = self._host.mesh_view(), self._host.own_weights()
+        if view is None or not own or not (missing := missing_parts(own, parts)):
             return
         digests = self._digests(view)
         wanted = {part: digests[part] for part in sorted(missing)}
@@ -168,11 +176,16 @@ class WeightSupply:
             await self._host.hash_weights()  # of some, if not all
 
     def _spare(self, view: MeshView, alive: Collection[NodeId]) -> frozenset[int]:
-        """Return the parts to fetch for the case that their only holder is lost."""
+        """Return the parts to fetch for the case that their only holder is lost.
+
+        Nodes without layers fetch none for others, so that a share of theirs would stay undone.
+        """
         able = [
             node
             for node in alive
-            if (profile := view.profiles.get(node)) and has_model(view.charter, profile)
+            if (profile := view.profiles.get(node))
+            and has_model(view.charter, profile)
+            and not is_bare(profile.weights)
         ]
         digests = self._digests(view)
         held = holders(view.charter, view.profiles, able, digests)

@@ -46,6 +46,8 @@ class Mesh:
         self.described: list[NodeId] = []
         self.failures = 0
         """How often the fetcher fails."""
+        self.withdrawn: Sequence[bytes] = ()
+        """What this node has while its profile offers nothing."""
         self.is_described = False
         self.progress = ""
         self.obstacles: list[str] = []
@@ -71,14 +73,20 @@ class Mesh:
             yield
             await news.wait()
 
+    def own_weights(self) -> Sequence[bytes]:
+        return self.withdrawn or (self.world.profiles[self.me].weights if self.world else ())
+
     async def part_sizes(self) -> Sequence[int]:
         return [1] * PARTS
 
     async def hash_weights(self) -> None:
         assert self.world
         have = frozenset().union(*self.fetched)
-        own = self.world.profiles[self.me]
-        mine = [WHOLE[at] if at in have else own.weights[at] for at in range(PARTS)]
+        own, before = self.world.profiles[self.me], self.own_weights()
+        mine = [WHOLE[at] if at in have else before[at] for at in range(PARTS)]
+        if self.withdrawn:
+            self.withdrawn = (*mine, WHOLE[-1])
+            return
         profiles = {**self.world.profiles, self.me: replace(own, weights=(*mine, WHOLE[-1]))}
         self.change(replace(self.world, profiles=profiles))
 
@@ -210,6 +218,44 @@ def test_layers_of_a_plan_are_fetched_when_it_asks_for_them() -> None:
     mesh = run(BOTH, story)
 
     assert mesh.fetched == [{0, 2}]
+
+
+def test_a_node_that_has_retracted_its_offer_still_fetches() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.withdrawn = bare(profile(2)).weights
+        mesh.change(World({A: profile(2), B: replace(profile(2), weights=())}))
+        await mesh.supply.obtain({1})
+        running = asyncio.ensure_future(mesh.supply.run())
+        await asyncio.sleep(60)
+        assert not running.done()
+        mesh.withdrawn = ()  # it offers again
+        mesh.change(BOTH)
+        await asyncio.sleep(60)
+        running.cancel()
+        await asyncio.wait([running])
+
+    mesh = run(BOTH, story)
+
+    assert mesh.fetched[0] == {1}
+    assert len(mesh.fetched) > 1
+
+
+def test_the_share_of_a_node_that_fetches_none_falls_to_another() -> None:
+    own = ring((A, 0, 2), (B, 2, 4))
+    half, none = bare(profile(2), 2, 3), bare(profile(1, ms=99.0))
+    world = World({A: profile(2), B: half, C: none}, followed={A: own, B: own}, fetching={C})
+
+    mesh = run(world, supplied)
+
+    assert frozenset().union(*mesh.fetched) == {0, 1, 4, 5}
+
+
+def test_a_node_that_leaves_its_ring_forgets_why_that_ring_waits_for_it() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.supply.begin(bare(profile(2)).weights)
+        mesh.supply.end()
+
+    assert run(BOTH, story).obstacles == [FETCHES, ""]
 
 
 def test_nothing_is_obtained_before_the_charter_is_known() -> None:
