@@ -5,9 +5,12 @@ safetensors format, with tensors in order of their names: the same bytes on ever
 whatever files they are stored in. A folder of parts is a model folder like any other.
 """
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,7 +19,7 @@ import torch
 
 from meshllm.errors import ModelError, PeerFault, UserError
 from meshllm.json_shape import check_shape
-from meshllm.local_files import check_regular, make_private, read_regular
+from meshllm.local_files import check_regular, make_private, open_own, read_regular
 from meshllm.model.files.loader import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -55,6 +58,7 @@ FREE_BYTES = 1 << 30  # of the disk that fetched weights leave free
 
 _ALIGNED = 8  # bytes; data begins at a multiple, as the safetensors library writes it
 _PARTIAL = ".partial"
+_LOCK = "lock"
 _DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
 
 
@@ -184,7 +188,7 @@ class Listing:
 
 
 class PartFolder:
-    """A folder with the parts of a model that this node has fetched."""
+    """A folder with the parts of a model that the nodes of this user have fetched."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,6 +204,24 @@ class PartFolder:
             make_private(self.folder)
         except OSError as error:
             raise ModelError(f"`{self.folder}` cannot be written: {error.strerror}") from None
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Try to lock the folder for this process; give whether that is so.
+
+        Raises:
+            ModelError: the folder cannot be written.
+        """
+        try:
+            lock = open_own(self.folder / _LOCK, 0)
+        except OSError as error:
+            raise ModelError(f"`{self.folder}` cannot be written: {error.strerror}") from None
+        with os.fdopen(lock, "wb") as file:
+            yield _try_lock(file.fileno())
+
+    def has(self, part: int) -> bool:
+        """Return whether a part is in its place."""
+        return (self.folder / part_name(part)).is_file()
 
     def partial(self, name: str) -> Path:
         """Return where a file is collected until it is whole."""
@@ -276,6 +298,16 @@ def limit_of(name: str, sizes: Sequence[int]) -> int:
     if name in SMALL_NAMES:
         return MAX_SMALL_BYTES
     return {part_name(part): size for part, size in enumerate(sizes)}[name]
+
+
+def _try_lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return True
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:

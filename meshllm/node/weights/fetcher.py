@@ -6,12 +6,23 @@ Every holder is asked for one file at a time, over a link for weights that stays
 is left to ask it. A file is collected beside its place and continues there after an interruption,
 from any holder, because the file of a part has the same bytes on every node. A part takes its place
 once it has the digest in force; if not, the holder is not asked again in this run.
+
+Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
+has fetched meanwhile is not fetched again. A lock ends with its process.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
@@ -22,6 +33,7 @@ from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.codec import (
+    CHUNK_BYTES,
     FileChunk,
     FileRefused,
     FileSize,
@@ -32,6 +44,7 @@ from meshllm.protocol.weights.codec import (
 from meshllm.protocol.weights.holders import name_of
 
 MAX_HOLDERS = 4  # asked at once
+POLL_S = 1.0  # s between two looks at a folder into which another process fetches
 IDLE_S = 30.0  # s without a chunk after which a holder is given up
 
 logger = logging.getLogger(__name__)
@@ -74,19 +87,20 @@ class WeightFetcher:
             if place.is_described:
                 return place.folder
             await self.off_loop(place.prepare)
-            self.progress = "fetching the configuration of the model"
             reason = "no node of the mesh has it"
-            try:
+            async with self._alone(place):
+                if self.place(charter).is_described:  # by another process meanwhile
+                    return place.folder
+                self.progress = "fetching the configuration of the model"
                 for node in nodes:
                     try:
-                        await self._describe(node, charter, place)
+                        with _writing(place.folder):
+                            await self._describe(node, charter, place)
                     except MeshError as error:
                         reason = f"{short(node)}: {error}"
                         logger.warning("node %s sent no model: %s", short(node), error)
                     else:
                         return place.folder
-            finally:
-                self.progress = ""
         raise ModelError(f"The configuration of the model cannot be fetched: {reason}")
 
     async def fetch(
@@ -103,17 +117,29 @@ class WeightFetcher:
         """
         async with self._turn:
             place = self.place(charter)
-            run = _Run(self, charter.config_digest, place, dict(parts), sizes)
-            asked = [node for node, has in holders.items() if not run.left.keys().isdisjoint(has)]
-            try:
+            async with self._alone(place):
+                left = {part: digest for part, digest in parts.items() if not place.has(part)}
+                run = _Run(self, charter.config_digest, place, left, sizes)
                 async with asyncio.TaskGroup() as group:
-                    for node in asked[:MAX_HOLDERS]:
-                        group.create_task(run.ask(node, holders[node]))
-            finally:
-                self.progress = ""
+                    for node, has in holders.items():
+                        group.create_task(run.ask(node, has))
         if run.left:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
+
+    @asynccontextmanager
+    async def _alone(self, place: PartFolder) -> AsyncIterator[None]:
+        """Wait until no other process fetches into a folder; show that meanwhile."""
+        try:
+            while True:
+                with place.locked() as is_locked:
+                    if is_locked:
+                        yield
+                        return
+                self.progress = "another node on this machine fetches weights"
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.progress = ""
 
     async def _describe(self, node: NodeId, charter: Charter, place: PartFolder) -> None:
         model = charter.config_digest
@@ -146,26 +172,23 @@ class WeightFetcher:
 
         Raises:
             MeshError: the holder refuses, is lost, or sends something invalid.
-            ModelError: the file cannot be written.
+            OSError: the file cannot be written.
         """
-        path = place.partial(name)
-        try:
-            with path.open("ab") as file:
-                offset = file.tell()
-                await link.send(encode(WantFile(model, name, offset)))
-                size = await self._size(link)
-                if not offset <= size <= limit:
-                    file.truncate(0)
-                    raise PeerFault(f"`{name}` of {size} bytes; allowed are {offset} to {limit}")
-                place.check_space(size - offset)
-                while offset < size:
-                    data = await self._chunk(link)
-                    offset += len(data)
-                    if offset > size:
-                        raise PeerFault(f"`{name}` is longer than its {size} bytes")
-                    await self.off_loop(file.write, data)
-        except OSError as error:
-            raise ModelError(f"`{path}` cannot be written: {error.strerror}") from None
+        with place.partial(name).open("ab") as file:
+            offset = file.tell()
+            await link.send(encode(WantFile(model, name, offset)))
+            size = await self._size(link)
+            if not offset <= size <= limit:
+                file.truncate(0)
+                raise PeerFault(f"`{name}` of {size} bytes; allowed are {offset} to {limit}")
+            place.check_space(size - offset)
+            while offset < size:
+                data = await self._chunk(link)
+                due = min(CHUNK_BYTES, size - offset)
+                if len(data) != due:  # tiny ones could keep the fetcher busy without end
+                    raise PeerFault(f"`{name}` in a chunk of {len(data)} bytes instead of {due}")
+                offset += len(data)
+                await self.off_loop(file.write, data)
 
     async def _size(self, link: SecureLink) -> int:
         match await self._receive(link):
@@ -194,6 +217,15 @@ class WeightFetcher:
         return decode(data)
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk, such as that it is full, into a `ModelError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"`{folder}` cannot be written: {error.strerror}") from None
+
+
 class _Run:
     """Parts that are fetched from several holders at once."""
 
@@ -215,9 +247,15 @@ class _Run:
         self._sizes = sizes
         self._count = len(left)
         self._taken: set[int] = set()
+        self._room = asyncio.Semaphore(MAX_HOLDERS)
 
     async def ask(self, node: NodeId, has: Collection[int]) -> None:
-        """Fetch one part after the other from a holder."""
+        """Fetch one part after the other from a holder, once fewer than `MAX_HOLDERS` are asked."""
+        async with self._room:
+            if self._next(has) is not None:
+                await self._ask(node, has)
+
+    async def _ask(self, node: NodeId, has: Collection[int]) -> None:
         part: int | None = None
         try:
             async with self._fetcher.link(node) as link:
@@ -225,7 +263,8 @@ class _Run:
                     self._taken.add(part)
                     done = self._count - len(self.left)
                     self._fetcher.progress = f"fetching weights, {done} of {self._count} parts"
-                    await self._fetch(link, part)
+                    with _writing(self._place.folder):
+                        await self._fetch(link, part)
                     del self.left[part]
         except MeshError as error:
             self.reason = f"{short(node)}: {error}"

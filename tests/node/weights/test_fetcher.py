@@ -211,7 +211,8 @@ def test_a_part_continues_where_another_holder_stopped(
         (lambda want, true: [FileChunk(b"x")], "FileChunk instead of the size"),
         (lambda want, true: [true[0], true[0]], "FileSize instead of the next bytes"),
         (lambda want, true: [FileSize(1 << 39)], "allowed are 0 to"),
-        (lambda want, true: [FileSize(4), FileChunk(b"12345")], "longer than its 4 bytes"),
+        (lambda want, true: [FileSize(4), FileChunk(b"12345")], "chunk of 5 bytes instead of 4"),
+        (lambda want, true: [true[0], FileChunk(b"1")], "chunk of 1 bytes instead of"),
         (lambda want, true: [FileSize(4), FileChunk(b"1234")], "not those of the mesh"),
         (lambda want, true: [WantFile(want.model, "x", 0)], "WantFile instead of the size"),
         (lambda want, true: [], "sent nothing for 30 s"),
@@ -295,6 +296,56 @@ def test_a_folder_that_vanishes_ends_the_fetching(
         shutil.rmtree(place.folder)
         with pytest.raises(ModelError, match="cannot be written"):
             await nodes.fetch([1], barn)
+
+    run(story)
+
+
+def test_nodes_that_share_a_folder_fetch_each_part_once(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        attic, barn = await nodes.meet(town, "barn")
+        other = WeightFetcher(attic.links.dial_weights, nodes.folder, digest_of, at_once)
+        await asyncio.gather(nodes.describe(barn), other.describe(nodes.charter, [barn.me]))
+        nodes.scripted(barn, nodes.true)
+        wanted = {part: nodes.digests[part] for part in range(LAYERS)}
+        holders = {barn.me: frozenset(wanted)}
+        await asyncio.gather(
+            nodes.fetch(range(LAYERS), barn),
+            other.fetch(nodes.charter, wanted, holders, nodes.sizes),
+        )
+
+        assert sorted(name for _, name, _ in nodes.asked) == [*map(part_name, range(LAYERS))]
+        assert nodes.here == list(range(LAYERS))
+
+    run(story)
+
+
+def test_a_file_that_cannot_be_put_in_its_place_ends_the_fetching(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        (place.folder / part_name(1)).mkdir()
+        with pytest.raises(ModelError, match="cannot be written"):
+            await nodes.fetch([1], barn)
+
+    run(story)
+
+
+def test_parts_are_fetched_from_more_holders_than_are_asked_at_once(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        names = [f"barn {number}" for number in range(fetcher.MAX_HOLDERS)]
+        _, *barns, cellar = await nodes.meet(town, *names, "cellar")
+        await nodes.describe(cellar)
+        for barn in barns:
+            nodes.scripted(barn, lambda want: [FileRefused("busy")])
+        await nodes.fetch([1, 2], *barns, cellar)
+
+        assert nodes.here == [1, 2]
 
     run(story)
 
