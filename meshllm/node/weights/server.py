@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from meshllm.errors import MeshError, ModelError, PeerFault
 from meshllm.model.files.parts import ModelParts, PartFile
-from meshllm.names import Digest
+from meshllm.names import Digest, NodeId
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.trust.identity import short
@@ -16,12 +16,14 @@ from meshllm.protocol.weights.codec import (
     FileRefused,
     FileSize,
     WantFile,
+    WeightMessage,
     decode,
     encode,
 )
 
-MAX_LINKS = 8  # nodes that are served at once; each link sends one file at a time
-IDLE_S = 60.0  # s without a request after which a link is closed
+MAX_LINKS = 8  # that are served at once; each link sends one file at a time
+MAX_LINKS_OF_NODE = 2  # a node uses one; an earlier one may not be known to be lost yet
+IDLE_S = 60.0  # s without a request, or without room for a chunk, after which a link is closed
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +35,20 @@ class WeightServer:
         self._off_loop = off_loop
         self._models: dict[Digest, Callable[[], Awaitable[ModelParts]]] = {}
         self._opened: dict[Digest, ModelParts] = {}
-        self._links = 0
+        self._links: list[NodeId] = []
 
     def offer(self, model: Digest, parts: Callable[[], Awaitable[ModelParts]]) -> None:
         """Send the parts of a model from now on; their headers are read when they are wanted."""
         self._models[model] = parts
+        self._opened.pop(model, None)  # other weights may have the same configuration
 
     async def serve(self, link: SecureLink) -> None:
         """Answer the requests of a node until it closes the link or sends something invalid."""
-        if self._links >= MAX_LINKS:
+        links = self._links
+        if len(links) >= MAX_LINKS or links.count(link.peer) >= MAX_LINKS_OF_NODE:
             await link.close()
             return
-        self._links += 1
+        links.append(link.peer)
         try:
             while True:
                 async with asyncio.timeout(IDLE_S):
@@ -56,21 +60,21 @@ class WeightServer:
         except (MeshError, TimeoutError) as error:
             logger.debug("link for weights to node %s ended: %s", short(link.peer), error)
         finally:
-            self._links -= 1
+            links.remove(link.peer)
             await link.close()
 
     async def _answer(self, link: SecureLink, want: WantFile) -> None:
         try:
             file = await self._file(want)
-            await link.send(encode(FileSize(file.size)))
+            await _send(link, FileSize(file.size))
             offset = want.offset
             while offset < file.size:
                 data = await self._off_loop(file.read, offset, CHUNK_BYTES)
-                await link.send(encode(FileChunk(data)))
+                await _send(link, FileChunk(data))
                 offset += len(data)
         except ModelError as error:  # not here, or changed on disk: names no path to the peer
             logger.info("cannot send `%s` to node %s: %s", want.name, short(link.peer), error)
-            await link.send(encode(FileRefused("this node does not have the file")))
+            await _send(link, FileRefused("this node does not have the file"))
 
     async def _file(self, want: WantFile) -> PartFile:
         make = self._models.get(want.model)
@@ -79,3 +83,9 @@ class WeightServer:
         if want.model not in self._opened:
             self._opened[want.model] = await make()
         return await self._off_loop(self._opened[want.model].open, want.name)
+
+
+async def _send(link: SecureLink, message: WeightMessage) -> None:
+    """Send a message; raise `TimeoutError` if the other side does not read."""
+    async with asyncio.timeout(IDLE_S):
+        await link.send(encode(message))
