@@ -702,7 +702,7 @@ class MeshNode:
         self._measured = offered = replace(offered, models=self._profile.models)
         addresses, revoked = self.endpoints.addresses, self._profile.revoked  # may have changed
         self._profile = replace(offered, addresses=addresses, revoked=revoked)
-        self.supply.begin(offered.weights)
+        self.supply.begin(offered.weights, model.source.folder)
         self._publish(profile=self._profile)
         runtime = self.ring_member.begin(model)
         self._server.offer(ring.config_digest, lambda: preparation.parts(model))

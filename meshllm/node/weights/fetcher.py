@@ -76,6 +76,10 @@ class WeightFetcher:
         """Return the folder of a model."""
         return PartFolder(self._folder / name_of(charter))
 
+    def collects(self, folder: Path) -> bool:
+        """Return whether a folder of a model is one that this collects, not one of the user."""
+        return folder.resolve().parent == self._folder.resolve()
+
     async def describe(self, charter: Charter, nodes: Sequence[NodeId]) -> Path:
         """Fetch config, tokenizer and index of a model, unless they are here; return its folder.
 

@@ -10,6 +10,9 @@ are fetched while the plan waits.
 
 When a node has what it needs, it fetches its share of the parts that only one node has: the loss of
 one node loses no part of the model.
+
+A node that opened the model in a folder of its user, whole or in part, fetches nothing: what it
+fetched would not come into that folder.
 """
 
 import asyncio
@@ -89,6 +92,7 @@ class WeightSupply:
         self._host = host
         self._off_loop = off_loop
         self._before: Agreement | None = None
+        self._fetches = True
 
     @property
     def progress(self) -> str:
@@ -123,7 +127,7 @@ class WeightSupply:
     async def run(self) -> None:
         """Fetch ahead what the plan will need, until every part is here or cancelled."""
         changes, delay = self._host.changes(), FIRST_RETRY_S
-        while self._is_short():
+        while self._fetches and self._is_short():
             await anext(changes)
             await asyncio.sleep(SETTLE_S)  # links are reported one by one
             if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
@@ -139,10 +143,11 @@ class WeightSupply:
                 delay = min(2 * delay, LAST_RETRY_S)
         self._set_obstacle("")
 
-    def begin(self, weights: Sequence[bytes]) -> None:
-        """Let no plan use this node before `run` has looked, if it has no layer."""
+    def begin(self, weights: Sequence[bytes], folder: Path) -> None:
+        """Let no plan use this node before `run` has looked, if its folder has no layer yet."""
         self._before = None
-        self._set_obstacle(FETCHES if is_bare(weights) else "")
+        self._fetches = self._fetcher.collects(folder)
+        self._set_obstacle(FETCHES if self._fetches and is_bare(weights) else "")
 
     def end(self) -> None:
         """Forget the ring that this node leaves."""
@@ -165,7 +170,12 @@ class WeightSupply:
             ModelError: a part cannot be fetched.
         """
         view, own = self._host.mesh_view(), self._host.own_weights()
-        if view is None or not own or not (missing := missing_parts(own, parts)):
+        if (
+            not self._fetches
+            or view is None
+            or not own
+            or not (missing := missing_parts(own, parts))
+        ):
             return
         digests = self._digests(view)
         wanted = {part: digests[part] for part in sorted(missing)}

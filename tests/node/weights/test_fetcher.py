@@ -162,6 +162,8 @@ def test_a_model_is_described_and_its_parts_are_fetched(
         ]
         assert not list(place.folder.glob("*.partial"))
         assert nodes.fetcher.progress == ""
+        assert nodes.fetcher.collects(place.folder)
+        assert not nodes.fetcher.collects(nodes.source.folder)
         assert place.folder == (await nodes.describe()).folder  # asks nobody again
 
     run(story)

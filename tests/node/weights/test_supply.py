@@ -24,6 +24,7 @@ from tests.protocol.agreement.test_agreement import ring
 T = TypeVar("T")
 WHOLE = weights()
 PARTS = len(WHOLE) - 1
+FOLDER = Path("fetched")
 
 
 async def at_once(function: Callable[..., T], /, *args: Any) -> T:
@@ -102,6 +103,9 @@ class Mesh:
         assert model == charter()
         return SimpleNamespace(is_described=self.is_described)
 
+    def collects(self, folder: Path) -> bool:
+        return folder == FOLDER
+
     async def describe(self, model: Charter, nodes: Sequence[NodeId]) -> Path:
         self.described += nodes
         self._fail()
@@ -138,7 +142,7 @@ def run(world: World, story: Callable[[Mesh], Coroutine[Any, Any, None]], me: No
 async def supplied(mesh: Mesh) -> None:
     """Run the supply for a minute."""
     assert mesh.world
-    mesh.supply.begin(mesh.world.profiles[mesh.me].weights)
+    mesh.supply.begin(mesh.world.profiles[mesh.me].weights, FOLDER)
     running = asyncio.ensure_future(mesh.supply.run())
     await asyncio.sleep(60)
     running.cancel()
@@ -252,10 +256,26 @@ def test_the_share_of_a_node_that_fetches_none_falls_to_another() -> None:
 
 def test_a_node_that_leaves_its_ring_forgets_why_that_ring_waits_for_it() -> None:
     async def story(mesh: Mesh) -> None:
-        mesh.supply.begin(bare(profile(2)).weights)
+        mesh.supply.begin(bare(profile(2)).weights, FOLDER)
         mesh.supply.end()
 
     assert run(BOTH, story).obstacles == [FETCHES, ""]
+
+
+@pytest.mark.parametrize("parts", [(), (2, 3)])
+def test_a_node_with_a_part_of_the_model_in_a_folder_of_its_user_fetches_nothing(
+    parts: Sequence[int],
+) -> None:
+    own = bare(profile(2), *parts)
+
+    async def story(mesh: Mesh) -> None:
+        mesh.supply.begin(own.weights, Path("of the user"))
+        await mesh.supply.run()
+        await mesh.supply.obtain({0, 1})
+
+    mesh = run(World({A: profile(2), B: own}), story)
+
+    assert (mesh.fetched, mesh.obstacles) == ([], [])
 
 
 def test_nothing_is_obtained_before_the_charter_is_known() -> None:
