@@ -16,7 +16,15 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
@@ -150,7 +158,7 @@ class MeshNode:
         self.router.trusted = options.trust
         self._server = WeightServer(off_loop)
         dial, folder = self.links.dial_weights, cache_path() / "weights"
-        fetcher = WeightFetcher(dial, folder, self._digest_of, off_loop)
+        fetcher = WeightFetcher(dial, folder, self._digest_of, self._check_parts, off_loop)
         self.supply = WeightSupply(self.me, fetcher, self, off_loop)
         self.planner = Planner(self._view, self._agreed, off_loop, self._foreseen)
         self._ambiguous = self._hang = ""
@@ -777,6 +785,9 @@ class MeshNode:
 
     async def _digest_of(self, folder: Path) -> Digest:
         return await self._preparation.digest_folder(folder.name, folder)
+
+    async def _check_parts(self, folder: Path, weights: Mapping[str, int]) -> None:
+        await self._preparation.check_parts(folder.name, folder, weights)
 
     async def _provide(self) -> None:
         """Publish what the engine of this node serves, instead of layers."""

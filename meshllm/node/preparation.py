@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from meshllm.errors import ModelError
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
-from meshllm.model.files.parts import ModelParts, most_bytes
+from meshllm.model.files.parts import ModelParts, check_parts, most_bytes
 from meshllm.model.files.source import Source, open_folder, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
@@ -165,6 +165,12 @@ class Preparation:
     async def digest_folder(self, name: str, folder: Path) -> Digest:
         """Return the digest of the configuration in a folder; raise `ModelError` without one."""
         return await self._digest(await self.worker.run(open_folder, name, folder))
+
+    async def check_parts(self, name: str, folder: Path, weights: Mapping[str, int]) -> None:
+        """Check the part of each tensor that a peer listed; raise `PeerFault` if one is wrong."""
+        await self.worker.run(
+            check_parts, await self.worker.run(open_folder, name, folder), weights
+        )
 
     async def _open(self, source: Source, config: InferenceConfig) -> ModelRuntime:
         draft = await self._resolve(config.draft) if config.draft else None

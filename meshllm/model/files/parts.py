@@ -286,6 +286,17 @@ def most_bytes(source: Source) -> list[int]:
     return [MAX_HEADER_BYTES + size for size in sizes]
 
 
+def check_parts(source: Source, weights: Mapping[str, int]) -> None:
+    """Check the part of each tensor in a listing against the model; raise `PeerFault` if wrong.
+
+    A wrong one would let the right weights look wrong for good.
+    """
+    skeleton = build(source.config, torch.float32)
+    found = {name: part_of(skeleton, place) for name, place in select(skeleton, weights).items()}
+    if found != weights or not set(range(skeleton.layers + 1)).issubset(found.values()):
+        raise PeerFault("A listing of tensors that are not those of the model")
+
+
 def part_name(part: int) -> str:
     """Return the name of the file of a part."""
     return f"part-{part:05}.safetensors"

@@ -58,15 +58,17 @@ class WeightFetcher:
         dial: Callable[[NodeId], Awaitable[SecureLink]],
         folder: Path,
         digest_of: Callable[[Path], Awaitable[Digest]],
+        check_parts: Callable[[Path, Mapping[str, int]], Awaitable[None]],
         off_loop: OffLoop,
     ) -> None:
         """Dial holders by ``dial``; collect models in folders of ``folder``.
 
-        ``digest_of`` returns the digest of the configuration in a folder.
+        ``digest_of`` returns the digest of the configuration in a folder; ``check_parts`` raises
+        `PeerFault` if tensors are listed that are not those of that configuration.
         """
         self._dial = dial
         self._folder = folder
-        self._digest_of = digest_of
+        self._digest_of, self._check_parts = digest_of, check_parts
         self.off_loop = off_loop
         self._turn = asyncio.Lock()
         self.progress = ""
@@ -158,6 +160,7 @@ class WeightFetcher:
                 place.finish(name)
             if await self._digest_of(place.folder) != model:
                 raise PeerFault("The configuration is not that of the mesh")
+            await self._check_parts(place.folder, listing.weights)
             await self.off_loop(place.describe, charter.shape.name, listing)
             path.unlink()
 

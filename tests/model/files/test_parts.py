@@ -1,5 +1,6 @@
 """A model in parts: the same bytes from any files, checked before they take their place."""
 
+import fcntl
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from meshllm.model.files.parts import (
     Listing,
     ModelParts,
     PartFolder,
+    check_parts,
     limit_of,
     most_bytes,
     part_name,
@@ -238,3 +240,43 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match="cannot be written"):
         PartFolder(tmp_path / "file" / "models").prepare()
+
+
+def test_one_node_at_a_time_has_the_lock_of_a_folder(place: PartFolder) -> None:
+    place.prepare()
+    other = PartFolder(place.folder)
+
+    with place.locked() as is_first, other.locked() as is_second:
+        assert (is_first, is_second) == (True, False)
+    with other.locked() as is_second:
+        assert is_second
+
+
+def test_a_folder_without_locks_or_that_is_gone(
+    place: PartFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    place.prepare()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with place.locked() as is_locked:
+        assert is_locked
+
+    shutil.rmtree(place.folder)
+    with pytest.raises(ModelError, match="cannot be written"), place.locked():
+        pass
+
+
+def test_a_listing_names_every_layer_and_the_right_part_of_each_tensor(source: Source) -> None:
+    right = json.loads(ModelParts(source).listing().header)["weights"]
+    check_parts(source, right)
+
+    for wrong in (
+        {name: part for name, part in right.items() if part != 2},
+        {name: max(0, part - 1) for name, part in right.items()},
+        {**right, "model.layers.0.surprise": 0},
+        {},
+    ):
+        with pytest.raises(PeerFault, match="not those of the model"):
+            check_parts(source, wrong)

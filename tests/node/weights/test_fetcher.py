@@ -1,8 +1,9 @@
 """Weights between two nodes: sent, resumed, verified; hostile holders are refused and replaced."""
 
 import asyncio
+import json
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshllm.model.files.parts import (
     LISTING,
     ModelParts,
     PartFolder,
+    check_parts,
     most_bytes,
     part_name,
 )
@@ -55,6 +57,10 @@ async def digest_of(folder: Path) -> Digest:
     return Digest(config_digest(open_folder("llama", folder)))
 
 
+async def checked(folder: Path, weights: Mapping[str, int]) -> None:
+    check_parts(open_folder("llama", folder), weights)
+
+
 @pytest.fixture
 def source(llama: Path) -> Source:
     return open_folder("llama", llama)
@@ -91,7 +97,9 @@ class Nodes:
             each.meet(first)
             each.send_weights = self.sending()
         await asyncio.sleep(2)
-        self.fetcher = WeightFetcher(first.links.dial_weights, self.folder, digest_of, at_once)
+        self.fetcher = WeightFetcher(
+            first.links.dial_weights, self.folder, digest_of, checked, at_once
+        )
         return [first, *rest]
 
     def sending(self) -> Callable[[SecureLink], Awaitable[None]]:
@@ -262,6 +270,29 @@ def test_a_description_of_another_model_is_refused(
     run(story)
 
 
+def test_a_listing_of_other_parts_is_refused(run: Callable[[Story], None], nodes: Nodes) -> None:
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        listing = json.loads(ModelParts(nodes.source).listing().header)
+        weights = {name: (part + 1) % LAYERS for name, part in listing["weights"].items()}
+        lie = json.dumps(listing | {"weights": weights}).encode()
+
+        def answer(want: WantFile) -> list[WeightMessage]:
+            if want.name == LISTING:
+                return [FileSize(len(lie)), FileChunk(lie)]
+            return nodes.true(want)
+
+        nodes.scripted(barn, answer)
+        with pytest.raises(ModelError, match="not those of the model"):
+            await nodes.describe(barn)
+
+        assert (await nodes.describe(barn, cellar)).is_described
+        await nodes.fetch([1], cellar)
+        assert nodes.here == [1]
+
+    run(story)
+
+
 def test_a_model_that_nobody_describes(run: Callable[[Story], None], nodes: Nodes) -> None:
     async def story(town: Town) -> None:
         _, barn = await nodes.meet(town, "barn")
@@ -308,7 +339,7 @@ def test_nodes_that_share_a_folder_fetch_each_part_once(
 ) -> None:
     async def story(town: Town) -> None:
         attic, barn = await nodes.meet(town, "barn")
-        other = WeightFetcher(attic.links.dial_weights, nodes.folder, digest_of, at_once)
+        other = WeightFetcher(attic.links.dial_weights, nodes.folder, digest_of, checked, at_once)
         await asyncio.gather(nodes.describe(barn), other.describe(nodes.charter, [barn.me]))
         nodes.scripted(barn, nodes.true)
         wanted = {part: nodes.digests[part] for part in range(LAYERS)}
@@ -463,7 +494,7 @@ def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) ->
         client = await town.add("client", Role.CLIENT)
         client.meet(barn)
         await asyncio.sleep(2)
-        mine = WeightFetcher(client.links.dial_weights, nodes.folder, digest_of, at_once)
+        mine = WeightFetcher(client.links.dial_weights, nodes.folder, digest_of, checked, at_once)
         with pytest.raises(ModelError, match="cannot be fetched"):
             await mine.describe(nodes.charter, [barn.me])
 
