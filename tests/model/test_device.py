@@ -259,7 +259,7 @@ def test_all_of_a_part_is_on_its_device(
 def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[object] = []
     monkeypatch.setattr(
-        "meshllm.model.modules.exchange.pack", lambda model, skip: packed.append(model)
+        "meshllm.model.modules.exchange.pack", lambda model, **_: packed.append(model)
     )
 
     load(source, GPU)

@@ -400,7 +400,7 @@ class EntryNode:
         with self._worker.expected(self._config.limits, rows, before, is_step=True):
             yield from sample_batch(self._ends, self._head, samples)
 
-    def _run(self, generation: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
+    def _prefill(self, generation: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens; runs on the compute thread."""
         rows, limits = len(job.tokens), self._config.limits
         with self._worker.expected(limits, rows, job.pos, is_step=job.is_step):
@@ -414,7 +414,7 @@ class EntryNode:
         if ahead:
             ahead.ask(embedded)
         else:
-            self._samples.submit_alone(partial(self._run, generation, job, watch), embedded)
+            self._samples.submit_alone(partial(self._prefill, generation, job, watch), embedded)
 
     def _embedded(
         self,

@@ -72,7 +72,7 @@ class FakeNode:
             self.last()
         await asyncio.Event().wait()
 
-    def revoke(self, tags: Sequence[bytes]) -> None:
+    async def revoke(self, tags: Sequence[bytes]) -> None:
         assert not tags
 
     def revocations(self) -> dict[str, tuple[bytes, ...]]:

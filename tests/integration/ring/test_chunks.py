@@ -21,7 +21,7 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
 
-CHUNKS = {"embed", "_prefill"}
+CHUNKS = {"_prefill"}
 """Functions that compute a prefill chunk, on the entry and on a stage."""
 STEPS = {"_run_batch"}
 """Functions that compute a decode step."""
@@ -41,6 +41,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
+def computing(job: "partial[Any]") -> Callable[..., Any]:
+    """Return the function of a job, or the one that it calls."""
+    first = job.args[0] if job.args else None
+    return first if callable(first) else job.func
+
+
 class Log:
     """Jobs of the workers: when they were submitted and when they began."""
 
@@ -50,7 +56,7 @@ class Log:
         run, start = Worker.run, Worker.start
 
         def logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-            alone = [each.func for each in args if isinstance(each, partial)]
+            alone = [computing(each) for each in args if isinstance(each, partial)]
             number, name = id(worker), getattr([function, *alone][-1], "__name__", "")
             self._note(number, name, "asked")
 
