@@ -32,7 +32,7 @@ A node that does not understand some part of the charter agrees to no plan, publ
 in its state, and is not a candidate for the others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshllm.errors import UserError
@@ -82,7 +82,7 @@ class Agreement:
     """The planner's input; `predict` needs it together with `links`."""
     links: Links
     lacking: int = 0
-    """Requested members that are not ready yet; 0 once any node follows a plan."""
+    """Requested members that are not ready yet; 0 once a node follows a plan for the model."""
     best: Best | None = field(default=None, repr=False, compare=False)
     """The planning result, reused by the next `agree`."""
 
@@ -120,8 +120,18 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         tuple(Standby(node, standbys[node]) for node in sorted(standbys)),
         found.offers,
         found.links,
-        0 if followed else count_lacking(view, here),
+        0 if followed or _has_served(view, here, known) else count_lacking(view, here),
         best,
+    )
+
+
+def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId, Plan]) -> bool:
+    """Return whether a node of the group follows a plan for its model, which others may have left.
+
+    What is left of a ring goes on at once: the first plan alone waits for requested members.
+    """
+    return any(
+        node in here and plan.model == view.charter.shape.name for node, plan in known.items()
     )
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.names import NodeId, Span
+from meshllm.names import GroupId, NodeId, Span
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.relaxation import nodes_of
@@ -395,6 +395,16 @@ def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> No
 
     assert [agreement.lacking for agreement in found] == [1, 1, 0]
     assert [len(planned(agreement).stages) for agreement in found] == [2, 2, 3]
+
+
+def test_what_is_left_of_a_ring_waits_for_no_member() -> None:
+    agreed, own = replace(charter(), members=2), ring((A, 0, 2), (B, 2, 4))
+    both = World({A: profile(4), B: profile(4)}, agreed, followed={A: own, B: own})
+
+    agreement = replace(both, groups={B: GroupId(b"elsewhere")}).agree(A)
+
+    assert spans(planned(agreement)) == {A: "0:4"}
+    assert agreement.lacking == 0
 
 
 def test_a_requested_member_that_fetches_weights_is_waited_for() -> None:
