@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -27,12 +26,6 @@ CORE_S_PER_S = 1 / 60
 logger = logging.getLogger(__name__)
 
 
-class WarmUpCost(NamedTuple):
-    """What a step took."""
-
-    core_s: float
-
-
 class WarmUp:
     """Warms up runners, each on its compute thread."""
 
@@ -47,9 +40,11 @@ class WarmUp:
         for worker, runner in self._ranks:
             steps = runner.warm_up_steps()
             try:
-                while spent := await worker.run_when_idle(QUIET_S, _step, steps):
-                    pause = pause_s(time.monotonic() - begin, spent.core_s)
-                    await asyncio.sleep(pause)
+                while True:
+                    spent = await worker.run_when_idle(QUIET_S, _step, steps)
+                    if spent is None:
+                        break
+                    await asyncio.sleep(pause_s(time.monotonic() - begin, spent))
             except Exception as error:  # foreign code; steps are recorded on first use, or never
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
@@ -61,9 +56,9 @@ def pause_s(age_s: float, core_s: float) -> float:
     return 0.0 if age_s < FREE_S else core_s / CORE_S_PER_S
 
 
-def _step(steps: Iterator[None]) -> WarmUpCost | None:
-    """Run the next step; return what it took, or None if there are no more."""
+def _step(steps: Iterator[None]) -> float | None:
+    """Run the next step; return the core-seconds that it took, or None if there are no more."""
     begin = time.thread_time()
     if next(steps, steps) is steps:
         return None
-    return WarmUpCost((time.thread_time() - begin) * torch.get_num_threads())
+    return (time.thread_time() - begin) * torch.get_num_threads()
