@@ -5,6 +5,7 @@ such as keys and cached results, is neither read nor written through links that 
 """
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -61,6 +62,20 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise _refusal(errno.EPERM, "it belongs to another user", path)
     return descriptor
+
+
+def try_lock(file: int) -> bool:
+    """Lock an open file for this process until it is closed; return False if another one has it.
+
+    Where the file system has no locks, this is True: nobody can be kept out.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def make_private(folder: Path) -> None:

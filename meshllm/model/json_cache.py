@@ -1,6 +1,5 @@
 """On-disk cache of small JSON results, with locks so that processes do not compute one twice."""
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from meshllm.local_files import make_private, open_own, read_own
+from meshllm.local_files import make_private, open_own, read_own, try_lock
 
 UNUSED_S = 90 * 86_400.0
 """Seconds after which an unused record is evicted."""
@@ -82,17 +81,8 @@ def locked(folder: Path, *key: str | float) -> Iterator[None]:
 
 def _wait_for(file: int) -> None:
     until = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return
-            time.sleep(_POLL_S)
-        except OSError:  # the file system has no locks
-            return
-        else:
-            return
+    while not try_lock(file) and time.monotonic() <= until:
+        time.sleep(_POLL_S)
 
 
 @cache

@@ -5,7 +5,6 @@ safetensors format, with tensors in order of their names: the same bytes on ever
 whatever files they are stored in. A folder of parts is a model folder like any other.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import torch
 
 from meshllm.errors import ModelError, PeerFault, UserError
 from meshllm.json_shape import check_shape
-from meshllm.local_files import check_regular, make_private, open_own, read_regular
+from meshllm.local_files import check_regular, make_private, open_own, read_regular, try_lock
 from meshllm.model.files.loader import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -32,6 +31,7 @@ from meshllm.model.files.manifest import hash_tensors, part_digest, part_of, rea
 from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.locate import CONFIG, INDEX
 from meshllm.model.split.skeleton import build
+from meshllm.model.text.pooling import MODULES, POOLING_FOLDER
 
 LISTING = "listing"
 SMALL_NAMES = frozenset(
@@ -50,10 +50,12 @@ SMALL_NAMES = frozenset(
         "tokenizer.model",
         "spiece.model",
         "sentencepiece.bpe.model",
+        MODULES,
+        f"{POOLING_FOLDER}/{CONFIG}",
     }
 )
 """The only files that are sent beside weights: names of a peer never become paths."""
-MAX_SMALL_BYTES = 64 << 20  # of each; the largest tokenizers have 30 MiB
+MAX_SENT_BYTES = 64 << 20  # of each; the largest tokenizers have 30 MiB
 FREE_BYTES = 1 << 30  # of the disk that fetched weights leave free
 
 _ALIGNED = 8  # bytes; data begins at a multiple, as the safetensors library writes it
@@ -130,7 +132,7 @@ class ModelParts:
     def _small(self, name: str) -> PartFile:
         path = self._folder / name
         try:
-            check_regular(path, MAX_SMALL_BYTES)
+            check_regular(path, MAX_SENT_BYTES)
         except OSError:
             raise ModelError(f"There is no file `{name}` here") from None
         return PartFile(b"", ((path, 0, path.stat().st_size),))
@@ -201,6 +203,7 @@ class PartFolder:
     def prepare(self) -> None:
         """Create the folder; raise `ModelError` if it cannot be written."""
         try:
+            make_private(self.folder / POOLING_FOLDER)
             make_private(self.folder)
         except OSError as error:
             raise ModelError(f"`{self.folder}` cannot be written: {error.strerror}") from None
@@ -217,7 +220,7 @@ class PartFolder:
         except OSError as error:
             raise ModelError(f"`{self.folder}` cannot be written: {error.strerror}") from None
         with os.fdopen(lock, "wb") as file:
-            yield _try_lock(file.fileno())
+            yield try_lock(file.fileno())
 
     def has(self, part: int) -> bool:
         """Return whether a part is in its place."""
@@ -243,7 +246,7 @@ class PartFolder:
     def _name_dtype(self, dtype: str) -> None:
         """Name the dtype in the config, since there may be no weights to read it from."""
         path = self.folder / CONFIG
-        config = json.loads(read_regular(path, MAX_SMALL_BYTES))
+        config = json.loads(read_regular(path, MAX_SENT_BYTES))
         if not (config.get("dtype") or config.get("torch_dtype")):
             path.write_text(json.dumps(config | {"dtype": dtype}))
 
@@ -307,18 +310,8 @@ def limit_of(name: str, sizes: Sequence[int]) -> int:
     if name == LISTING:
         return MAX_INDEX_BYTES
     if name in SMALL_NAMES:
-        return MAX_SMALL_BYTES
+        return MAX_SENT_BYTES
     return {part_name(part): size for part, size in enumerate(sizes)}[name]
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        return True
-    return True
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:

@@ -36,6 +36,10 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _MODES = {mode.value: mode for mode in PoolingMode}
+MODULES = "modules.json"
+POOLING_FOLDER = "1_Pooling"
+"""Where nearly all models have the config of their pooling."""
+
 _SUPPORTED = {"Transformer", "Pooling", "Normalize"}
 _FOLDER = re.compile("[0-9]{1,2}_Pooling")
 
@@ -58,7 +62,7 @@ LAST_ROW = Pooling()
 def read_pooling(folder: Path) -> Pooling:
     """Read what the folder of a model says; `LAST_ROW` if it says nothing."""
     try:
-        modules = _read_modules(folder / "modules.json")
+        modules = _read_modules(folder / MODULES)
         if modules is None:
             return LAST_ROW
         inner = modules.get("Pooling", "")  # it becomes a path

@@ -15,7 +15,7 @@ from meshllm.model.files.loader import MAX_HEADER_BYTES, list_weights
 from meshllm.model.files.manifest import manifest
 from meshllm.model.files.parts import (
     LISTING,
-    MAX_SMALL_BYTES,
+    MAX_SENT_BYTES,
     Listing,
     ModelParts,
     PartFolder,
@@ -27,6 +27,7 @@ from meshllm.model.files.parts import (
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.locate import INDEX
 from meshllm.model.steps.load import load_shard
+from meshllm.model.text.pooling import LAST_ROW, read_pooling
 from meshllm.names import Span
 
 LAYERS = 6
@@ -176,6 +177,17 @@ def test_a_config_without_a_dtype_gets_that_of_the_weights(source: Source, tmp_p
     )
 
 
+def test_how_a_model_embeds_texts_comes_along(source: Source, tmp_path: Path) -> None:
+    modules = [{"type": "models.Pooling", "path": "1_Pooling"}]
+    (source.folder / "modules.json").write_text(json.dumps(modules))
+    (source.folder / "1_Pooling").mkdir()
+    (source.folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+
+    place = described(ModelParts(source), tmp_path / "fetched")
+
+    assert read_pooling(place.folder) == read_pooling(source.folder) != LAST_ROW
+
+
 def test_a_description_is_complete_when_its_index_is_there(place: PartFolder) -> None:
     assert place.is_described
     assert set(list_weights(place.folder).values()) == {
@@ -223,7 +235,7 @@ def test_every_file_has_a_limit(source: Source) -> None:
     for part in range(LAYERS + 2):
         assert ModelParts(source).open(part_name(part)).size < limit_of(part_name(part), sizes)
     assert max(sizes) < 2 * MAX_HEADER_BYTES
-    assert limit_of("tokenizer.json", sizes) == MAX_SMALL_BYTES
+    assert limit_of("tokenizer.json", sizes) == MAX_SENT_BYTES
 
 
 def test_a_full_disk_is_refused_with_a_hint(

@@ -499,8 +499,3 @@ def test_a_client_gets_no_weights(run: Callable[[Story], None], nodes: Nodes) ->
             await mine.describe(nodes.charter, [barn.me])
 
     run(story)
-
-
-def test_the_time_without_a_chunk_is_bounded() -> None:
-    assert fetcher.IDLE_S < server.IDLE_S
-    assert LISTING not in {part_name(part) for part in range(10)}
