@@ -743,28 +743,41 @@ class MeshNode:
         self._publish(profile=self._profile)
 
     async def _survey(self) -> None:
-        """Publish which models of the mesh this node may hold, whenever it serves others.
+        """Publish which models of the mesh this node may hold, while the mesh has several.
 
-        Without `--model` these are all: it fetches what it does not have.
+        Without `--model` it may also hold those whose weights another node can send.
         """
         known: tuple[ModelKey, ...] = ()
+        held: tuple[ModelKey, ...] = ()
         async with aclosing(self.ring_member.changes()) as changes:
             async for _ in changes:
                 charter = self.machine.charter
                 if charter is None or self.ring_member.provider:
                     continue
                 keys = tuple(each.key for each in charter.served)
-                if keys == known or not (self._profile.models or len(groups_of(charter)) > 1):
+                if not (self._profile.models or len(groups_of(charter)) > 1):
                     continue
-                known = keys
-                is_free = self._options.model is None
-                held = keys if is_free else await self._preparation.held(charter.served)
-                models = tuple(each for each in held if each not in self._unable)
+                if keys != known:
+                    known, held = keys, await self._preparation.held(charter.served)
+                models = self._may_hold(charter, held)
+                if models == self._profile.models:
+                    continue
                 if not self._profile.memory_bytes:
                     self._profile = await self._preparation.room(self._profile)
                 self._profile = replace(self._profile, models=models)
                 self._measured = replace(self._measured, models=models)
                 self._publish(profile=self._profile)
+
+    def _may_hold(self, charter: Charter, held: Collection[ModelKey]) -> tuple[ModelKey, ...]:
+        is_free = self._options.model is None
+        return tuple(
+            each.key
+            for each in charter.served
+            if each.key not in self._unable
+            and (
+                each.key in held or (is_free and self.supply.can_fetch(each, self.machine.profiles))
+            )
+        )
 
     async def _join(self, charter: Charter) -> ModelRuntime:
         """Open the model of a ring; fetch its description from another node if it is not here.

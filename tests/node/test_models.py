@@ -83,3 +83,19 @@ async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> 
     await both(nodes, lambda node: list(rings(node)) == [("builtin", 0)])
     await both(nodes, lambda node: serving(node) == {("builtin", 0)})
     assert [await ask(node) for node in nodes] == [first] * 2
+
+
+async def test_a_node_with_a_free_choice_holds_what_another_can_send(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    a = await mesh.start("a", model="builtin", more_models=(random,))
+    b = await mesh.start("b", join=a.ticket)
+    await both([a, b], lambda node: serving(node) == {("builtin", 0)})
+
+    served = await control_of(a).serve(ModelOptions(random))
+
+    # Only `a` has the model: nobody can send it before `a` holds it, so `b` keeps the first one.
+    await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
+    assert {name for name, ring in rings(a).items() if ring.is_own} == {(random, 0)}
+    await until(lambda: served.key in [key.hex() for key in b.machine.profiles[b.me].models], b)

@@ -17,7 +17,7 @@ fetched would not come into that folder.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -28,6 +28,8 @@ from meshllm.node.offloop import OffLoop
 from meshllm.node.weights.fetcher import WeightFetcher
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import (
     FETCHES,
     LACKS,
@@ -98,6 +100,14 @@ class WeightSupply:
     def progress(self) -> str:
         """What is fetched now, a phrase; empty for nothing."""
         return self._fetcher.progress
+
+    def can_fetch(self, charter: Charter, profiles: Mapping[NodeId, Profile]) -> bool:
+        """Return whether a model was fetched before, or a linked node can send it."""
+        return self._fetcher.place(charter).is_described or any(
+            has_model(charter, profiles[node]) and not is_bare(profiles[node].weights)
+            for node in self._host.linked()
+            if node in profiles
+        )
 
     async def describe(self) -> Path:
         """Return the folder of the mesh's model, fetched from the first node that has it."""

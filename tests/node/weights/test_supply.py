@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.names import NodeId
+from meshllm.names import Digest, NodeId
 from meshllm.node.weights import WeightFetcher, WeightSupply
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter
@@ -100,7 +100,6 @@ class Mesh:
     # The fetcher.
 
     def place(self, model: Charter) -> SimpleNamespace:
-        assert model == charter()
         return SimpleNamespace(is_described=self.is_described)
 
     def collects(self, folder: Path) -> bool:
@@ -312,3 +311,18 @@ def test_a_model_that_was_fetched_before_needs_no_other_node() -> None:
 
     assert run(BOTH, story).described == []
     assert is_bare(bare(profile(2)).weights)
+
+
+def test_a_model_can_be_fetched_from_a_linked_node_that_has_a_part_of_it() -> None:
+    async def story(mesh: Mesh) -> None:
+        assert mesh.world
+        profiles = mesh.world.profiles
+        other = replace(charter(), config_digest=Digest(b"?" * 32))
+        assert mesh.supply.can_fetch(charter(), profiles)
+        assert not mesh.supply.can_fetch(charter(), {B: profiles[B]})
+        assert not mesh.supply.can_fetch(charter(), {A: bare(profile(2)), C: profile(2)})
+        assert not mesh.supply.can_fetch(other, profiles)
+        mesh.is_described = True
+        assert mesh.supply.can_fetch(charter(), {})
+
+    run(BOTH, story)
