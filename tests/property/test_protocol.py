@@ -23,6 +23,7 @@ from meshllm.protocol.session.messages import (
     DType,
     Logits,
     Message,
+    Resume,
     SessionMessage,
     Spent,
     UnknownRingMessage,
@@ -72,7 +73,9 @@ def test_a_truncated_message_is_refused_or_re_encodes_to_itself(
     part = encoded[: draws.draw(st.integers(0, len(encoded)))]
 
     with suppress(PeerFault):
-        assert b"".join(encode(decode(part))) == part
+        again = b"".join(encode(decode(part)))
+        # The lost spans of a Resume were appended later: without them there are none.
+        assert again in ((part, part + b"\0") if isinstance(message, Resume) else (part,))
 
 
 @given(messages, st.binary(min_size=1, max_size=30))

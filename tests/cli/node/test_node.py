@@ -65,8 +65,8 @@ class FakeNode:
 
     async def events(self) -> AsyncGenerator[MeshStatus, None]:
         while self.statuses:
-            await asyncio.sleep(0)  # several tasks listen, and one takes the reports
             yield self.statuses[0]
+            await asyncio.sleep(0)  # several tasks listen, and one takes the reports
         if not self.is_over:
             self.is_over = True
             self.last()

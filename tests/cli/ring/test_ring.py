@@ -114,11 +114,11 @@ def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int
         process.send_signal(signal.SIGINT)
         shown += _read_until(ours, b"\x1b[?1049l")
 
-    assert process.returncode == 130
     assert shown.startswith(b"\x1b[?1049h")
     assert "───▶".encode() in shown
     assert b"\x1b[2J" not in shown  # it would flicker
     assert b"Traceback" not in shown
+    assert process.returncode == 130, shown.decode()
 
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:
