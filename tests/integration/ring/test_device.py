@@ -192,6 +192,6 @@ async def test_a_ring_may_be_part_gpu(
         device = torch.device("cuda", 0) if rank in on_gpu else CPU
         return load_shard(source, span, **options | {"device": device})
 
-    monkeypatch.setattr("meshllm.node.ring.model_runtime.load_shard", loading)
+    monkeypatch.setattr("meshllm.node.ring.span_loader.load_shard", loading)
 
     assert await write(source) == expected
