@@ -279,8 +279,8 @@ def control_of(node: MeshNode) -> NodeControl:
         node.ring_member.changes,
         node.router.generate,
         lambda: measure(node.ring_member.rank),
-        node.serve_model,
-        node.stop_model,
+        node.charter_editor.serve_model,
+        node.charter_editor.stop_model,
     )
 
 

@@ -18,7 +18,7 @@ from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span
-from meshllm.node import node as node_module
+from meshllm.node import offer as offer_module
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
@@ -214,7 +214,7 @@ TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 byt
 async def test_a_span_that_cannot_be_loaded_is_retried_later(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, error: Exception, *, is_memory: bool
 ) -> None:
-    monkeypatch.setattr(node_module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(offer_module, "FIRST_RETRY_S", 0.01)
     load, failing = SpanLoader._load, [error, error]
 
     def fail(self: SpanLoader, part: RankPart) -> LoadedSpan:
@@ -417,7 +417,7 @@ async def test_charter_changes_while_a_node_loads_are_kept(
     b = await mesh.start("b", join=a.ticket, policy="throughput")
     await has_begun.wait()
     assert a.machine.charter is not None
-    a._publish(charter=replace(a.machine.charter, members=2))
+    a.charter_editor.publish(replace(a.machine.charter, members=2))
     await until(lambda: b.machine.charter == a.machine.charter, b)
     may_end.set()
     for node in (a, b):

@@ -24,14 +24,14 @@ class RingChecks(Checks):
 
     def _no_ring(self) -> str | None:
         for number, node in self.here.items():
-            view = node._view()
+            view = node.service.view()
             if view is None:
                 return f"{number} knows no charter"
             place = assign(view).get(node.me, UNASSIGNED)
             if place != node.ring_member.group:
                 return f"{number} is in {node.ring_member.group.hex()}, not {place.hex()}"
         first = next(iter(self.here.values()))
-        view = first._view()
+        view = first.service.view()
         assert view is not None
         lacking = shortage(view)
         for group in groups_of(view.charter):

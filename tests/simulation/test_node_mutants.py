@@ -158,7 +158,8 @@ MUTANTS = {
     ),
     "hangs are seen late": Mutant({"meshllm.protocol.ring.hang.HANG_S": 60.0}, "hangs, and", 120),
     "two nodes of one name": Mutant(
-        {"meshllm.node.node.resolve_names": one_node_for_each}, "several nodes are called so"
+        {"meshllm.node.charter_editor.resolve_names": one_node_for_each},
+        "several nodes are called so",
     ),
     "attempts are never given up": Mutant(
         {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},

@@ -343,7 +343,7 @@ class World:
 
     async def _serve(self, node: MeshNode, asked: ModelOptions) -> None:
         try:
-            await node.serve_model(asked)
+            await node.charter_editor.serve_model(asked)
         except MeshError as error:
             self.note(f"it is not served: {error}")
 

@@ -1,0 +1,115 @@
+"""Changes of the mesh's charter by this node: by its options, and by `meshllm model serve`."""
+
+import asyncio
+import logging
+
+from meshllm.errors import LinkLost, MeshError, UserError
+from meshllm.names import Quant
+from meshllm.node.founding import amend, names_in, resolve_names, serve, stop
+from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.options import ModelOptions, NodeOptions
+from meshllm.node.preparation import Preparation
+from meshllm.node.ring.shape import CONTEXT
+from meshllm.protocol.membership.charter import Charter, differing
+from meshllm.protocol.membership.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+class CharterEditor:
+    """Amends the charter, and publishes it."""
+
+    def __init__(
+        self, options: NodeOptions, machine: Mesh, links: MeshLinks, preparation: Preparation
+    ) -> None:
+        self.ambiguous = ""
+        """Which names in the options mean several nodes; empty if none does."""
+        self._options = options
+        self._machine = machine
+        self._links = links
+        self._preparation = preparation
+        self._names = resolve_names((), {})
+
+    async def serve_model(self, asked: ModelOptions) -> Charter:
+        """Let the mesh serve a model, or change how it does; return the charter of the model.
+
+        Raises:
+            MeshError: this node does not have the model, or the mesh cannot serve it.
+        """
+        whole = self._known()
+        model = whole.find(asked.model)
+        if model is None or asked.quant not in {None, str(model.quant)}:
+            quant = _quant(asked.quant or str(Quant.NONE))
+            context = asked.context or CONTEXT
+            model = await self._preparation.describe(asked.model, quant, context)
+            whole = self._known()  # it may have changed
+            model = next((each for each in whole.served if each.key == model.key), model)
+        key = model.key
+        self._change(serve(whole, model, asked), f"model.{key.hex()}")
+        return next(each for each in self._known().served if each.key == key)
+
+    def stop_model(self, name: str) -> None:
+        """Let the mesh no longer serve a model; raise `MeshError` if it does not, or cannot."""
+        self._change(stop(self._known(), name), "models")
+
+    def publish(self, charter: Charter) -> None:
+        """Publish a charter; warn of what the mesh does not take."""
+        for name in self._differing(charter):
+            logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
+
+    def amend(self, longest: int) -> None:
+        """Amend the charter by the options of this node; ``longest`` is its model's context."""
+        self._amend(longest)
+        self._resolve()
+        for name in self._names.unknown:
+            logger.warning("no node is named `%s` yet", name)
+
+    def amend_again(self, longest: int) -> None:
+        """Amend the charter if the names in the options resolve to other nodes now."""
+        if not self._names.is_complete and self._machine.charter and self._resolve():
+            self._amend(longest)
+
+    def _amend(self, longest: int) -> None:
+        charter = self._known()
+        amended = amend(charter, self._options, dict(self._machine.profiles), longest)
+        if amended != charter:
+            self.publish(amended)
+
+    def _resolve(self) -> bool:
+        """Resolve the names in the options, warn of ambiguous ones; return whether any changed."""
+        profiles = self._machine.profiles
+        before, names = self._names, resolve_names(names_in(self._options), profiles)
+        self._names = names
+        for name in names.ambiguous:
+            if name not in before.ambiguous:
+                logger.warning("several nodes match `%s`: give the whole id of one", name)
+        several = ", ".join(f"`{name}`" for name in names.ambiguous)
+        self.ambiguous = several and f"several nodes match {several}: give whole ids"
+        return names != before
+
+    def _change(self, wanted: Charter, what: str) -> None:
+        """Publish another charter; raise `MeshError` if the mesh cannot take it."""
+        if self._differing(wanted):
+            raise MeshError(
+                f"The mesh cannot store the change of `{what}`",
+                hint="stop models on the node that served them, or begin a new mesh",
+            )
+
+    def _differing(self, wanted: Charter) -> tuple[str, ...]:
+        """Publish a charter; return the names of what differs in that of the mesh then."""
+        now = asyncio.get_running_loop().time()
+        self._links.act(self._machine.publish(charter=wanted, now=now))
+        found = self._machine.charter
+        return tuple(differing(wanted, found)) if found is not None else ()
+
+    def _known(self) -> Charter:
+        if self._machine.charter is None:
+            raise LinkLost("This node is not in contact with the mesh yet", hint="retry later")
+        return self._machine.charter
+
+
+def _quant(text: str) -> Quant:
+    try:
+        return Quant(text)
+    except ValueError:
+        raise UserError(f"Unknown quantisation `{text[:100]}`", hint=", ".join(Quant)) from None

@@ -1,0 +1,146 @@
+"""What a node publishes about itself: its addresses, and the offer of memory, speed and weights.
+
+Theory of operation
+-------------------
+Other nodes plan only with nodes whose profile has layer times, that is, an open offer. The offer is
+retracted while this node cannot serve: when its span did not load, for a time that doubles with
+each failure (backoff); while its compute thread hangs; and while it moves to another ring.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from meshllm.errors import OutOfMemory
+from meshllm.names import ModelKey
+from meshllm.node.compute.worker import Worker
+from meshllm.node.ring_member import RingMember
+from meshllm.protocol.membership.records import Profile
+
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
+SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
+WATCH_S = 1.0  # s between two checks of the compute thread,
+WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
+
+logger = logging.getLogger(__name__)
+
+
+class NodeOffer:
+    """The profile of this node."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        publish: Callable[[Profile], None],
+        member: RingMember,
+        worker: Worker,
+        call_later: Callable[..., None],
+    ) -> None:
+        self.profile = profile
+        """As it is published."""
+        self.measured = profile
+        """The offer, also while it is retracted."""
+        self.hang = ""
+        """How long the compute thread has hung; empty if it responds."""
+        self._send = publish
+        self._member = member
+        self._worker = worker
+        self._call_later = call_later
+        self._retry_s = FIRST_RETRY_S
+
+    def publish(self, **changes: Any) -> None:
+        """Publish the profile with other fields than before."""
+        self.profile = replace(self.profile, **changes)
+        self._send(self.profile)
+
+    def hold(self, models: Collection[ModelKey]) -> None:
+        """Publish which models this node may hold."""
+        self.measured = replace(self.measured, models=tuple(models))
+        self.publish(models=tuple(models))
+
+    def begin(self, measured: Profile) -> None:
+        """Publish the offer for a model; what else has changed meanwhile stays."""
+        now = self.profile
+        self.measured = replace(measured, models=now.models)
+        self.profile = replace(self.measured, addresses=now.addresses, revoked=now.revoked)
+        self.publish()
+
+    def end(self) -> None:
+        """Retract the offer for the last model for good."""
+        self._retry_s = FIRST_RETRY_S
+        self.publish(weights=(), layer_s=(), model="")
+        self.measured = self.profile
+
+    def set_weights(self, weights: tuple[bytes, ...]) -> None:
+        """Publish the digests of the weights that are here now, unless the offer is retracted."""
+        self.measured = replace(self.measured, weights=weights)
+        self._show(is_open=bool(self.profile.layer_s))
+
+    def withdraw(self) -> None:
+        """Retract the offer if the span cannot be loaded; offer again later, with backoff.
+
+        After running out of memory, the next offer is too small for that span.
+        """
+        trouble = self._member.trouble
+        if trouble is None or not self.profile.layer_s:
+            return
+        if isinstance(trouble, OutOfMemory):
+            less = self.measured.reserve_bytes + int(trouble.needed_bytes * SMALLER)
+            memory = min(self.measured.memory_bytes, less)
+            self.measured = replace(self.measured, memory_bytes=memory)
+        self._show(is_open=False)
+        self._call_later(self._retry_s, self._offer_again)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    async def watch(self) -> None:
+        """Retract the offer while the compute thread hangs.
+
+        The event loop still sends heartbeats, so peers cannot tell a hung node from a busy one.
+        """
+        while True:
+            await self._sleep()
+            if not (hung_s := self._worker.hung_s) or not self.profile.layer_s:
+                continue
+            self.hang = f"the compute thread has hung for {hung_s:.0f} s"
+            logger.warning("%s: this node retracts its offer until it responds", self.hang)
+            self._member.is_hung = True
+            self._show(is_open=False)
+            self._member.publish()
+            while self._worker.hung_s:  # a hung thread sets no event
+                await asyncio.sleep(WATCH_S)
+                if self.profile.layer_s:  # offered again, for another ring
+                    self._show(is_open=False)
+            self.hang = ""
+            logger.warning("the compute thread responds again")
+            self._member.is_hung = False
+            self._member.publish()
+            if not self._member.trouble:
+                self._show(is_open=True)
+
+    async def _sleep(self) -> None:
+        """Sleep until a hang may have begun; excuse the worker for the time that is slept more.
+
+        This process may have been stopped meanwhile.
+        """
+        worker, loop = self._worker, asyncio.get_running_loop()
+        hangs_in_s = worker.hangs_in_s
+        sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
+        until = loop.time() + sleep_s
+        await asyncio.sleep(sleep_s)
+        worker.excuse(max(0.0, loop.time() - until))
+
+    def _offer_again(self) -> None:
+        trouble, self._member.trouble = self._member.trouble, None
+        self._show(is_open=not self.hang)
+        if self._member.runtime and not isinstance(trouble, OutOfMemory):
+            self._member.runtime.reload()  # the plan may still be the same
+
+    def _show(self, *, is_open: bool) -> None:
+        """Publish the measured offer, or retract it."""
+        if is_open:
+            own = self.measured
+            self.publish(weights=own.weights, layer_s=own.layer_s, memory_bytes=own.memory_bytes)
+        else:
+            self.publish(weights=(), layer_s=())

@@ -1,0 +1,377 @@
+"""The service of a node in a ring of its mesh: it follows the plan, and moves between rings.
+
+Theory of operation
+-------------------
+Whenever the records of the mesh change, the agreement is computed again off the event loop. Once it
+has been stable for a while, the ring runtime follows its plan. A mesh that serves several models,
+or replicas, has a ring for each, and a node takes part in one: if the records name another ring
+than its own, the node retracts its offer, leaves the ring, which goes on without it, and begins
+again with the other model. A model that is not here is fetched from other nodes.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshllm.config import cache_path
+from meshllm.errors import ModelError, ModelMissing
+from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId
+from meshllm.node.charter_editor import CharterEditor
+from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.net.secure import SecureLink
+from meshllm.node.offer import NodeOffer
+from meshllm.node.offloop import OffLoop
+from meshllm.node.planner import Planner
+from meshllm.node.preparation import Preparation
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring_member import PROVIDES, RingMember
+from meshllm.node.view import RingView
+from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
+from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import (
+    UNASSIGNED,
+    groups_of,
+    has_several,
+    ring_of,
+    shortage,
+)
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.planning.plan import Plan
+
+SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
+GATHER_S = 30.0  # s that the first ring waits for the requested number of members
+MOVE_S = 10.0  # s that a node waits for the end of its sessions before it moves to another ring
+DESCRIBE_S = 60.0  # s to find a node that describes a model, one of several, to this one
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RingService:
+    """Serves in one ring of the mesh after the other."""
+
+    machine: Mesh
+    links: MeshLinks
+    member: RingMember
+    offer: NodeOffer
+    editor: CharterEditor
+    preparation: Preparation
+    off_loop: OffLoop
+    call_later: Callable[..., None]
+    changed: Callable[[], None]
+    """Called after a change of what the plan depends on."""
+    is_founder: bool
+    has_own_model: bool
+    """Whether the options name the model: then this node serves no other."""
+    planner: Planner = field(init=False)
+    _supply: WeightSupply = field(init=False)
+    _server: WeightServer = field(init=False)
+    _pending: tuple[Plan | None, bool] | None = None
+    _charter_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _moving: asyncio.Event = field(default_factory=asyncio.Event)
+    _target: GroupId | None = None  # the group in which to take part soon
+    _unable: set[ModelKey] = field(default_factory=set)  # models that could not be opened
+
+    def __post_init__(self) -> None:
+        folder = cache_path() / "weights"
+        fetcher = WeightFetcher(
+            self.links.dial_weights, folder, self._digest_of, self._check_parts, self.off_loop
+        )
+        self._server = WeightServer(self.off_loop)
+        self._supply = WeightSupply(self.machine.me, fetcher, self, self.off_loop)
+        self.planner = Planner(self.view, self._agreed, self.off_loop, self._foreseen)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The latest; None before the first."""
+        return self.planner.agreement
+
+    def view(self) -> MeshView | None:
+        """Take a snapshot of the records for planning; None before there is a charter."""
+        machine = self.machine
+        if machine.charter is None or machine.author is None:
+            return None
+        return MeshView(
+            machine.me, machine.charter, machine.author, dict(machine.profiles),
+            dict(machine.states), tuple(machine.removals), self.member.group,
+        )  # fmt: skip
+
+    def rings(self) -> tuple[RingView, ...]:
+        """Return all rings of the mesh."""
+        view, member = self.view(), self.member
+        if view is None:
+            return ()
+        lacking = shortage(view) if has_several(view) else {}
+        return tuple(
+            RingView(
+                group,
+                plan := member.plan if group.id == member.group else member.plan_of(group.id),
+                is_served=plan is not None
+                and (group.id != member.group or member.serving_entry() is not None),
+                lacks_bytes=lacking.get(group.id, 0),
+            )
+            for group in groups_of(view.charter)
+        )
+
+    def records_changed(self) -> None:
+        """Plan again, and publish what follows for this node."""
+        if self.machine.charter is not None:
+            self._charter_known.set()
+        self.planner.invalidate()
+        self.offer.withdraw()
+        self.member.publish()
+
+    def reason(self) -> str:
+        """Return why there is no plan."""
+        if self.offer.hang or self._supply.progress:
+            return self.offer.hang or self._supply.progress
+        if self.member.provider and self.agreement is None:
+            return PROVIDES if self.links.by_peer else "no contact with the mesh yet"
+        if self.agreement is not None and self.agreement.plan is not None:
+            if lacking := self.agreement.lacking:
+                charter = self.member.charter
+                members = charter.members if charter else None
+                here = f"{(members or lacking) - lacking} of {members or lacking} members"
+                return f"{here} are ready, up to {GATHER_S:.0f} s for the others"
+            return "the nodes are agreeing on a plan"
+        if self.agreement is not None:
+            is_early = not self.agreement.offers and not self.agreement.refused
+            is_early &= self.member.provider is None
+            return "the nodes are loading the model" if is_early else self.agreement.reason
+        is_known = self.machine.charter or self.is_founder
+        return "this node is loading the model" if is_known else "no contact with the mesh yet"
+
+    async def run(self) -> None:
+        """Serve in one ring after the other, each with its model."""
+        machine, found = self.machine, None
+        if machine.charter is None and self.is_founder:
+            found, charter = await self.preparation.found()
+            self.editor.publish(charter)
+        else:
+            await self._charter_known.wait()
+            assert machine.charter is not None  # never unset
+            if len(groups_of(machine.charter)) > 1:
+                self._regroup(UNASSIGNED)
+        while True:
+            serving = asyncio.ensure_future(self._serve(found))
+            moving = asyncio.ensure_future(self._moving.wait())
+            try:
+                await asyncio.wait({serving, moving}, return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()
+                    await moving
+            finally:
+                for task in (serving, moving):
+                    task.cancel()
+                await asyncio.gather(serving, moving, return_exceptions=True)
+            found, target = None, self._target
+            self._regroup(self.member.group if target is None else target)
+
+    async def survey(self) -> None:
+        """Publish which models of the mesh this node may hold, while the mesh has several.
+
+        Without `--model` it may also hold those whose weights another node can send.
+        """
+        known: tuple[ModelKey, ...] = ()
+        held: tuple[ModelKey, ...] = ()
+        async with aclosing(self.member.changes()) as changes:
+            async for _ in changes:
+                charter = self.machine.charter
+                if charter is None or self.member.provider:
+                    continue
+                keys = tuple(each.key for each in charter.served)
+                if not (self.offer.profile.models or len(groups_of(charter)) > 1):
+                    continue
+                if keys != known:
+                    known, held = keys, await self.preparation.held(charter.served)
+                models = self._may_hold(charter, held)
+                if models == self.offer.profile.models:
+                    continue
+                if not self.offer.profile.memory_bytes:
+                    self.offer.profile = await self.preparation.room(self.offer.profile)
+                self.offer.hold(models)
+
+    async def accept(self, link: SecureLink) -> None:
+        """Accept a ring link of the previous rank."""
+        if self.member.runtime is None:
+            await link.close()
+        else:
+            await self.member.runtime.arrive(link, link.peer)
+
+    async def send_weights(self, link: SecureLink) -> None:
+        """Send weights to another node."""
+        await self._server.serve(link)
+
+    # Callbacks of the supply of weights, see `SupplyHost`.
+
+    def mesh_view(self) -> MeshView | None:
+        """Take a snapshot of the records, with the charter of this node's ring; None without."""
+        view = self.view()
+        return ring_of(view) if view else None
+
+    def linked(self) -> Collection[NodeId]:
+        """Return the nodes that are linked to this one."""
+        return tuple(self.links.by_peer)
+
+    def changes(self) -> AsyncIterator[None]:
+        """Yield once at first, then after each possible change of the records."""
+        return self.member.changes()
+
+    def own_weights(self) -> Sequence[bytes]:
+        """Return the digests of the weights that are here, even while no offer is published."""
+        return self.offer.measured.weights
+
+    async def part_sizes(self) -> Sequence[int]:
+        """Return the most bytes of the file of each part of the model."""
+        assert self.member.model is not None  # it is open before weights are fetched
+        return await self.preparation.part_sizes(self.member.model)
+
+    async def hash_weights(self) -> None:
+        """Publish the digests of the weights that are here now."""
+        assert self.member.model is not None
+        self.offer.set_weights(await self.preparation.hash_weights(self.member.model))
+
+    def publish_state(self) -> None:
+        """Publish whether this node fetches weights."""
+        self.member.obstacle = self._supply.obstacle
+        self.member.publish()
+
+    # Following the plan.
+
+    def _agreed(self) -> None:
+        member = self.member
+        member.agreement = self.agreement
+        self._schedule_follow()
+        self._schedule_move()
+        if member.group == FIRST_GROUP and member.model is not None:
+            self.editor.amend_again(member.model.shape.context)
+        member.publish()
+
+    def _foreseen(self, plan: Plan | None) -> None:
+        if runtime := self.member.runtime:
+            runtime.prepare(plan)
+
+    def _schedule_follow(self) -> None:
+        """Schedule following the plan once it has been stable for a while.
+
+        When a node joins or leaves, its links change one by one, and each change could give a
+        short-lived plan, for which layers would be loaded.
+        """
+        plan = self.agreement.plan if self.agreement else None
+        is_whole = not (self.agreement and self.agreement.lacking)
+        if (plan, is_whole) == self._pending:
+            return
+        self._pending = plan, is_whole
+        self.call_later(SETTLE_S if is_whole else GATHER_S, self._follow, self._pending)
+
+    def _follow(self, pending: tuple[Plan | None, bool]) -> None:
+        plan, _ = pending
+        if pending != self._pending or not (runtime := self.member.runtime):
+            return
+        if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
+            return  # older than the plan that this node follows; a newer one will come
+        runtime.follow(plan)
+        self.member.publish()
+
+    # Moving between rings.
+
+    def _schedule_move(self) -> None:
+        """Schedule the move to another group once it has been wanted for a while."""
+        target = self.planner.groups.get(self.machine.me)
+        if target == self._target or self.member.provider:
+            return
+        self._target = target
+        if target not in {None, self.member.group}:
+            latest = asyncio.get_running_loop().time() + MOVE_S
+            self.call_later(SETTLE_S, self._move, target, latest)
+
+    def _move(self, target: GroupId, latest: float) -> None:
+        """Move to another group; if that may wait, only when no session is in progress."""
+        if target != self._target or self.member.is_leaving:
+            return
+        if self.member.sessions and asyncio.get_running_loop().time() < latest:
+            self.call_later(SETTLE_S, self._move, target, latest)
+            return
+        self._moving.set()
+
+    def _regroup(self, group: GroupId) -> None:
+        """Take part in another group, and retract the offer of the last one."""
+        self._moving.clear()
+        self._supply.end()
+        self._pending = None
+        self.offer.end()
+        self.member.end(group)
+        self.planner.move()
+
+    async def _serve(self, model: ModelRuntime | None) -> None:
+        """Load and profile the model, publish the offer, and run the ring runtime."""
+        preparation, ring = self.preparation, self.member.charter
+        if ring is None:
+            return  # until there is a ring for this node
+        if model is None:
+            try:
+                model = await self._join(ring)
+            except ModelError as error:
+                if not self.offer.profile.models:
+                    raise
+                self._give_up(ring.key, error)
+                return
+        if self.member.group == FIRST_GROUP:
+            self.editor.amend(model.shape.context)
+        offered = await preparation.offer(model, self.offer.profile)
+        self._supply.begin(offered.weights, model.source.folder)
+        self.offer.begin(offered)
+        runtime = self.member.begin(model)
+        self._server.offer(ring.config_digest, lambda: preparation.parts(model))
+        model.obtain = self._supply.obtain
+        self._pending = None  # follow the plan that was agreed on before
+        self.changed()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._supply.run())
+            await runtime.run()
+
+    def _give_up(self, model: ModelKey, error: ModelError) -> None:
+        """Publish that this node cannot hold a model, so that it gets another one."""
+        logger.warning("this node cannot serve in its ring: %s", error)
+        self._unable.add(model)
+        models = tuple(each for each in self.offer.profile.models if each != model)
+        self.offer.publish(models=models)
+
+    def _may_hold(self, charter: Charter, held: Collection[ModelKey]) -> tuple[ModelKey, ...]:
+        return tuple(
+            each.key
+            for each in charter.served
+            if each.key not in self._unable
+            and (
+                each.key in held
+                or (not self.has_own_model and self._supply.can_fetch(each, self.machine.profiles))
+            )
+        )
+
+    async def _join(self, charter: Charter) -> ModelRuntime:
+        """Open the model of a ring; fetch its description from another node if it is not here.
+
+        While the mesh has several models, this node tries another one if nobody describes it.
+        """
+        try:
+            return await self.preparation.join(charter)
+        except ModelMissing as missing:
+            if self.has_own_model:
+                raise
+            try:
+                async with asyncio.timeout(DESCRIBE_S if self.offer.profile.models else None):
+                    folder = await self._supply.describe()
+            except TimeoutError:
+                raise missing from None
+        return await self.preparation.join(charter, folder)
+
+    async def _digest_of(self, folder: Path) -> Digest:
+        return await self.preparation.digest_folder(folder.name, folder)
+
+    async def _check_parts(self, folder: Path, weights: Mapping[str, int]) -> None:
+        await self.preparation.check_parts(folder.name, folder, weights)

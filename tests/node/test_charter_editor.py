@@ -1,0 +1,128 @@
+"""How a node changes the charter of its mesh."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import LinkLost, MeshError, ModelError, UserError
+from meshllm.names import Digest
+from meshllm.node.charter_editor import CharterEditor
+from meshllm.node.options import ModelOptions
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.trust.identity import NodeKey
+from tests.builders.node_options import node_options
+from tests.builders.snapshots import charter
+
+A, B, C = (NodeKey(bytes([n]) * 32).node for n in range(3))
+LONGEST = 1 << 20
+OTHER = replace(
+    charter(), config_digest=Digest(b"o" * 16), shape=replace(charter().shape, name="other")
+)
+
+
+class FakeMesh:
+    """A mesh that takes each charter, or none."""
+
+    def __init__(self, **wishes: Any) -> None:
+        self.charter: Charter | None = charter()
+        self.profiles: dict[bytes, Profile] = {}
+        self.takes = True
+        self.editor = CharterEditor(
+            node_options(Path("unused"), **wishes),
+            cast("Any", self),
+            cast("Any", SimpleNamespace(act=lambda _: None)),
+            cast("Any", self),
+        )
+
+    def publish(self, *, charter: Charter, now: float) -> None:
+        assert now >= 0
+        self.charter = charter if self.takes else self.charter
+
+    async def describe(self, *_: object) -> Charter:
+        return OTHER
+
+    def know(self, node: bytes, name: str) -> None:
+        self.profiles[node] = Profile(name, "1", (), 0)
+
+
+async def test_a_model_is_served_and_stopped() -> None:
+    mesh = FakeMesh()
+
+    served = await mesh.editor.serve_model(ModelOptions("other", replicas=2))
+
+    assert mesh.charter is not None
+    assert (served.key, served.replicas) == (OTHER.key, 2)
+    assert [each.key for each in mesh.charter.served] == [charter().key, OTHER.key]
+    mesh.editor.stop_model("other")
+    assert [each.key for each in mesh.charter.served] == [charter().key]
+    with pytest.raises(ModelError, match="does not serve `other`"):
+        mesh.editor.stop_model("other")
+
+
+async def test_a_change_that_the_mesh_does_not_take_is_an_error() -> None:
+    mesh = FakeMesh()
+    mesh.takes = False
+
+    with pytest.raises(MeshError, match="cannot store the change of `model"):
+        await mesh.editor.serve_model(ModelOptions("other"))
+
+
+async def test_an_unknown_quantisation_is_refused_before_the_model_is_read() -> None:
+    with pytest.raises(UserError, match="Unknown quantisation `int3`"):
+        await FakeMesh().editor.serve_model(ModelOptions("other", quant="int3"))
+
+
+async def test_without_contact_nothing_is_changed() -> None:
+    mesh = FakeMesh()
+    mesh.charter = None
+
+    with pytest.raises(LinkLost):
+        mesh.editor.stop_model("other")
+
+
+async def test_names_are_resolved_once_their_nodes_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mesh = FakeMesh(exclude=("desk",))
+    with caplog.at_level(logging.WARNING):
+        mesh.editor.amend(LONGEST)
+    assert "no node is named `desk` yet" in caplog.text
+
+    mesh.know(A, "desk")
+    mesh.editor.amend_again(LONGEST)
+
+    assert mesh.charter is not None
+    assert mesh.charter.exclude == (A,)
+
+
+async def test_a_name_of_several_nodes_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = FakeMesh(exclude=("desk",))
+    mesh.know(A, "desk")
+    mesh.know(B, "desk")
+
+    with caplog.at_level(logging.WARNING):
+        mesh.editor.amend(LONGEST)
+        mesh.know(C, "attic")
+        mesh.editor.amend_again(LONGEST)
+
+    assert caplog.text.count("several nodes match `desk`") == 1
+    assert mesh.editor.ambiguous == "several nodes match `desk`: give whole ids"
+    assert mesh.charter is not None
+    assert mesh.charter.exclude == ()
+
+
+async def test_a_charter_that_the_mesh_does_not_take_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mesh = FakeMesh()
+    mesh.takes = False
+
+    with caplog.at_level(logging.WARNING):
+        mesh.editor.publish(replace(charter(), members=3))
+
+    assert "the mesh keeps its `members`" in caplog.text

@@ -1,0 +1,146 @@
+"""When a node retracts its offer, and when it offers again."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import MeshError, ModelError, OutOfMemory
+from meshllm.node.offer import FIRST_RETRY_S, LAST_RETRY_S, SMALLER, NodeOffer
+from meshllm.protocol.membership.records import Profile
+from meshllm.testing.clock import run_virtual
+from tests.builders.snapshots import profile
+
+MEASURED = replace(profile(4), reserve_bytes=100)
+BARE = replace(MEASURED, weights=(), layer_s=(), memory_bytes=0, addresses=("ws://here",))
+
+
+class Case:
+    """An offer with fakes around it."""
+
+    def __init__(self) -> None:
+        self.told: list[Profile] = []
+        self.member = SimpleNamespace(
+            trouble=cast("MeshError | None", None), runtime=self, is_hung=False, publish=list
+        )
+        self.worker = SimpleNamespace(hung_s=0.0, hangs_in_s=None, excuse=lambda _: None)
+        self.delays: list[float] = []
+        self.later: list[Callable[[], None]] = []
+        self.reloads = 0
+        self.offer = NodeOffer(
+            BARE,
+            self.told.append,
+            cast("Any", self.member),
+            cast("Any", self.worker),
+            self.call_later,
+        )
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.delays.append(delay_s)
+        self.later.append(callback)
+
+    def reload(self) -> None:
+        self.reloads += 1
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self.told[-1].layer_s and self.told[-1].weights)
+
+    def fail(self, trouble: MeshError) -> None:
+        self.member.trouble = trouble
+        self.offer.withdraw()
+
+
+@pytest.fixture
+def case() -> Case:
+    case = Case()
+    case.offer.begin(MEASURED)
+    return case
+
+
+def test_what_changed_while_it_was_measured_stays(case: Case) -> None:
+    assert case.is_open
+    assert (case.told[-1].addresses, case.told[-1].layer_s) == (("ws://here",), MEASURED.layer_s)
+
+
+def test_a_failure_retracts_the_offer_for_longer_each_time(case: Case) -> None:
+    for _ in range(9):
+        case.fail(ModelError("damaged"))
+        assert not case.is_open
+        case.later.pop()()
+        assert (case.is_open, case.member.trouble) == (True, None)
+
+    assert case.delays == [min(FIRST_RETRY_S * 2**n, LAST_RETRY_S) for n in range(9)]
+    assert case.reloads == 9
+    assert case.told[-1].memory_bytes == MEASURED.memory_bytes
+
+
+def test_after_running_out_of_memory_less_is_offered_and_nothing_reloaded(case: Case) -> None:
+    case.fail(OutOfMemory("no memory", needed_bytes=200))
+    case.later.pop()()
+
+    assert case.told[-1].memory_bytes == 100 + int(200 * SMALLER)
+    assert case.reloads == 0
+
+
+def test_a_failure_while_it_is_retracted_changes_nothing(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    before = len(case.told)
+
+    case.fail(ModelError("damaged still"))
+
+    assert (len(case.told), len(case.delays)) == (before, 1)
+
+
+def test_weights_that_arrive_while_it_is_retracted_are_published_with_the_next(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    case.offer.set_weights((b"new",))
+    assert not case.is_open
+
+    case.later.pop()()
+
+    assert case.told[-1].weights == (b"new",)
+
+
+def test_another_ring_begins_without_the_offer_and_the_backoff_of_the_last(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    case.offer.end()
+    assert (case.told[-1].layer_s, case.offer.measured.layer_s) == ((), ())
+
+    case.offer.begin(MEASURED)
+    case.fail(ModelError("damaged"))
+
+    assert case.delays == [FIRST_RETRY_S, FIRST_RETRY_S]
+
+
+def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) -> None:
+    async def story() -> None:
+        watching = asyncio.ensure_future(case.offer.watch())
+        case.worker.hung_s = 7.0
+        await asyncio.sleep(3)
+        assert case.offer.hang == "the compute thread has hung for 7 s"
+        assert (case.is_open, case.member.is_hung) == (False, True)
+
+        case.offer.begin(MEASURED)  # for another ring, meanwhile
+        await asyncio.sleep(3)
+        assert not case.is_open
+
+        case.worker.hung_s = 0.0
+        await asyncio.sleep(3)
+        assert case.offer.hang == ""
+        assert (case.is_open, case.member.is_hung) == (True, False)
+        watching.cancel()
+
+    run_virtual(story())
+
+
+def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    case.offer.hang = "the compute thread has hung for 7 s"
+
+    case.later.pop()()
+
+    assert not case.is_open
