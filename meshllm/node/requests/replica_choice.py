@@ -11,12 +11,14 @@ and close where the doors are used alike.
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then.
 
-The ring that failed last is avoided while there is another one.
+The ring that failed last is avoided while there is another one, and so are those that failed more
+often than others. A request that no ring has accepted yet is refused once each of them was asked.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from blake3 import blake3
 
@@ -28,30 +30,47 @@ MARGIN = 4  # requests; with 2, a third of the hits is lost, see `tests.bench.re
 BEGINNING_BYTES = 256  # of a prompt without turns, which may go on with an answer and more
 
 
+@dataclass(slots=True)
+class Tried:
+    """The rings that failed to serve a request, and those that could."""
+
+    failed: list[NodeId] = field(default_factory=list)
+    """Entries, once for each failure, the last one at the end."""
+    entries: Sequence[NodeId] = ()
+    """Of the rings of the latest choice."""
+
+    @property
+    def has_other(self) -> bool:
+        """Return whether a ring has not failed yet."""
+        return not set(self.entries) <= set(self.failed)
+
+
 class ReplicaChoice:
     """Chooses the entry for each request; counts the requests in progress of this node."""
 
     def __init__(self) -> None:
         self._active: Counter[NodeId] = Counter()
 
-    def choose(
-        self, entries: Sequence[NodeId], request: Request, failed: Sequence[NodeId] = ()
-    ) -> NodeId:
+    def choose(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
         """Return the entry of one of the rings; there is at least one."""
-        others = [entry for entry in entries if entry not in failed[-1:]]
+        tried.entries = entries
+        others = [entry for entry in entries if entry not in tried.failed[-1:]] or entries
+        failures = Counter(tried.failed)
+        least = min(failures[entry] for entry in others)
+        others = [entry for entry in others if failures[entry] == least]
         beginning = _beginning(request)
-        ranked = sorted(others or entries, key=lambda entry: blake3(beginning + entry).digest())
+        ranked = sorted(others, key=lambda entry: blake3(beginning + entry).digest())
         most = min(self._active[entry] for entry in ranked) + MARGIN
         return next(entry for entry in ranked if self._active[entry] < most)
 
     @contextmanager
-    def asking(self, entry: NodeId, failed: list[NodeId]) -> Iterator[None]:
-        """Count a request in progress; add the entry to ``failed`` if an error ends it."""
+    def asking(self, entry: NodeId, tried: Tried) -> Iterator[None]:
+        """Count a request in progress; note the entry if an error ends it."""
         self._active[entry] += 1
         try:
             yield
         except MeshError:
-            failed.append(entry)
+            tried.failed.append(entry)
             raise
         finally:
             self._active[entry] -= 1

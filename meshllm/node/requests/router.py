@@ -13,7 +13,7 @@ the order of arrival, and when `MAX_WAITING` wait, the next is refused.
 
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses. An
 entry that has moved to another model refuses the request, which is repeated elsewhere, as after the
-loss of a ring.
+loss of a ring. So does one whose queue is full: the request is refused only if all replicas refuse.
 
 A request for a model that no ring serves goes to a node that provides it with an engine of
 its own, to the next one if it fails before its first event. Between the trusted nodes that provide
@@ -50,7 +50,7 @@ from meshllm.errors import (
 from meshllm.names import LossCause, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
-from meshllm.node.requests.replica_choice import ReplicaChoice
+from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import (
     REQUEST_BYTES,
     error_to_json,
@@ -249,11 +249,11 @@ class RequestRouter:
         self, request: Request, asker: NodeId | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
-        failover, pause, failed = Failover(request), _Pause(self._ring), list[NodeId]()
+        failover, pause, tried = Failover(request), _Pause(self._ring), Tried()
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
-                answering = self._answering(failover.request, asker, wait_s, failed)
+                answering = self._answering(failover.request, asker, wait_s, tried)
                 async with answering as events:
                     pause.attempt()
                     async for event in events:
@@ -261,9 +261,10 @@ class RequestRouter:
                             for each in self._noted(new, pause):
                                 yield each
             except (LinkLost, Busy) as error:
-                delay = failover.failed(error)
-                pause.begin()
-                logger.info("ring lost after %d tokens, retrying: %s", failover.resumed, error)
+                delay = failover.failed(error, has_other=tried.has_other)
+                if not failover.is_new:
+                    pause.begin()
+                logger.info("retrying after %d tokens: %s", failover.resumed, error)
                 await asyncio.sleep(delay)
             else:
                 return
@@ -363,28 +364,35 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _answering(
-        self, request: Request, asker: NodeId | None, wait_s: float, failed: list[NodeId]
+        self, request: Request, asker: NodeId | None, wait_s: float, tried: Tried
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of an entry, local or remote; close it at the end.
 
-        The entry is noted in ``failed`` if it fails, and avoided if it was the last that did.
+        The entry is noted in ``tried`` if it fails, or its queue here is full.
         """
-        entry = await self._entry(request, wait_s, failed)
+        entry = await self._entry(request, wait_s, tried)
         async with AsyncExitStack() as stack:
             if entry != self._me:
-                await stack.enter_async_context(self._slot(entry))
+                await self._enter_slot(stack, entry, tried)
                 entries = await self._entries(request.model, wait_s)
                 if entry not in entries:  # it has changed
-                    entry = self._choose_entry(entries, request, failed)
+                    entry = self._choose_entry(entries, request, tried)
             if not (self._asks_ingress or _is_trusted(entry, request)):
                 raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
-            stack.enter_context(self._replicas.asking(entry, failed))
+            stack.enter_context(self._replicas.asking(entry, tried))
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(asker, request.model))
                 events = backend.generate(request)
             else:
                 events = self._remote.generate(entry, request)
             yield await stack.enter_async_context(aclosing(events))
+
+    async def _enter_slot(self, stack: AsyncExitStack, entry: NodeId, tried: Tried) -> None:
+        try:
+            await stack.enter_async_context(self._slot(entry))
+        except Busy:
+            tried.failed.append(entry)
+            raise
 
     @asynccontextmanager
     async def _slot(self, node: NodeId) -> AsyncIterator[None]:
@@ -410,15 +418,13 @@ class RequestRouter:
         finally:
             slots.release()
 
-    async def _entry(self, request: Request, wait_s: float, failed: Sequence[NodeId]) -> NodeId:
+    async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
-        return self._choose_entry(await self._entries(request.model, wait_s), request, failed)
+        return self._choose_entry(await self._entries(request.model, wait_s), request, tried)
 
-    def _choose_entry(
-        self, entries: Sequence[NodeId], request: Request, failed: Sequence[NodeId]
-    ) -> NodeId:
+    def _choose_entry(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
         trusted = [entry for entry in entries if _is_trusted(entry, request)]
-        return self._replicas.choose(trusted or entries, request, failed)
+        return self._replicas.choose(trusted or entries, request, tried)
 
     async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:
         since = _now()

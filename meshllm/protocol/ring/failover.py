@@ -68,15 +68,20 @@ class Failover:
         given = self._tokens[: self.resumed]
         return replace(self._request, given=(*self._request.given, *given), resume=self._resume)
 
-    def failed(self, error: LinkLost | Busy) -> float:
+    def failed(self, error: LinkLost | Busy, *, has_other: bool = False) -> float:
         """Start another attempt; return the seconds to wait before it.
+
+        A request that no ring has accepted yet goes to another one at once if ``has_other``: there
+        is one that has not refused it. That counts as no attempt.
 
         Raises:
             LinkLost: ``error``, after the last attempt.
-            Busy: ``error``, if no ring has accepted the request yet; later ones may still hold the
-                place of the attempt that was lost.
+            Busy: ``error``, if no ring has accepted the request yet, and all have refused it; later
+                ones may still hold the place of the attempt that was lost.
         """
         is_refused = self.is_new and isinstance(error, Busy)
+        if is_refused and has_other:
+            return 0.0
         if is_refused or self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S

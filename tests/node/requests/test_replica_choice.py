@@ -6,8 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import NodeId
-from meshllm.node.requests.replica_choice import MARGIN, ReplicaChoice
+from meshllm.node.requests.replica_choice import MARGIN, ReplicaChoice, Tried
 from meshllm.request import Request, Turn
 from tests.builders.offers import A, B, C, node
 
@@ -28,10 +27,14 @@ def test_requests_that_begin_alike_go_to_the_same_ring() -> None:
         second = Request(turns=(*first.turns, answer, user("and then?")))
         long = Request(raw="x" * 300 + str(number))
         ids = Request(ids=(number, 2, 3))
-        assert choice.choose(RINGS, first) == choice.choose(RINGS[::-1], second)
-        assert choice.choose(RINGS, long) == choice.choose(RINGS, Request(raw="x" * 300))
-        assert choice.choose(RINGS, ids) == choice.choose(RINGS[1:] + RINGS[:1], ids)
-        assert choice.choose(RINGS, Request(turns=(answer,))) in RINGS
+        assert choice.choose(RINGS, first, Tried()) == choice.choose(RINGS[::-1], second, Tried())
+        assert choice.choose(RINGS, long, Tried()) == choice.choose(
+            RINGS, Request(raw="x" * 300), Tried()
+        )
+        assert choice.choose(RINGS, ids, Tried()) == choice.choose(
+            RINGS[1:] + RINGS[:1], ids, Tried()
+        )
+        assert choice.choose(RINGS, Request(turns=(answer,)), Tried()) in RINGS
 
 
 def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> None:
@@ -39,8 +42,8 @@ def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> No
     requests = [Request(raw=f"{number}, please") for number in range(300)]
     rings = [node(number) for number in range(1, 5)]
 
-    before = [choice.choose(rings, each) for each in requests]
-    after = [choice.choose(rings[1:], each) for each in requests]
+    before = [choice.choose(rings, each, Tried()) for each in requests]
+    after = [choice.choose(rings[1:], each, Tried()) for each in requests]
 
     assert min(Counter(before).values()) > 40
     moved = [old for old, new in zip(before, after, strict=True) if old != new]
@@ -49,34 +52,47 @@ def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> No
 
 def test_a_ring_that_is_busier_by_a_margin_is_passed_over() -> None:
     choice, request = ReplicaChoice(), Request(raw="hello")
-    first = choice.choose(RINGS, request)
+    first = choice.choose(RINGS, request, Tried())
 
     with ExitStack() as stack:
         for _ in range(MARGIN - 1):
-            stack.enter_context(choice.asking(first, []))
-        assert choice.choose(RINGS, request) == first
-        stack.enter_context(choice.asking(first, []))
-        second = choice.choose(RINGS, request)
+            stack.enter_context(choice.asking(first, Tried()))
+        assert choice.choose(RINGS, request, Tried()) == first
+        stack.enter_context(choice.asking(first, Tried()))
+        second = choice.choose(RINGS, request, Tried())
         assert second != first
-        assert choice.choose((first,), request) == first
+        assert choice.choose((first,), request, Tried()) == first
         for _ in range(MARGIN):
-            stack.enter_context(choice.asking(second, []))
+            stack.enter_context(choice.asking(second, Tried()))
         (third,) = {*RINGS} - {first, second}
-        assert choice.choose(RINGS, request) == third
-        stack.enter_context(choice.asking(third, []))
-        assert choice.choose(RINGS, request) == first  # busier by less than the margin
-    assert choice.choose(RINGS, request) == first
+        assert choice.choose(RINGS, request, Tried()) == third
+        stack.enter_context(choice.asking(third, Tried()))
+        assert choice.choose(RINGS, request, Tried()) == first  # busier by less than the margin
+    assert choice.choose(RINGS, request, Tried()) == first
 
 
 def test_the_ring_that_failed_last_is_avoided_while_there_is_another() -> None:
-    choice, request, failed = ReplicaChoice(), Request(raw="hello"), list[NodeId]()
-    first = choice.choose(RINGS, request)
+    choice, request, tried = ReplicaChoice(), Request(raw="hello"), Tried()
+    first = choice.choose(RINGS, request, tried)
 
-    with pytest.raises(LinkLost), choice.asking(first, failed):
+    with pytest.raises(LinkLost), choice.asking(first, tried):
         raise LinkLost("gone")
 
-    assert failed == [first]
-    assert choice.choose(RINGS, request, [first]) != first
-    assert choice.choose((first,), request, [first]) == first
-    second = choice.choose(RINGS, request, [first])
-    assert choice.choose(RINGS, request, [first, second]) == first
+    assert tried.failed == [first]
+    assert choice.choose(RINGS, request, tried) != first
+    assert choice.choose((first,), request, tried) == first
+
+
+def test_each_ring_is_tried_before_one_is_tried_again() -> None:
+    choice, request, tried = ReplicaChoice(), Request(raw="hello"), Tried()
+
+    for _ in RINGS:
+        entry = choice.choose(RINGS, request, tried)
+        assert tried.has_other
+        tried.failed.append(entry)
+
+    assert {*tried.failed} == {*RINGS}
+    assert not tried.has_other
+    assert choice.choose(RINGS, request, tried) == tried.failed[0]
+    choice.choose((*RINGS, node(4)), request, tried)
+    assert tried.has_other

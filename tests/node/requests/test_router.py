@@ -13,7 +13,7 @@ import pytest
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.requests import remote
-from meshllm.node.requests.replica_choice import ReplicaChoice
+from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import (
     CLIENT_TOKENS,
@@ -1009,7 +1009,7 @@ TWINS: dict[str, tuple[NodeId, ...]] = {"fox": (ENTRY, OTHER)}
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
-    first = ReplicaChoice().choose(TWINS["fox"], FOX)
+    first = ReplicaChoice().choose(TWINS["fox"], FOX, Tried())
     (second,) = {ENTRY, OTHER} - {first}
     router = world.add(ME, FakeRing(replicas=TWINS))
     world.add(first, FakeRing(replicas=TWINS, attempts=[[*answer()[:cut], GONE]]))
@@ -1022,6 +1022,49 @@ def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
 
     assert world.rings[first].models == world.rings[second].models == ["fox"]
     assert len(world.rings[second].asked[0].given) == max(0, cut - 1)
+
+
+def test_a_request_goes_to_another_replica_at_once_if_the_first_is_busy(world: World) -> None:
+    first = ReplicaChoice().choose(TWINS["fox"], FOX, Tried())
+    (second,) = {ENTRY, OTHER} - {first}
+    router = world.add(ME, FakeRing(replicas=TWINS))
+    world.add(first, FakeRing(replicas=TWINS, attempts=[[BUSY], [BUSY]]))
+    world.add(second, FakeRing(replicas=TWINS, attempts=[answer(), [BUSY]]))
+
+    async def story() -> None:
+        now = asyncio.get_running_loop().time
+        begin = now()
+        events = await all_of(router, FOX)
+        assert text_of(events) == TEXT
+        assert not [event for event in events if isinstance(event, Interruption)]
+        with pytest.raises(Busy, match="full"):
+            await all_of(router, FOX)
+        assert now() == begin
+
+    world.run(story)
+    assert [len(world.rings[each].asked) for each in (first, second)] == [2, 2]
+    assert (router.counts.served, router.counts.failed, router.counts.losses) == (1, 1, {})
+
+
+def test_a_request_passes_a_full_queue_for_one_replica(world: World) -> None:
+    router = world.add(ME, FakeRing(replicas=TWINS | {"dog": (ENTRY,)}))
+    world.add(ENTRY, FakeRing(replicas=TWINS, attempts=[[None]] * MAX_FORWARDED))
+    world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
+    dog = replace(REQUEST, model="dog")
+
+    async def story() -> None:
+        count = MAX_FORWARDED + MAX_WAITING
+        asking = [asyncio.ensure_future(all_of(router, dog)) for _ in range(count)]
+        await asyncio.sleep(1)
+        for number in range(9):
+            assert text_of(await all_of(router, replace(FOX, raw=f"{number}"))) == TEXT
+        with pytest.raises(Busy, match=f"{MAX_WAITING} are waiting"):
+            await all_of(router, dog)
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+
+    world.run(story)
 
 
 def test_parallel_requests_are_spread_over_replicas(world: World) -> None:

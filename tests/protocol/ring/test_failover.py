@@ -129,6 +129,28 @@ def test_a_request_that_no_ring_accepted_yet_is_not_retried_when_it_is_refused()
         Failover(REQUEST).failed(Busy("full"))
 
 
+def test_a_refused_request_goes_to_another_ring_at_once_and_that_is_no_attempt() -> None:
+    failover = Failover(REQUEST)
+
+    for _ in range(2 * ATTEMPTS):
+        assert failover.failed(Busy("full"), has_other=True) == 0.0
+        assert failover.is_new
+
+    with pytest.raises(Busy):
+        failover.failed(Busy("full"))
+
+
+@given(st.booleans())
+def test_another_ring_changes_nothing_for_a_lost_request(has_other: bool) -> None:
+    failover = Failover(REQUEST)
+
+    delays = [failover.failed(GONE, has_other=has_other) for _ in range(ATTEMPTS - 1)]
+
+    assert delays == [number * RETRY_DELAY_S for number in range(ATTEMPTS - 1)]
+    with pytest.raises(LinkLost):
+        failover.failed(GONE, has_other=has_other)
+
+
 def test_a_ring_that_is_busy_with_the_lost_attempt_is_retried() -> None:
     failover = Failover(REQUEST)
     failover.failed(GONE)
