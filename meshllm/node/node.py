@@ -184,6 +184,9 @@ class MeshNode:
     def view(self) -> NodeView:
         """Take a snapshot for the status."""
         machine, ring_member, links = self.machine, self.ring_member, self.links.by_peer
+        plan, is_served = ring_member.plan, ring_member.serving_entry() is not None
+        if ring_member.provider:  # it follows no plan, and answers with the rings of others
+            plan, is_served = ring_member.ring(ring_member.group)
         return NodeView(
             self.me,
             self.name,
@@ -216,8 +219,8 @@ class MeshNode:
             },
             agreement=self.agreement,
             advice=self.service.planner.advice,
-            plan=ring_member.plan,
-            is_served=ring_member.serving_entry() is not None,
+            plan=plan,
+            is_served=is_served,
             reason=ring_member.reason(),
             trouble=str(ring_member.trouble or ""),
             sessions=ring_member.sessions,

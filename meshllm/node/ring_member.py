@@ -238,6 +238,13 @@ class RingMember:
         )
         return [entry for entry in entries if entry is not None]
 
+    def ring(self, group: GroupId) -> tuple[Plan | None, bool]:
+        """Return the plan of a ring of the mesh, and whether it serves, as far as known here."""
+        if group == self.group and self.runtime is not None:
+            return self.plan, self.serving_entry() is not None
+        plan = self.plan_of(group)
+        return plan, plan is not None
+
     def plan_of(self, group: GroupId) -> Plan | None:
         """Return the plan that all nodes of another ring have loaded; None if there is none."""
         machine = self._machine

@@ -108,14 +108,9 @@ class RingService:
             return ()
         lacking = shortage(view) if has_several(view) else {}
         return tuple(
-            RingView(
-                group,
-                plan := member.plan if group.id == member.group else member.plan_of(group.id),
-                is_served=plan is not None
-                and (group.id != member.group or member.serving_entry() is not None),
-                lacks_bytes=lacking.get(group.id, 0),
-            )
+            RingView(group, plan, is_served=is_served, lacks_bytes=lacking.get(group.id, 0))
             for group in groups_of(view.charter)
+            for plan, is_served in (member.ring(group.id),)
         )
 
     def records_changed(self) -> None:

@@ -523,6 +523,8 @@ async def test_models_of_engines_are_answered_through_every_node(
         )
         for node in (a, b, c):
             await until(lambda node=node: provided(node) == {"fox": ("b", "c")}, node)  # type: ignore[misc]  # a closure
+            await until(lambda node=node: spans(node) == spans(a), node)  # type: ignore[misc]  # a closure
+        seen = [control_of(node).status() for node in (a, b, c)]
 
         texts = [await ask(control_of(node), question) for node in (a, b, c)]
         second.list_status = 503
@@ -532,6 +534,8 @@ async def test_models_of_engines_are_answered_through_every_node(
         await until(lambda: not provided(a), a)
 
     assert texts == ["What is a ring? "] * 3
+    assert [each.ring.state for each in seen] == [RingState.SERVING] * 3
+    assert [[ring.state for ring in each.rings] for each in seen] == [[RingState.SERVING]] * 3
     with pytest.raises(ModelError, match="No node provides `fox`"):
         await ask(control_of(a), question)
     assert await ask(control_of(a)) == await reference()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.names import Digest, GroupId, LossCause, NodeId
+from meshllm.names import FIRST_GROUP, Digest, GroupId, LossCause, NodeId
 from meshllm.node.ring_member import BUSY_S, CALM_S, FORM_S, HANGS, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
@@ -505,7 +505,13 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         assert place.ring_member.serving_entries() == []
         place.links.by_peer[STAGE] = None
         assert place.ring_member.serving_entries("tiny") == [STAGE]
+        assert place.ring_member.ring(second) == (plan, True)
+        assert place.ring_member.ring(FIRST_GROUP) == (None, False)
+        place.states[STAGE] = replace(place.states[STAGE], group=FIRST_GROUP)
+        assert place.ring_member.ring(FIRST_GROUP) == (plan, True)  # of others
+        place.states[STAGE] = replace(place.states[STAGE], group=second)
         place.serve()
+        assert place.ring_member.ring(FIRST_GROUP) == (PLAN, False)
         place.work()
         assert await place.ring_member.entries() == [ENTRY, STAGE]
         assert place.ring_member.serving_entries("other") == []

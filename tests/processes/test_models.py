@@ -1,18 +1,31 @@
-"""Several models in one mesh of processes: replicas of one, a ring of another, one killed."""
+"""One mesh of processes serves replicas, a second model and an engine; any of them is killed."""
 
 import json
-from collections.abc import Iterator
+import ssl
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+import httpx2
 import pytest
 import torch
 
+from meshllm.api.unix import SOCKET
 from meshllm.bench.ring_table import random_model
-from tests.processes.fleet import ALONE, Fields, Fleet, Node, ask, meshllm, open_fleet, until
+from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, open_fleet, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(600)]
 
-NAMES = ("attic", "bench", "cellar", "desk")
+RING_NODES = ("attic", "bench", "cellar", "desk")
+PROVIDER = "gpu"
+RINGS = {"builtin 0", "builtin 1", "random 0"}
 PROMPT = "A ring is"
+TWELVE, FOX, BUILTIN = "twelve", "fox", "builtin"
+MODELS = BUILTIN, TWELVE, FOX
+TOKENS = 48  # of an answer: long enough to be in progress when a node dies
 
 
 @pytest.fixture(scope="module")
@@ -28,64 +41,219 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
 
 
-def rings(node: Node) -> dict[str, Fields]:
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a request."""
+
+    text: str
+    error: str = ""
+    """Of an answer that was not completed."""
+
+
+def chat(node: Node, model: str, prompt: str = PROMPT) -> Iterator[str]:
+    """Yield the pieces of an answer by the API of a node; raise `AssertionError` on a failure."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": prompt}], "stream": True,
+        "temperature": 0, "max_tokens": TOKENS,
+    }  # fmt: skip
+    with door(node) as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            raise AssertionError(f"{response.status_code} {response.read().decode()}")
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if not data or line.startswith(":"):
+                continue
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise AssertionError(json.dumps(event["error"]))
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+    raise AssertionError("the connection was closed before the end")
+
+
+def outcome(node: Node, model: str, prompt: str = PROMPT) -> Outcome:
+    """Return what comes of a request."""
+    text = ""
+    try:
+        for piece in chat(node, model, prompt):
+            text += piece
+    except (AssertionError, httpx2.TransportError) as error:
+        return Outcome(text, str(error) or type(error).__name__)
+    return Outcome(text)
+
+
+@contextmanager
+def door(node: Node) -> Iterator[httpx2.Client]:
+    """Open a client of the API of a node."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # an empty one: nothing is encrypted here
+    transport = httpx2.HTTPTransport(uds=str(node.state / SOCKET), verify=context)
+    with httpx2.Client(transport=transport, base_url="http://node", timeout=WAIT_S) as client:
+        yield client
+
+
+@dataclass
+class Load:
+    """Clients of a door, one for each model, that ask again and again."""
+
+    node: Node
+    models: tuple[str, ...]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def running(self) -> Iterator["Load"]:
+        self.outcomes = {model: [] for model in self.models}
+        clients = [threading.Thread(target=self._ask, args=(model,)) for model in self.models]
+        for client in clients:
+            client.start()
+        try:
+            yield self
+        finally:
+            self._is_over.set()
+            for client in clients:
+                client.join()
+
+    def more(self, count: int) -> None:
+        """Wait until each client has so many further outcomes."""
+        before = {model: len(found) for model, found in self.outcomes.items()}
+        until(
+            lambda: all(len(self.outcomes[each]) >= before[each] + count for each in self.models),
+            lambda: f"{self.outcomes}",
+        )
+
+    def _ask(self, model: str) -> None:
+        while not self._is_over.is_set():
+            self.outcomes[model].append(outcome(self.node, model))
+
+
+@dataclass
+class Mesh:
+    """Five processes: two replicas, a model over two nodes, and an engine."""
+
+    fleet: Fleet
+    other: str
+    """Folder of the second model."""
+    ticket: str = ""
+
+    def start(self) -> None:
+        self.ticket = self.fleet.found(RING_NODES[0])
+        for name in (*RING_NODES, PROVIDER):
+            self.start_node(name)
+        for node in self.fleet.nodes.values():
+            until(node.is_up, self.fleet.told)
+        self.wait({"builtin 0", "builtin 1"}, stages=None)
+        made = meshllm(
+            "model", "serve", self.other, "--members", "2", "--alias", TWELVE, "--json",
+            state=self.node(RING_NODES[1]).state,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["layers"] == 12
+        self.wait()
+
+    def start_node(self, name: str) -> None:
+        node = self.fleet.node(name)
+        join = ("--join", self.ticket) if not (node.state / "mesh").exists() else ()
+        if name == PROVIDER:
+            engine = ("--", sys.executable, "-m", "tests.builders.fake_engine", "{port}", FOX)
+            node.start(*join, *ALONE, *engine, command=("provide",))
+        elif name == RING_NODES[0]:
+            node.start("--model", f"builtin,{self.other}", *ALONE, "--replicas", "2")
+        else:
+            node.start(*join, "--model", f"builtin,{self.other}", *ALONE)
+
+    def node(self, name: str) -> Node:
+        return self.fleet.nodes[name]
+
+    def wait(self, names: set[str] = RINGS, stages: int | None = 2) -> None:
+        """Wait until all running nodes see these rings and the engine serve."""
+        running = [node for node in self.fleet.nodes.values() if node.is_running]
+        is_provided = self.node(PROVIDER).is_running
+
+        def is_so(status: Fields) -> bool:
+            found = rings(status)
+            return (
+                found.keys() == names
+                and bool(status["provided"]) == is_provided
+                and (stages is None or len(found["random 0"]["stages"]) == stages)
+            )
+
+        until(lambda: all(is_so(node.status()) for node in running), lambda: self.told(running))
+
+    def told(self, running: list[Node]) -> str:
+        return f"{[rings(node.status()) for node in running]}\n{self.fleet.told()}"
+
+    def name_of(self, node: str) -> str:
+        found = self.node(RING_NODES[0]).status() or self.node(RING_NODES[1]).status()
+        return next(str(each["name"]) for each in found["nodes"] if each["node"] == node)
+
+
+def rings(status: Mapping[str, Any]) -> dict[str, Fields]:
     """Return the rings that serve, by model and replica."""
-    found = node.status().get("rings", ())
     return {
         f"{'random' if '/' in each['model'] else each['model']} {each['replica']}": each
-        for each in found
+        for each in status.get("rings", ())
         if each["state"] == "serving"
     }
 
 
-def serve(fleet: Fleet, names: set[str]) -> None:
-    """Wait until all running nodes see these rings serve."""
-    running = [node for node in fleet.nodes.values() if node.is_running]
-    until(
-        lambda: all(rings(node).keys() == names for node in running),
-        lambda: f"{[rings(node).keys() for node in running]}\n{fleet.told()}",
-    )
+def lose(mesh: Mesh, victim: str, expected: Mapping[str, str]) -> None:
+    """Kill a node under load by a door: no request of a ring fails, and all texts are the same.
+
+    The model of an engine goes with its only provider: then it is refused by name.
+    """
+    entrance = mesh.node(PROVIDER if victim != PROVIDER else RING_NODES[1])
+    models = MODELS if victim != PROVIDER else (BUILTIN, TWELVE)
+    with Load(entrance, models).running() as load:
+        load.more(1)
+        if victim == PROVIDER:
+            begun = chat(entrance, FOX, "one wait two")
+            assert "".join(next(begun) for _ in range(2)).strip() == "one"
+        mesh.node(victim).kill()
+        load.more(3)
+        if victim == PROVIDER:
+            with pytest.raises(AssertionError, match="link_lost"):
+                list(begun)
+            until(lambda: "No node provides" in outcome(entrance, FOX).error)
+
+    for model, found in load.outcomes.items():
+        assert found == [Outcome(expected[model])] * len(found), f"{model}\n{mesh.fleet.told()}"
 
 
-def say(node: Node, model: str) -> str:
-    done = meshllm("chat", "--model", model, "--max-tokens", "8", PROMPT, state=node.state)
-    assert done.returncode == 0, f"{done.stderr}\n{node.stderr}"
-    return done.stdout
-
-
-def test_a_mesh_serves_replicas_and_another_model_and_any_node_may_die(
+def test_a_mesh_serves_replicas_another_model_and_an_engine_and_a_node_may_die(
     fleet: Fleet, other: str
 ) -> None:
-    ticket = fleet.found(NAMES[0])
-    models = ("--model", f"builtin,{other}", *ALONE)
-    fleet.node(NAMES[0]).start(*models, "--replicas", "2")
-    for name in NAMES[1:]:
-        fleet.node(name).start(*models, "--join", ticket)
+    mesh = Mesh(fleet, other)
+    mesh.start()
+
+    # All of it is told and answered by every door.
+    expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in MODELS}
+    assert expected[FOX] == f"{PROMPT} "
     for node in fleet.nodes.values():
-        until(node.is_up, fleet.told)
-    door = fleet.node(NAMES[1])
-    serve(fleet, {"builtin 0", "builtin 1"})
-    answer = ask(door, PROMPT)
+        with door(node) as client:
+            listed = {each["id"] for each in client.get("/v1/models").json()["data"]}
+        assert listed == {BUILTIN, other, FOX}
+        assert {model: "".join(chat(node, model)) for model in MODELS} == expected
+    shown = meshllm("ring", "status", state=mesh.node(PROVIDER).state)
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in (BUILTIN, "desk", FOX)), shown.stdout
 
-    made = meshllm(
-        "model", "serve", other, "--members", "2", "--alias", "twelve", "--json", state=door.state
-    )
+    lose(mesh, mesh.name_of(rings(mesh.node(PROVIDER).status())["builtin 0"]["entry"]), expected)
 
-    assert made.returncode == 0, made.stderr
-    assert json.loads(made.stdout)["layers"] == 12
-    serve(fleet, {"builtin 0", "builtin 1", "random 0"})
-    assert len(rings(door)["random 0"]["stages"]) == 2
-    random = say(door, "twelve")
-    for node in fleet.nodes.values():
-        assert ask(node, PROMPT) == answer
-        assert say(node, "twelve") == say(node, other) == random
+    mesh.wait(stages=None)
 
-    victim = rings(door)["builtin 0"]["entry"]
-    name = next(each["name"] for each in door.status()["nodes"] if each["node"] == victim)
-    if name == door.name:
-        door = fleet.node(NAMES[2])
-    fleet.node(name).kill()
 
-    assert [ask(door, PROMPT), say(door, "twelve"), ask(door, PROMPT)] == [answer, random, answer]
-    serve(fleet, {"builtin 0", "builtin 1", "random 0"})
-    assert [ask(door, PROMPT), say(door, "twelve")] == [answer, random]
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_each_of_five_processes_may_die(fleet: Fleet, other: str) -> None:
+    mesh = Mesh(fleet, other)
+    mesh.start()
+    expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in MODELS}
+
+    for victim in (*RING_NODES, PROVIDER):
+        lose(mesh, victim, expected)
+        mesh.wait(stages=None)
+        mesh.start_node(victim)
+        until(mesh.node(victim).is_up, fleet.told)
+        mesh.wait()
