@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from meshllm.api.v1.documented import with_fields
 from meshllm.cli.app import app
 from meshllm.cli.commands.help import topics
 from meshllm.cli.roff import escape, page
@@ -21,6 +22,8 @@ from meshllm.config import PROJECT_FILE, keys
 
 ROOT = Path(str(files("meshllm"))).parent
 
+API_TOPIC = "meshllm/cli/topics/api.md"
+"""A page with a table that is generated: of the fields of the API."""
 EXIT_STATUS = (
     ("0", "Success."),
     ("1", "The command failed, or meshllm has a bug."),
@@ -94,7 +97,10 @@ def generate() -> dict[str, str]:
     pages |= {
         f"man/man1/meshllm-{name}.1": _page(name, child) for name, child in tree.commands.items()
     }
-    pages |= {f"man/man7/meshllm-{name}.7": page(text, "7") for name, text in topics().items()}
+    topic = topics()
+    topic["api"] = with_fields(topic["api"])
+    pages |= {f"man/man7/meshllm-{name}.7": page(text, "7") for name, text in topic.items()}
+    pages[API_TOPIC] = topic["api"]
     return pages | {f"completions/{name}": text for name, text in COMPLETIONS.items()}
 
 
@@ -139,7 +145,7 @@ def main(words: list[str]) -> int:
 
 
 def _present(root: Path) -> list[Path]:
-    return [*root.glob("man/man*/*"), *root.glob("completions/*")]
+    return [*root.glob("man/man*/*"), *root.glob("completions/*"), *root.glob(API_TOPIC)]
 
 
 def _root_page(tree: Any) -> str:

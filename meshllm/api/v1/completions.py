@@ -21,6 +21,8 @@ from meshllm.request import Answer, Piece, TokenLogprobs
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
+APART = ("prompt",)
+"""Fields of a body that are read apart from `Completion`."""
 KIND = "text_completion"
 MAX_PROMPTS = 256  # of one request
 MAX_ANSWERS = 256  # of one request, over all prompts
@@ -129,7 +131,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def complete(request: Request) -> Response:
-        body, apart = await read_fields(request, Completion, ("prompt",))
+        body, apart = await read_fields(request, Completion, APART)
         prompts = read_prompts(apart.get("prompt"), "prompt", MAX_PROMPTS)
         asked, key = body.requests(prompts), key_of(request)
         model = await service.model(key, body.model)

@@ -25,7 +25,10 @@ from meshllm.request import Answer
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
+APART = ("input",)
+"""Fields of a body that are read apart from `Embeddings`."""
 HARMLESS = frozenset({"user"})
+NEUTRAL: dict[str, tuple[object, ...]] = {}
 MAX_INPUTS = 2048  # OpenAI API reference, as the next one
 MAX_TOKENS = 300_000  # of all inputs of one request
 
@@ -90,7 +93,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def embed(request: Request) -> Response:
-        body, apart = await read_fields(request, Embeddings, ("input",), HARMLESS)
+        body, apart = await read_fields(request, Embeddings, APART, HARMLESS, NEUTRAL)
         common = body.request()
         inputs = read_prompts(apart.get("input"), "input", MAX_INPUTS)
         key = key_of(request)

@@ -40,6 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "suffix": ("",),
     "best_of": (1,),
+    "verbosity": ("medium",),
 }
 """Values of fields that are not supported which ask for nothing."""
 

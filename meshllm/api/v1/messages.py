@@ -29,7 +29,7 @@ from meshllm.strict_json import WrongField
 
 T = TypeVar("T")
 
-HARMLESS = frozenset({"metadata", "service_tier"})
+HARMLESS = frozenset({"metadata", "service_tier", "cache_control"})
 NEUTRAL: dict[str, tuple[object, ...]] = {"stop_sequences": ([],)}
 """Values of fields that are not supported which ask for nothing."""
 APART = ("tools", "tool_choice")
@@ -106,6 +106,14 @@ class MessagesTurn:
             yield Turn(role=self.role, content=text)
 
 
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """Whether and how long to reason."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesPrompt:
     """The part of a body that both routes take; null is the same as absent."""
@@ -113,6 +121,12 @@ class MessagesPrompt:
     model: str
     messages: tuple[MessagesTurn, ...]
     system: str | tuple[TextBlock, ...] | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model reasons before its answer; None leaves it to the model."""
+        return None if self.thinking is None else self.thinking.type != "disabled"
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the chat; raise `WrongField` for one that the model would have to go on with."""
@@ -130,14 +144,6 @@ class MessagesPrompt:
         return (*first, *rest)
 
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """Whether and how long to reason."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages(MessagesPrompt):
     """The body of a request."""
@@ -148,7 +154,6 @@ class Messages(MessagesPrompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    thinking: Thinking | None = None
 
     def request(self) -> Asked:
         """Convert to a request of the mesh; raise `WrongField` for what is not supported."""
@@ -173,7 +178,7 @@ class Messages(MessagesPrompt):
             sampling=sampling,
             max_tokens=self.max_tokens,
             stop=stops,
-            thinks=None if thinking is None else thinking.type != "disabled",
+            thinks=self.thinks,
             max_reasoning=thinking.budget_tokens if thinking else None,
         )
 
@@ -292,7 +297,7 @@ def routes(service: Service) -> list[Route]:
     async def count(request: Request) -> Response:
         (body, apart), key = await _read(request, MessagesPrompt), key_of(request)
         tools = tools_of_messages(*map(apart.get, APART))
-        asked = Asked(body.turns(), max_tokens=0, tools=tools)
+        asked = Asked(body.turns(), max_tokens=0, tools=tools, thinks=body.thinks)
         model = await service.model(key, body.model)
         return JSONResponse({"input_tokens": await _count(service.answer(key, model, [asked]))})
 

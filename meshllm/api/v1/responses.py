@@ -30,6 +30,8 @@ from meshllm.request import Answer, FinishReason, Piece, Sampling, ToolCall, Tur
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField
 
+APART = ("text", *FIELDS)
+"""Fields of a body that are read apart from `Responses`."""
 HARMLESS = frozenset(
     {
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -392,8 +394,7 @@ def routes(service: Service) -> list[Route]:
 
 async def _read(request: Request) -> tuple[Responses, dict[str, object]]:
     """Read a body, its `text.format` and its tools; raise `WrongField` for the unsupported."""
-    apart = ("text", *FIELDS)
-    body, given = await read_fields(request, Responses, apart, HARMLESS, NEUTRAL)
+    body, given = await read_fields(request, Responses, APART, HARMLESS, NEUTRAL)
     match given.pop("text", None):
         case None:
             pass

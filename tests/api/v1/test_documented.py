@@ -1,27 +1,163 @@
-"""Every field that the API takes is in its manual."""
+"""Every field of every route does what its manual says."""
 
 import re
-from dataclasses import fields
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
 
+import httpx2
 import pytest
 
-from meshllm.api.v1 import embeddings, generating, messages, responses
-from meshllm.api.v1.chat import Chat
-from meshllm.api.v1.completions import Completion
-from meshllm.api.v1.embeddings import Embeddings
-from meshllm.api.v1.messages import Messages
-from meshllm.api.v1.responses import Responses
+from meshllm.api.v1.documented import HEADING, ROUTES, DocumentedRoute, with_fields
 from meshllm.cli.commands.help import topics
+from meshllm.request import Event
+from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
+from tests.builders.tool_calls import CHAT_TOOL, MESSAGES_TOOL, RESPONSES_TOOL
 
-NAMED = set(re.findall(r"`([a-z_]+)`", topics()["api"]))
+HI = {"role": "user", "content": "hi"}
+TOOLS = {"chat": CHAT_TOOL, "responses": RESPONSES_TOOL}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [HI]},
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "embeddings": {"input": "hi"},
+    "messages": {"messages": [HI], "max_tokens": 9},
+    "count_tokens": {"messages": [HI]},
+}
+HONOURED: dict[str, Any] = {
+    "chat_template_kwargs": {"enable_thinking": False},
+    "dimensions": 1,
+    "echo": True,
+    "encoding_format": "base64",
+    "frequency_penalty": 0.5,
+    "ignore_eos": True,
+    "input": "bye",
+    "instructions": "be kind",
+    "logit_bias": {"7": 1},
+    "logprobs": True,
+    "max_completion_tokens": 3,
+    "max_output_tokens": 3,
+    "max_reasoning_tokens": 3,
+    "max_tokens": 3,
+    "meshllm": {"trust": ["desk"]},
+    "messages": [HI | {"content": "bye"}],
+    "min_p": 0.5,
+    "model": "other",
+    "n": 2,
+    "parallel_tool_calls": False,
+    "presence_penalty": 0.5,
+    "previous_response_id": "resp_1",
+    "prompt": "bye",
+    "reasoning": {"effort": "low"},
+    "reasoning_effort": "low",
+    "repetition_penalty": 1.5,
+    "response_format": {"type": "json_object"},
+    "seed": 7,
+    "stop": ["."],
+    "stop_sequences": ["."],
+    "store": False,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "system": "be kind",
+    "temperature": 0.5,
+    "text": {"format": {"type": "json_object"}},
+    "thinking": {"type": "disabled"},
+    "top_k": 7,
+    "top_logprobs": 2,
+    "top_p": 0.5,
+}
+"""Values that change what is answered, or what the mesh is asked."""
+NEEDS: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
+"""What a field needs beside it."""
+NEEDS["stream_options"] = {"stream": True}
+EVERY_FIELD = sorted(frozenset[str]().union(*(each.fields for each in ROUTES)))
+CELLS = [pytest.param(r, f, id=f"{r.name}-{f}") for r in ROUTES for f in EVERY_FIELD]
 
 
-@pytest.mark.parametrize("body", [Chat, Completion, Embeddings, Messages, Responses])
-def test_every_field_is_documented(body: type) -> None:
-    assert {each.name for each in fields(body)} - NAMED == set()
+def answer(route: DocumentedRoute) -> tuple[Event, ...]:
+    """Answer as the ring does, with an embedding of three values where one is asked for."""
+    if route.name != "embeddings":
+        return ()
+    return (replace(answer_of("", 0), embedding="AACAPwAAgD8AAIA/"),)
 
 
-def test_what_is_ignored_is_documented() -> None:
-    kinds = embeddings, generating, messages, responses
-    ignored = set().union(*(each.HARMLESS for each in kinds))
-    assert ignored - NAMED == set()
+def honoured(route: DocumentedRoute, field: str) -> tuple[dict[str, Any], object]:
+    """Return what a field needs, and a value that changes the answer."""
+    calls: dict[str, Any] = {"tools": [TOOLS.get(route.name, MESSAGES_TOOL)]}
+    if field == "tools":
+        return {}, calls["tools"]
+    if field == "tool_choice":
+        return calls, "required" if route.name in TOOLS else {"type": "any"}
+    if (route.name, field) == ("completions", "logprobs"):
+        return {}, 1
+    return calls if field == "parallel_tool_calls" else NEEDS.get(field, {}), HONOURED[field]
+
+
+@pytest.fixture
+def _no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make equal requests give equal answers."""
+    monkeypatch.setattr(secrets, "randbelow", lambda _: 5)
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "ab")
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+
+
+@pytest.mark.usefixtures("_no_chance")
+@pytest.mark.parametrize(("route", "field"), CELLS)
+async def test_a_field_does_what_the_table_says(
+    route: DocumentedRoute, field: str, client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.said = answer(route)
+    base = {"model": "builtin", **BODIES[route.name]}
+
+    async def said(**change: Any) -> tuple[object, ...]:
+        door.requests.clear()
+        found = await client.post(route.path, json=base | change)
+        return found.status_code, found.text, tuple(door.requests)
+
+    match route.effect(field).split():
+        case ["honoured"]:
+            needs, value = honoured(route, field)
+            plain, changed = await said(**needs), await said(**needs, **{field: value})
+            assert plain[0] == 200
+            assert changed != plain
+            assert (changed[0] == 200) == (field not in {"model", "previous_response_id"})
+        case ["ignored"]:
+            assert await said(**{field: {"x": "y"}}) == await said()
+        case ["only", *_]:
+            for value in route.only(field):
+                assert await said(**{field: value}) == await said()
+            assert_refused(await said(**{field: {"x": "y"}}), route, field)
+        case ["refused"] | []:
+            assert_refused(await said(**{field: {"x": "y"}}), route, field)
+        case other:
+            pytest.fail(f"the table says {other}")
+
+
+def assert_refused(said: tuple[object, ...], route: DocumentedRoute, field: str) -> None:
+    status, text, asked = said
+    assert (status, asked) == (400, ())
+    assert f"`{field}`" in str(text)
+    assert route.name in {"messages", "count_tokens"} or f'"param":"{field}"' in str(text)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda each: each.name)
+def test_every_field_is_explained(route: DocumentedRoute) -> None:
+    explained = set(re.findall(r"`([a-z_]+)`", topics()["api"].partition(HEADING)[0]))
+
+    assert {each for each in route.honoured | route.harmless if each not in explained} == set()
+
+
+def test_a_page_without_the_heading_is_an_error() -> None:
+    with pytest.raises(ValueError, match="Every documented field"):
+        with_fields("# meshllm-api: x\n")
+
+
+def test_the_table_replaces_an_old_one_only() -> None:
+    once = with_fields(f"# a: b\n\n{HEADING}\nold\n\n## After\n\nkept\n")
+
+    assert with_fields(once) == once
+    assert "old" not in once
+    assert once.startswith("# a: b\n\n")
+    assert once.endswith("\n\n## After\n\nkept\n")
