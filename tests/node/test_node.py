@@ -46,7 +46,7 @@ from tests.builders.fake_engine import FakeEngine, serving
 from tests.builders.node_options import node_options
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0
 
 
 class Mesh:
