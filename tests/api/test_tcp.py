@@ -38,7 +38,7 @@ async def serving(
     with open_door(options, accounts) as door:
         task = asyncio.ensure_future(door.serve(node))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 yield door
         finally:
             task.cancel()

@@ -393,7 +393,7 @@ def test_a_node_cannot_remove_itself(node: Owned, name: str) -> None:
 
 
 async def test_events_begin_with_the_current_state(node: Owned) -> None:
-    async with aclosing(node.control.events()) as events, asyncio.timeout(5):
+    async with aclosing(node.control.events()) as events, asyncio.timeout(60):
         first = await anext(events)
         node.see(plan=None)
         second = await anext(events)

@@ -18,7 +18,7 @@ async def test_own_ones_are_published_and_others_stored(node: FakeNode, tmp_path
     with Accounts.open(tmp_path / "state") as accounts:
         accounts.revoke_key("own")
         sharing = asyncio.ensure_future(share_revocations(node, accounts))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await node.begun.wait()
             node.revoked = {"node-b": (tag_of("heard"),), "node-c": (tag_of("later"),)}
             node.go.set()
@@ -33,7 +33,7 @@ async def test_own_ones_are_published_and_others_stored(node: FakeNode, tmp_path
 async def test_it_ends_with_the_node(node: FakeNode, tmp_path: Path) -> None:
     with Accounts.open(tmp_path / "state") as accounts:
         sharing = asyncio.ensure_future(share_revocations(node, accounts))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await node.begun.wait()
             sharing.cancel()
             await asyncio.wait([sharing])

@@ -18,7 +18,7 @@ from tests.builders.fake_node import FakeNode
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
 
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

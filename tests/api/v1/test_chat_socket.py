@@ -307,7 +307,7 @@ async def test_an_invalid_message_ends_the_answers_in_progress(
 
 async def test_a_key_is_needed_where_the_api_needs_one(door: FakeNode, accounts: Accounts) -> None:
     key = accounts.create("laptop", KeyLimits(), 0)
-    async with serving(door, accounts, needs_key=True) as address, asyncio.timeout(30):
+    async with serving(door, accounts, needs_key=True) as address, asyncio.timeout(60):
         for wrong in ({}, {"authorization": "Bearer nope"}):
             with pytest.raises(InvalidStatus) as refused:
                 await connect(address, additional_headers=wrong)
@@ -329,7 +329,7 @@ async def test_a_revoked_key_ends_with_its_next_ask(door: FakeNode, accounts: Ac
     key = accounts.create("guest", KeyLimits(), 0)
     async with (
         serving(door, accounts) as address,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         connect(address, additional_headers={"authorization": f"Bearer {key}"}) as socket,
     ):
         await ask(socket)
@@ -349,7 +349,7 @@ async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> 
     headers = {"authorization": f"Bearer {key}"}
     async with (
         serving(door, accounts) as address,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         connect(address, additional_headers=headers) as socket,
     ):
         await ask(socket, "a")
@@ -400,7 +400,7 @@ async def test_connections_are_bounded(
     door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_socket, "MAX_SOCKETS", 1)
-    async with serving(door, accounts) as address, asyncio.timeout(30), connect(address):
+    async with serving(door, accounts) as address, asyncio.timeout(60), connect(address):
         with pytest.raises(InvalidStatus) as refused:
             await connect(address)
 
@@ -415,7 +415,7 @@ async def test_a_client_that_does_not_read_is_dropped(
     door.said = (*(Piece("x" * (1 << 20)) for _ in range(64)), answer_of("x", 1))
     async with (
         serving(door, accounts) as address,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         connect(address, max_queue=1, max_size=None) as socket,
     ):
         await ask(socket)
@@ -432,7 +432,7 @@ async def test_an_idle_connection_ends(
     door.waits_at = 1
     async with (
         serving(door, accounts) as address,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         connect(address) as socket,
     ):
         await ask(socket)
@@ -452,7 +452,7 @@ async def test_the_headers_of_the_upgrade_have_arrived(
     monkeypatch.setattr(connection, "HEADERS_S", 0.05)
     async with (
         serving(door, accounts) as address,
-        asyncio.timeout(30),
+        asyncio.timeout(60),
         connect(address) as socket,
     ):
         await asyncio.sleep(0.2)  # longer than headers may take
@@ -463,7 +463,7 @@ async def test_the_headers_of_the_upgrade_have_arrived(
 
 async def test_a_stopping_server_cancels_and_closes(door: FakeNode, accounts: Accounts) -> None:
     door.waits_at = 1
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         async with serving(door, accounts) as address:
             socket = await connect(address)
             await ask(socket)

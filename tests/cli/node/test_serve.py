@@ -44,7 +44,7 @@ async def command(*words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process
     process = await asyncio.create_subprocess_exec(*program, stdout=pipe, stderr=pipe)
     assert process.stdout
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             lines = [(await process.stdout.readline()).decode().rstrip() for _ in range(3)]
             yield process, lines
     finally:

@@ -123,7 +123,7 @@ def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int
 
 def _read_until(terminal: int, wanted: bytes) -> bytes:
     shown = b""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while wanted not in shown and time.monotonic() < deadline:
         try:
             shown += os.read(terminal, 65536)

@@ -109,7 +109,7 @@ async def test_models_are_served_and_stopped(client: NodeClient, node: FakeNode)
 
 
 async def test_changes_come_one_by_one(client: NodeClient, node: FakeNode) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with aclosing(client.events()) as events:
             first = await anext(events)
             node.go.set()
@@ -127,7 +127,7 @@ async def test_events_are_yielded_unchanged(client: NodeClient, node: FakeNode) 
 
 async def test_closing_an_answer_cancels_it_on_the_node(client: NodeClient, node: FakeNode) -> None:
     node.waits_at = 2
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         async with aclosing(client.generate(ASKED)) as events:
             await anext(events)
 

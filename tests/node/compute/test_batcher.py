@@ -156,7 +156,7 @@ async def test_a_batcher_without_jobs_waits_for_no_others() -> None:
         await worker.run(int)  # the batch has ended, too
         gate = busy(worker)
         worker.start(gate.set)  # never before the gate is open
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await tracer.batcher.__aexit__(None, None, None)
         assert not gate.is_set()
         gate.set()

@@ -105,7 +105,7 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
 ) -> None:
     running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     finally:

@@ -192,7 +192,7 @@ async def test_the_compute_thread_is_free_while_an_answer_travels(
 
         monkeypatch.setattr(HeadParts, "wait", wait)
         text = asyncio.ensure_future(ask(ring))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await asked.wait()
             assert await ring.worker.run(int) == 0
         text.cancel()
