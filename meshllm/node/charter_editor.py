@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import Quant
 from meshllm.node.founding import amend, names_in, resolve_names, serve, stop
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.options import ModelOptions, NodeOptions
-from meshllm.node.preparation import Preparation
 from meshllm.node.ring.shape import CONTEXT
 from meshllm.protocol.membership.charter import Charter, differing
 from meshllm.protocol.membership.mesh import Mesh
+
+if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.node.preparation import Preparation
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +23,11 @@ class CharterEditor:
     """Amends the charter, and publishes it."""
 
     def __init__(
-        self, options: NodeOptions, machine: Mesh, links: MeshLinks, preparation: Preparation
+        self,
+        options: NodeOptions,
+        machine: Mesh,
+        links: MeshLinks,
+        preparation: "Preparation | None",
     ) -> None:
         self.ambiguous = ""
         """Which names in the options mean several nodes; empty if none does."""
@@ -36,6 +43,10 @@ class CharterEditor:
         Raises:
             MeshError: this node does not have the model, or the mesh cannot serve it.
         """
+        if self._preparation is None:
+            raise UserError(
+                "A provider loads no models", hint="do this on a node that holds layers"
+            )
         whole = self._known()
         model = whole.find(asked.model)
         if model is None or asked.quant not in {None, str(model.quant)}:

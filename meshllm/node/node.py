@@ -22,8 +22,9 @@ from collections.abc import (
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVarTuple
+from typing import TYPE_CHECKING, TypeVarTuple
 
 from meshllm import __version__
 from meshllm.config import cache_path
@@ -33,7 +34,6 @@ from meshllm.errors import (
 )
 from meshllm.names import MeshId, NodeId
 from meshllm.node.charter_editor import CharterEditor
-from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.founding import (
     with_own_entry,
 )
@@ -50,7 +50,6 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
-from meshllm.node.preparation import Preparation
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
@@ -67,6 +66,10 @@ from meshllm.protocol.trust.credential import Removal, Role, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Transport
+
+if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.node.compute.worker import Worker
+    from meshllm.node.preparation import Preparation
 
 __all__ = ["MeshNode", "NodeOptions", "open_node"]
 
@@ -90,7 +93,7 @@ class MeshNode:
         self,
         options: NodeOptions,
         store: StateStore,
-        preparation: Preparation,
+        preparation: "Preparation | None",
         endpoints: Endpoints,
         own: Membership,
         off_loop: OffLoop,
@@ -123,7 +126,7 @@ class MeshNode:
         self.router.trusted = options.trust
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = self._is_scheduled = False
-        self._options, self._own = options, own
+        self._options, self._own, self._preparation = options, own, preparation
         profile = Profile(
             self.name,
             __version__,
@@ -132,9 +135,7 @@ class MeshNode:
             machine=here.tag(self.me),
             is_exact=options.inference.is_exact,
         )
-        self._offer = NodeOffer(
-            profile, self._send, self.ring_member, preparation.worker, self._call_later
-        )
+        self._offer = NodeOffer(profile, self._send, self.ring_member, self._call_later)
         self.charter_editor = CharterEditor(options, self.machine, self.links, preparation)
         self.service = RingService(
             self.machine,
@@ -268,16 +269,18 @@ class MeshNode:
 
     async def run(self) -> None:
         """Run the node until cancelled."""
+        parts: list[Callable[[], Awaitable[None]]] = [self._provide]
+        if self._preparation is not None:
+            watch = partial(self._offer.watch, self._preparation.worker)
+            parts = [self.service.run, self.service.survey, watch]
         async with self._jobs, AsyncExitStack() as stack:
             for part in (
                 self._run_links,
                 self.router.run,
                 self.service.planner.run,
                 self._redial,
-                self._provide if self.ring_member.provider else self.service.run,
-                self.service.survey,
+                *parts,
                 self._save,
-                self._offer.watch,
             ):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # let the links start
@@ -448,11 +451,28 @@ class MeshNode:
 
 
 @asynccontextmanager
+async def _open_preparation(
+    options: NodeOptions,
+    worker: "Worker | None",
+    prepare: "Callable[[NodeOptions, Worker, Path], Preparation] | None",
+) -> "AsyncIterator[Preparation]":
+    """Start the compute thread, unless there is a ``worker``; torch is imported here."""
+    from meshllm.node.compute.worker import compute_thread
+    from meshllm.node.preparation import Preparation
+
+    async with AsyncExitStack() as stack:
+        if worker is None:
+            thread = compute_thread(options.inference.threads or 1)
+            worker = await stack.enter_async_context(thread)
+        yield (prepare or Preparation)(options, worker, cache_path())
+
+
+@asynccontextmanager
 async def open_node(
     options: NodeOptions,
     transport: Transport | None = None,
-    worker: Worker | None = None,
-    prepare: Callable[[NodeOptions, Worker, Path], Preparation] = Preparation,
+    worker: "Worker | None" = None,
+    prepare: "Callable[[NodeOptions, Worker, Path], Preparation] | None" = None,
     off_loop: OffLoop = asyncio.to_thread,
     provider: Provider | None = None,
 ) -> AsyncIterator[MeshNode]:
@@ -471,16 +491,14 @@ async def open_node(
         supervisor = stack.enter_context(Supervisor())
         stack.enter_context(store.locked())
         with supervisor.scope():
-            if worker is None:
-                worker = await stack.enter_async_context(
-                    compute_thread(options.inference.threads or 1)
-                )
+            options, preparation = with_own_entry(options, store.key.node), None
+            if provider is None:
+                opened = _open_preparation(options, worker, prepare)
+                preparation = await stack.enter_async_context(opened)
             endpoints = await stack.enter_async_context(
                 open_endpoints(options, store.key, transport)
             )
             own = await enter(store, options, endpoints.transports)
-            options = with_own_entry(options, store.key.node)
-            preparation = prepare(options, worker, cache_path())
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             node.ring_member.provider = provider
             running = asyncio.ensure_future(node.run())

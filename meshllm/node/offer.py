@@ -11,13 +11,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshllm.errors import OutOfMemory
 from meshllm.names import ModelKey
-from meshllm.node.compute.worker import Worker
 from meshllm.node.ring_member import RingMember
 from meshllm.protocol.membership.records import Profile
+
+if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.node.compute.worker import Worker
 
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
@@ -35,7 +37,6 @@ class NodeOffer:
         profile: Profile,
         publish: Callable[[Profile], None],
         member: RingMember,
-        worker: Worker,
         call_later: Callable[..., None],
     ) -> None:
         self.profile = profile
@@ -46,7 +47,6 @@ class NodeOffer:
         """How long the compute thread has hung; empty if it responds."""
         self._send = publish
         self._member = member
-        self._worker = worker
         self._call_later = call_later
         self._retry_s = FIRST_RETRY_S
 
@@ -94,21 +94,21 @@ class NodeOffer:
         self._call_later(self._retry_s, self._offer_again)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
-    async def watch(self) -> None:
+    async def watch(self, worker: "Worker") -> None:
         """Retract the offer while the compute thread hangs.
 
         The event loop still sends heartbeats, so peers cannot tell a hung node from a busy one.
         """
         while True:
-            await self._sleep()
-            if not (hung_s := self._worker.hung_s) or not self.profile.layer_s:
+            await _sleep(worker)
+            if not (hung_s := worker.hung_s) or not self.profile.layer_s:
                 continue
             self.hang = f"the compute thread has hung for {hung_s:.0f} s"
             logger.warning("%s: this node retracts its offer until it responds", self.hang)
             self._member.is_hung = True
             self._show(is_open=False)
             self._member.publish()
-            while self._worker.hung_s:  # a hung thread sets no event
+            while worker.hung_s:  # a hung thread sets no event
                 await asyncio.sleep(WATCH_S)
                 if self.profile.layer_s:  # offered again, for another ring
                     self._show(is_open=False)
@@ -118,18 +118,6 @@ class NodeOffer:
             self._member.publish()
             if not self._member.trouble:
                 self._show(is_open=True)
-
-    async def _sleep(self) -> None:
-        """Sleep until a hang may have begun; excuse the worker for the time that is slept more.
-
-        This process may have been stopped meanwhile.
-        """
-        worker, loop = self._worker, asyncio.get_running_loop()
-        hangs_in_s = worker.hangs_in_s
-        sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
-        until = loop.time() + sleep_s
-        await asyncio.sleep(sleep_s)
-        worker.excuse(max(0.0, loop.time() - until))
 
     def _offer_again(self) -> None:
         trouble, self._member.trouble = self._member.trouble, None
@@ -144,3 +132,15 @@ class NodeOffer:
             self.publish(weights=own.weights, layer_s=own.layer_s, memory_bytes=own.memory_bytes)
         else:
             self.publish(weights=(), layer_s=())
+
+
+async def _sleep(worker: "Worker") -> None:
+    """Sleep until a hang may have begun; excuse the worker for the time that is slept more.
+
+    This process may have been stopped meanwhile.
+    """
+    loop, hangs_in_s = asyncio.get_running_loop(), worker.hangs_in_s
+    sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
+    until = loop.time() + sleep_s
+    await asyncio.sleep(sleep_s)
+    worker.excuse(max(0.0, loop.time() - until))

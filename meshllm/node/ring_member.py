@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
@@ -31,11 +32,6 @@ from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.provider import Provider
-from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.runtime import RingRuntime
-from meshllm.node.session.entry import EntryNode
-from meshllm.node.session.stage import StageNode
-from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import find_group, groups_of
 from meshllm.protocol.membership.charter import Charter
@@ -50,6 +46,12 @@ from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short, show
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 from meshllm.request import Backend
+
+if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.node.ring.model_runtime import ModelRuntime
+    from meshllm.node.ring.runtime import RingRuntime
+    from meshllm.node.session.entry import EntryNode
+    from meshllm.node.session.stage import StageNode
 
 PROVIDES = "it provides whole models"  # why it holds no layers
 HANGS = "its compute thread hangs"
@@ -113,7 +115,7 @@ class RingMember:
         return group.charter if group else None
 
     @property
-    def rank(self) -> EntryNode | StageNode | None:
+    def rank(self) -> "EntryNode | StageNode | None":
         """The running entry or stage; None while this node does not serve."""
         return (self.runtime.entry or self.runtime.stage) if self.runtime else None
 
@@ -139,8 +141,10 @@ class RingMember:
         """Rows computed again on this rank after losses, times the layers that computed them."""
         return self.runtime.recomputed if self.runtime else 0
 
-    def begin(self, model: ModelRuntime) -> RingRuntime:
+    def begin(self, model: "ModelRuntime") -> "RingRuntime":
         """Create the runtime for a model."""
+        from meshllm.node.ring.runtime import RingRuntime
+
         self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)
         return self.runtime
 
@@ -310,6 +314,8 @@ class RingMember:
         self._count_requests(1)
         try:
             entry, plan, own = await self._own_ring()
+            from meshllm.node.session.text import RingBackend
+
             yield RingBackend(entry, own.worker, await own.text(), plan, asker)
         finally:
             self._count_requests(-1)
@@ -439,7 +445,7 @@ class RingMember:
         self.publish()
         asyncio.get_running_loop().call_later(FAULTS_S, self.publish, context=self._context)
 
-    async def _own_ring(self) -> tuple[EntryNode, Plan, ModelRuntime]:
+    async def _own_ring(self) -> "tuple[EntryNode, Plan, ModelRuntime]":
         """Wait until the ring of which this node is the entry serves, at most `FORM_S`."""
         try:
             async with asyncio.timeout(FORM_S):

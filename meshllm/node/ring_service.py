@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshllm.config import cache_path
 from meshllm.errors import ModelError, ModelMissing
@@ -25,8 +26,6 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.planner import Planner
-from meshllm.node.preparation import Preparation
-from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring_member import PROVIDES, RingMember
 from meshllm.node.view import RingView
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
@@ -42,6 +41,10 @@ from meshllm.protocol.agreement.groups import (
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
+
+if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.node.preparation import Preparation
+    from meshllm.node.ring.model_runtime import ModelRuntime
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
@@ -60,7 +63,7 @@ class RingService:
     member: RingMember
     offer: NodeOffer
     editor: CharterEditor
-    preparation: Preparation
+    preparation: "Preparation | None"
     off_loop: OffLoop
     call_later: Callable[..., None]
     changed: Callable[[], None]
@@ -90,6 +93,11 @@ class RingService:
     def agreement(self) -> Agreement | None:
         """The latest; None before the first."""
         return self.planner.agreement
+
+    @property
+    def _preparation(self) -> "Preparation":
+        assert self.preparation is not None  # a provider runs nothing that loads a model
+        return self.preparation
 
     def view(self) -> MeshView | None:
         """Take a snapshot of the records for planning; None before there is a charter."""
@@ -145,7 +153,7 @@ class RingService:
         """Serve in one ring after the other, each with its model."""
         machine, found = self.machine, None
         if machine.charter is None and self.is_founder:
-            found, charter = await self.preparation.found()
+            found, charter = await self._preparation.found()
             self.editor.publish(charter)
         else:
             await self._charter_known.wait()
@@ -177,18 +185,18 @@ class RingService:
         async with aclosing(self.member.changes()) as changes:
             async for _ in changes:
                 charter = self.machine.charter
-                if charter is None or self.member.provider:
+                if charter is None:
                     continue
                 keys = tuple(each.key for each in charter.served)
                 if not (self.offer.profile.models or len(groups_of(charter)) > 1):
                     continue
                 if keys != known:
-                    known, held = keys, await self.preparation.held(charter.served)
+                    known, held = keys, await self._preparation.held(charter.served)
                 models = self._may_hold(charter, held)
                 if models == self.offer.profile.models:
                     continue
                 if not self.offer.profile.memory_bytes:
-                    self.offer.profile = await self.preparation.room(self.offer.profile)
+                    self.offer.profile = await self._preparation.room(self.offer.profile)
                 self.offer.hold(models)
 
     async def accept(self, link: SecureLink) -> None:
@@ -224,12 +232,12 @@ class RingService:
     async def part_sizes(self) -> Sequence[int]:
         """Return the most bytes of the file of each part of the model."""
         assert self.member.model is not None  # it is open before weights are fetched
-        return await self.preparation.part_sizes(self.member.model)
+        return await self._preparation.part_sizes(self.member.model)
 
     async def hash_weights(self) -> None:
         """Publish the digests of the weights that are here now."""
         assert self.member.model is not None
-        self.offer.set_weights(await self.preparation.hash_weights(self.member.model))
+        self.offer.set_weights(await self._preparation.hash_weights(self.member.model))
 
     def publish_state(self) -> None:
         """Publish whether this node fetches weights."""
@@ -303,9 +311,9 @@ class RingService:
         self.member.end(group)
         self.planner.move()
 
-    async def _serve(self, model: ModelRuntime | None) -> None:
+    async def _serve(self, model: "ModelRuntime | None") -> None:
         """Load and profile the model, publish the offer, and run the ring runtime."""
-        preparation, ring = self.preparation, self.member.charter
+        preparation, ring = self._preparation, self.member.charter
         if ring is None:
             return  # until there is a ring for this node
         if model is None:
@@ -348,13 +356,13 @@ class RingService:
             )
         )
 
-    async def _join(self, charter: Charter) -> ModelRuntime:
+    async def _join(self, charter: Charter) -> "ModelRuntime":
         """Open the model of a ring; fetch its description from another node if it is not here.
 
         While the mesh has several models, this node tries another one if nobody describes it.
         """
         try:
-            return await self.preparation.join(charter)
+            return await self._preparation.join(charter)
         except ModelMissing as missing:
             if self.has_own_model:
                 raise
@@ -363,10 +371,10 @@ class RingService:
                     folder = await self._supply.describe()
             except TimeoutError:
                 raise missing from None
-        return await self.preparation.join(charter, folder)
+        return await self._preparation.join(charter, folder)
 
     async def _digest_of(self, folder: Path) -> Digest:
-        return await self.preparation.digest_folder(folder.name, folder)
+        return await self._preparation.digest_folder(folder.name, folder)
 
     async def _check_parts(self, folder: Path, weights: Mapping[str, int]) -> None:
-        await self.preparation.check_parts(folder.name, folder, weights)
+        await self._preparation.check_parts(folder.name, folder, weights)

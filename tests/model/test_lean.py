@@ -25,7 +25,7 @@ def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
     code = f"""
         import sys
         from meshllm.cli.shared.local import import_heavy
-        import_heavy("meshllm.node.node")
+        import_heavy("meshllm.node.preparation", "meshllm.node.ring.runtime")
         import torch
         from meshllm.model.capacity import shape_of
         from meshllm.model.steps.runner import Runner

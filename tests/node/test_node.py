@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from meshllm.api.v1.embeddings import numbers
-from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised
+from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span
@@ -23,7 +23,7 @@ from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
-from meshllm.node.options import InferenceConfig
+from meshllm.node.options import InferenceConfig, ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
@@ -536,6 +536,8 @@ async def test_models_of_engines_are_answered_through_every_node(
     assert texts == ["What is a ring? "] * 3
     assert [each.ring.state for each in seen] == [RingState.SERVING] * 3
     assert [[ring.state for ring in each.rings] for each in seen] == [[RingState.SERVING]] * 3
+    with pytest.raises(UserError, match="A provider loads no models"):
+        await c.charter_editor.serve_model(ModelOptions("another"))
     with pytest.raises(ModelError, match="No node provides `fox`"):
         await ask(control_of(a), question)
     assert await ask(control_of(a)) == await reference()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,8 @@ def test_the_models_of_an_engine_are_served_by_the_mesh(fleet: Fleet, answers: A
     )
 
     said = meshllm("chat", "--model", "fox", "-q", "to be", state=attic.state)
+    assert gpu.process is not None
+    libraries = Path(f"/proc/{gpu.process.pid}/maps").read_text(encoding="utf-8")
     own = ask(attic, QUESTION)
     gpu.send(signal.SIGTERM)
     code = gpu.ended()
@@ -29,5 +32,7 @@ def test_the_models_of_an_engine_are_served_by_the_mesh(fleet: Fleet, answers: A
 
     assert (said.stdout, said.stderr) == ("to be \n", "")
     assert own == answers[QUESTION]
+    assert "libpython" in libraries or "/python" in libraries
+    assert "libtorch" not in libraries
     assert code == 0
     assert "gpu provides fox" in attic.stderr

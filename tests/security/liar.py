@@ -11,9 +11,9 @@ from meshllm.cli.node import node
 from meshllm.cli.shared.local import import_heavy
 
 
-def become_a_liar(module: str) -> None:
+def become_a_liar(*modules: str) -> None:
     """Import what a node needs; then let it seal NaN in the shape of each hidden state."""
-    import_heavy(module)
+    import_heavy(*modules)
 
     from meshllm.model.wire.payload import to_payload
     from meshllm.node.session import activation_codec

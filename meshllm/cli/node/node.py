@@ -119,9 +119,10 @@ def run_node(
     chosen, notify = config.settings, _log if is_json else _say
     with ExitStack() as stack:  # errors of a door are shown before torch is loaded
         door = chosen.serve and stack.enter_context(opened_door(chosen, chosen.serve))
-        with render.Status(sys.stderr) as status:
-            status.show("loading torch")
-            import_heavy("meshllm.node.node")
+        if make_provider is None:
+            with render.Status(sys.stderr) as status:
+                status.show("loading torch")
+                import_heavy("meshllm.node.preparation", "meshllm.node.ring.runtime")
         _log_all()
         import asyncio
 

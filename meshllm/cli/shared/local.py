@@ -10,6 +10,8 @@ from meshllm.cli.shared.options import inference_config
 from meshllm.config import Settings, cache_path
 from meshllm.request import Backend
 
+RING = "meshllm.node.ring.local_ring"
+
 Opener: TypeAlias = Callable[[Settings], AbstractAsyncContextManager[Backend]]
 
 
@@ -43,8 +45,8 @@ def _load(settings: Settings) -> AbstractAsyncContextManager[Backend]:
     return open_local_ring(resolve(settings.model), options)
 
 
-def import_heavy(module: str = "meshllm.node.ring.local_ring") -> None:
-    """Import a module that takes seconds; only in the main thread can Ctrl-C interrupt it.
+def import_heavy(*modules: str) -> None:
+    """Import modules that take seconds; only in the main thread can Ctrl-C interrupt it.
 
     Modules are permanent, so they are hidden from the garbage collector: scanning them takes half
     a second during the import, and later a quarter of a second in which no token is computed.
@@ -54,7 +56,8 @@ def import_heavy(module: str = "meshllm.node.ring.local_ring") -> None:
         from meshllm.model.lean import lean
 
         with lean():
-            import_module(module)
+            for module in modules or (RING,):
+                import_module(module)
         gc.freeze()
     finally:
         gc.enable()

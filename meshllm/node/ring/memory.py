@@ -1,16 +1,19 @@
 """Memory that this process holds for a model, by purpose, in bytes."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meshllm.model.shape import process_memory
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
-from meshllm.model.steps.runner import Runner
-from meshllm.node.session.entry import EntryNode
-from meshllm.node.session.stage import StageNode
 from meshllm.status import MemoryStatus
 
+if TYPE_CHECKING:
+    from meshllm.model.steps.runner import Runner
+    from meshllm.node.session.entry import EntryNode
+    from meshllm.node.session.stage import StageNode
 
-def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
+
+def measure(node: "EntryNode | StageNode | None") -> MemoryStatus:
     """Return the memory of a rank; ``node`` is None outside a ring."""
     process = process_memory()
     if node is None:
@@ -28,7 +31,7 @@ def measure(node: EntryNode | StageNode | None) -> MemoryStatus:
     )
 
 
-def _weights(runners: Sequence[Runner]) -> int:
+def _weights(runners: "Sequence[Runner]") -> int:
     models = [runner.shard.model for runner in runners]
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
     return sum({each.data_ptr(): each.nbytes for each in tensors}.values())

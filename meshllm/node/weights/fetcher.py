@@ -24,9 +24,9 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
-from meshllm.model.files.parts import LISTING, Listing, PartFolder, limit_of, part_name
 from meshllm.names import Digest, NodeId
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
@@ -46,6 +46,9 @@ from meshllm.protocol.weights.holders import name_of
 MAX_HOLDERS = 4  # asked at once
 POLL_S = 1.0  # s between two looks at a folder into which another process fetches
 IDLE_S = 30.0  # s without a chunk after which a holder is given up
+
+if TYPE_CHECKING:  # it imports torch, which a provider does not need
+    from meshllm.model.files.parts import PartFolder
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +77,10 @@ class WeightFetcher:
         self.progress = ""
         """What is fetched now, a phrase; empty for nothing."""
 
-    def place(self, charter: Charter) -> PartFolder:
+    def place(self, charter: Charter) -> "PartFolder":
         """Return the folder of a model."""
+        from meshllm.model.files.parts import PartFolder
+
         return PartFolder(self._folder / name_of(charter))
 
     def collects(self, folder: Path) -> bool:
@@ -134,7 +139,7 @@ class WeightFetcher:
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
 
     @asynccontextmanager
-    async def _alone(self, place: PartFolder) -> AsyncIterator[None]:
+    async def _alone(self, place: "PartFolder") -> AsyncIterator[None]:
         """Wait until no other process fetches into a folder; show that meanwhile."""
         try:
             while True:
@@ -147,7 +152,9 @@ class WeightFetcher:
         finally:
             self.progress = ""
 
-    async def _describe(self, node: NodeId, charter: Charter, place: PartFolder) -> None:
+    async def _describe(self, node: NodeId, charter: Charter, place: "PartFolder") -> None:
+        from meshllm.model.files.parts import LISTING, Listing, limit_of
+
         model = charter.config_digest
         async with self.link(node) as link:
             path = place.partial(LISTING)
@@ -173,7 +180,7 @@ class WeightFetcher:
             yield link
 
     async def collect(
-        self, link: SecureLink, model: Digest, name: str, place: PartFolder, limit: int
+        self, link: SecureLink, model: Digest, name: str, place: "PartFolder", limit: int
     ) -> None:
         """Collect a file, from where an earlier attempt ended.
 
@@ -240,7 +247,7 @@ class _Run:
         self,
         fetcher: WeightFetcher,
         model: Digest,
-        place: PartFolder,
+        place: "PartFolder",
         left: dict[int, bytes],
         sizes: Sequence[int],
     ) -> None:
@@ -283,6 +290,8 @@ class _Run:
         return next((part for part in self.left if part in has and part not in self._taken), None)
 
     async def _fetch(self, link: SecureLink, part: int) -> None:
+        from meshllm.model.files.parts import limit_of, part_name
+
         fetcher, place = self._fetcher, self._place
         name = part_name(part)
         limit = limit_of(name, self._sizes)

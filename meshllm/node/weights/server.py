@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from meshllm.errors import MeshError, ModelError, PeerFault
-from meshllm.model.files.parts import ModelParts, PartFile
 from meshllm.names import Digest, NodeId
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
@@ -25,6 +25,9 @@ MAX_LINKS = 8  # that are served at once; each link sends one file at a time
 MAX_LINKS_OF_NODE = 2  # a node uses one; an earlier one may not be known to be lost yet
 IDLE_S = 60.0  # s without a request, or without room for a chunk, after which a link is closed
 
+if TYPE_CHECKING:
+    from meshllm.model.files.parts import ModelParts, PartFile
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +40,7 @@ class WeightServer:
         self._opened: dict[Digest, ModelParts] = {}
         self._links: list[NodeId] = []
 
-    def offer(self, model: Digest, parts: Callable[[], Awaitable[ModelParts]]) -> None:
+    def offer(self, model: Digest, parts: "Callable[[], Awaitable[ModelParts]]") -> None:
         """Send the parts of a model from now on; their headers are read when they are wanted."""
         self._models[model] = parts
         self._opened.pop(model, None)  # other weights may have the same configuration
@@ -76,7 +79,7 @@ class WeightServer:
             logger.info("cannot send `%s` to node %s: %s", want.name, short(link.peer), error)
             await _send(link, FileRefused("this node does not have the file"))
 
-    async def _file(self, want: WantFile) -> PartFile:
+    async def _file(self, want: WantFile) -> "PartFile":
         make = self._models.get(want.model)
         if make is None:
             raise ModelError("This node does not have the model")

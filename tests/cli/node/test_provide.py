@@ -1,5 +1,8 @@
 """The command line of a provider; whole ones run in `tests/processes/test_provide.py`."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.cli.conftest import Invoke
@@ -27,3 +30,15 @@ def test_what_cannot_be_provided_is_refused(
 
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {message}")
+
+
+def test_a_provider_loads_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "import meshllm.node.control, meshllm.node.node, meshllm.node.provider\n"
+        "print(*{'numpy', 'torch', 'transformers'} & set(sys.modules))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == []
