@@ -1,6 +1,7 @@
 """Fixtures of all tests: isolation of global state, and small shared models."""
 
 import logging
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,10 +40,17 @@ def _logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep meshllm's state, config and cache out of the user's folders."""
+    """Keep meshllm's state, config and cache out of the user's folders.
+
+    Workers share the cache, so that kernels are compiled and measured once for all of them.
+    """
+    own = tmp_path_factory.getbasetemp()
+    cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
+    cache.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

@@ -46,9 +46,12 @@ def until(happened: Callable[[], bool], told: Callable[[], str] = str) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process: that of this one, without settings of meshllm."""
+    """Return the environment of a process: that of this one, without settings of meshllm.
+
+    It may keep compiled modules, as installed packages do.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MESHLLM_")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def free_address(host: str = "127.0.0.1") -> str:
