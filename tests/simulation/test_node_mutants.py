@@ -117,15 +117,15 @@ LATE = (
 MUTANTS = {
     "a plan of its own": Mutant({AGREE: agree_on_machine_0}, "nodes that know the same agree on"),
     "a plan of its own, linked": Mutant(
-        {AGREE: agree_on_machine_0, **AGREED}, "are linked, and follow two plans of an epoch"
+        {AGREE: agree_on_machine_0, **AGREED}, "are linked, and follow two plans of an epoch", 2
     ),
     "a plan of its own, in calm": Mutant(
         {AGREE: agree_on_machine_0, **UNSEEN}, "nothing went wrong, and of some epochs are", 16
     ),
     "epochs do not rise": Mutant({AGREE: agree_on_epoch_1}, "is new, and there is an epoch"),
-    "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from"),
+    "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from", 36),
     "removals are ignored": Mutant(
-        {"meshllm.protocol.membership.record_store.check": without_removals}, "and is removed"
+        {"meshllm.protocol.membership.record_store.check": without_removals}, "and is removed", 2
     ),
     "used-up tickets are good": Mutant(
         {"meshllm.node.membership.state_store.Invitation.is_open": always_open},
@@ -133,7 +133,7 @@ MUTANTS = {
         35,
     ),
     "late tickets are good": Mutant(
-        dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in"
+        dict.fromkeys(LATE, nod), "a ticket that has expired lets somebody in", 11
     ),
     "a layer runs twice": Mutant(
         {"meshllm.node.ring.span_loader.SpanLoader._load": load_one_more}, "a row behind"
@@ -145,10 +145,10 @@ MUTANTS = {
         {"meshllm.node.requests.router.RING_S": 1e9}, "requests are under way", 15
     ),
     "links are left open": Mutant(
-        {"meshllm.node.net.secure.SecureLink.close": stay_open}, "links, of the ring and others"
+        {"meshllm.node.net.secure.SecureLink.close": stay_open}, "links, of the ring and others", 3
     ),
     "links of a ring that ended stay": Mutant(
-        {"meshllm.node.ring.runtime.RingRuntime._discard": nod}, "links, of the ring and others"
+        {"meshllm.node.ring.runtime.RingRuntime._discard": nod}, "links, of the ring and others", 7
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"

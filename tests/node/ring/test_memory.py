@@ -14,11 +14,12 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.memory import measure
 from meshllm.node.session.generation import Generation
-from meshllm.protocol.kv_cache.prefix_index import MAX_KEPT
+from meshllm.protocol.kv_cache import prefix_index
 from meshllm.request import Sampling
 from meshllm.status import MemoryStatus
 from meshllm.testing.models import tiny_model
 
+MAX_KEPT = 8  # sessions; fewer requests than a node needs reach the limit
 ONE = InferenceConfig(threads=1)
 
 
@@ -41,7 +42,10 @@ def alive(kind: type) -> int:
     return sum(issubclass(type(each), kind) for each in gc.get_objects())
 
 
-async def test_many_requests_hold_no_more_memory_than_some(llama: Path) -> None:
+async def test_many_requests_hold_no_more_memory_than_some(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_KEPT", MAX_KEPT)
     numbers = iter(range(1000))
     of_others = {kind: alive(kind) for kind in (Generation, SpanCache)}  # in this process
     async with open_local_ring(resolve(str(llama)), RingOptions(nodes=2, inference=ONE)) as ring:
