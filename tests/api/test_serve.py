@@ -42,7 +42,7 @@ async def serving(door: FakeNode, path: Path) -> AsyncIterator[asyncio.Task[None
 
 def client_of(path: Path) -> httpx2.AsyncClient:
     transport = httpx2.AsyncHTTPTransport(uds=str(path))
-    return httpx2.AsyncClient(transport=transport, base_url="http://door", timeout=5)
+    return httpx2.AsyncClient(transport=transport, base_url="http://door", timeout=60)
 
 
 def _mode(path: Path) -> int | None:

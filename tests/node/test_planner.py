@@ -160,7 +160,7 @@ async def test_planning_and_advice_run_off_the_event_loop() -> None:
         planner = Planner(lambda: case.view, case.agreed, asyncio.to_thread)
         task = asyncio.ensure_future(planner.run())
         planner.invalidate()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not planner.advice:  # noqa: ASYNC110  # it sets no event
                 await asyncio.sleep(0.01)
         task.cancel()

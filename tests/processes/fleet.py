@@ -22,7 +22,7 @@ from meshllm.api.unix import SOCKET, is_answered
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import Role
 
-WAIT_S = 60.0  # timeout for what takes seconds on an idle machine
+WAIT_S = 120.0  # timeout for what takes seconds on an idle machine
 POLL_S = 0.1
 MESHLLM = ("-m", "meshllm")
 ALONE = ("--no-discovery",)

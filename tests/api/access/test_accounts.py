@@ -276,7 +276,7 @@ def test_a_thread_that_nobody_waits_for_finds_the_file_open_or_closed(tmp_path: 
         with Accounts.open(tmp_path / "state") as accounts:
             reader = Thread(target=read, args=(accounts, begun))
             reader.start()
-            assert begun.wait(20)
+            assert begun.wait(60)
         reader.join(20)
         assert not reader.is_alive()
 

@@ -21,7 +21,7 @@ main()
 """
 PROMPT = ">>>"
 NO_CPR = {"PROMPT_TOOLKIT_NO_CPR": "1"}  # this terminal does not report the cursor position
-PATIENCE = 60.0  # s; a longer wait fails the test
+PATIENCE = 120.0  # s; a longer wait fails the test
 
 
 class Terminal:

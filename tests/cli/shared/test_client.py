@@ -66,7 +66,7 @@ def liar(path: Path) -> Iterator[list[bytes]]:
     ready, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
-    ready.wait(5)
+    assert ready.wait(60)
     yield lies
     done.set()
     thread.join()

@@ -507,7 +507,7 @@ def test_all_values_are_compared_once_per_machine(
 
 def test_ranks_of_one_process_trace_at_the_same_time(tmp_path: Path) -> None:
     runners = [runner_of(tmp_path / str(at)) for at in range(2)]
-    both_record = threading.Barrier(2, timeout=30)
+    both_record = threading.Barrier(2, timeout=60)
 
     def wait(runner: Runner, *_: Any) -> None:
         if steps_of(runner).replay.tracer:
