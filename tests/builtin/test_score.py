@@ -23,14 +23,14 @@ from tests.builtin.score import (
 )
 
 CASES = load()
-LEAST_SCORE = 0.70  # of all cases; the minimum of a builtin model that is shipped
+LEAST_SCORE = 0.50  # of all cases; the minimum of a builtin model that is shipped
 COUNTS = {
-    "meshllm": 80,
-    "story": 30,
-    "arithmetic": 25,
-    "copy": 25,
-    "recall": 20,
-    "refusal": 20,
+    "meshllm": 160,
+    "story": 40,
+    "arithmetic": 60,
+    "copy": 35,
+    "recall": 60,
+    "refusal": 45,
 }
 BY_ID = {case.id: case for case in CASES}
 
@@ -48,7 +48,7 @@ def make(**changes: object) -> Case:
 
 def test_file_has_the_agreed_counts() -> None:
     assert Counter(case.category for case in CASES) == COUNTS
-    assert len(BY_ID) == len(CASES) == 200
+    assert len(BY_ID) == len(CASES) == 400
 
 
 def test_no_conversation_is_asked_twice() -> None:
