@@ -21,6 +21,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from meshllm.model.kernels import prefetch
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
 from meshllm.model.kernels.jit import JitFunction, registers
 from meshllm.model.kernels.scratch import scratch
@@ -36,6 +37,7 @@ MOST_ROWS = 192
 
 _GEMV_OUTPUTS = 16  # outputs of a GEMV block
 _TOGETHER = 4  # outputs that share the loads of several rows, given enough registers
+_DOT_ALONE = 3  # rows up to which the instruction is as fast with one output, a single stream
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
 _PAIRS_AHEAD = 2048  # pairs of weights; the same for a single row with the instruction
@@ -89,14 +91,19 @@ class Bf16Matrix:
         if not count:
             return products
         given = rows.contiguous() if self._dot or each == 1 else _padded(rows, tiles * each)
-        is_wide = each > 1 and outputs % _TOGETHER == 0 and registers() > LANES
-        function, steps = _gemv, self._inputs // GEMV_LANES
+        alone = _DOT_ALONE if self._dot else 1
+        is_wide = each > alone and outputs % _TOGETHER == 0 and registers() > LANES
+        together, has_bias = _TOGETHER if is_wide else 1, bool(self._bias)
         if self._dot:
-            function, steps = _dot_gemv, self._inputs // (2 * LANES)
-        function(each, _TOGETHER if is_wide else 1, bool(self._bias))(
+            has_prefetch = each > 1 or prefetch.helps()
+            function = _dot_gemv(each, together, has_bias, has_prefetch)
+        else:
+            function = _gemv(each, together, has_bias)
+        function(
             *(-(-outputs // _GEMV_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
-            *(given.data_ptr(), products.data_ptr(), outputs, steps, tiles),
-            *((count,) if self._dot else ()),
+            *(given.data_ptr(), products.data_ptr(), outputs),
+            *((self._inputs // (2 * LANES), tiles, count) if self._dot else ()),
+            *(() if self._dot else (self._inputs // GEMV_LANES, tiles)),
         )
         return products if tiles * each == count else products[:count]
 
@@ -184,7 +191,7 @@ def _gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
 
 
 @cache
-def _dot_gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
+def _dot_gemv(rows: int, together: int, has_bias: bool, has_prefetch: bool) -> JitFunction:
     """Compile the GEMV with the instruction for pairs, for tiles of rows and outputs."""
 
     def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
@@ -205,7 +212,7 @@ def _dot_gemv(rows: int, together: int, has_bias: bool) -> JitFunction:
                 ahead = (
                     do.mul(pairs, code.index(together)) if rows > 1 else code.index(_PAIRS_AHEAD)
                 )
-                sums = _dot_lanes(code, weights, starts, steps, ahead)
+                sums = _dot_lanes(code, weights, starts, steps, ahead if has_prefetch else None)
                 for row, line in enumerate(lines):
                     total = code.sums(sums[row::rows])
                     if has_bias:
@@ -222,16 +229,20 @@ def _dot_lanes(
     weights: Sequence[ir.Value],
     rows: Sequence[ir.Value],
     steps: ir.Value,
-    ahead: ir.Value,
+    ahead: ir.Value | None,
 ) -> list[ir.Value]:
-    """Accumulate the products of outputs and rows, `LANES` pairs at a time."""
+    """Accumulate the products of outputs and rows, `LANES` pairs at a time.
+
+    ``ahead`` is the distance of prefetches; None for none.
+    """
     do = code.do
     with code.loop(steps, *[code.floats(0.0)] * (len(weights) * len(rows))) as loop:
         place = do.mul(loop.index, code.index(LANES))
         pairs = [code.load(WORD, row, place, LANES) for row in rows]
         sums = iter(loop.carried)
         for output in weights:
-            code.prefetch(code.at(output, do.add(place, ahead), WORD), is_far=True)
+            if ahead is not None:
+                code.prefetch(code.at(output, do.add(place, ahead), WORD), is_far=True)
             own = code.load(WORD, output, place, LANES)
             loop.next += [code.dot(own, pair, next(sums)) for pair in pairs]
     return loop.next

@@ -29,7 +29,7 @@ from meshllm.model.kernels.gemm_int8 import GROUP as ROW_GROUP
 from meshllm.model.kernels.gemm_int8 import PART, quantise_rows
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
 from meshllm.model.kernels.jit import JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, LINE, PassInfo, prefetch_share
+from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, helps, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; four cache lines for every 8 inputs."""
@@ -67,7 +67,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         return rows.new_empty(0, outputs)
     given, threads = quantise_rows(rows, has_totals=True), torch.get_num_threads()
     products = given.new_products(outputs)
-    _gemm(given.each, given.is_half, min(given.tiles, 2))(
+    has_prefetch = len(rows) > FEW or helps()
+    _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
         *(blocks, threads, given.tiles, words // _WORDS, given.groups),
         *(weights.data_ptr(), scales.data_ptr(), given.whole.data_ptr(), given.sizes.data_ptr()),
         *(given.totals.data_ptr(), products.data_ptr(), outputs, threads),
@@ -103,7 +104,7 @@ def _check(weights: Tensor, scales: Tensor) -> None:
 
 
 @cache
-def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
+def _gemm(rows: int, is_half: bool, tiles: int, has_prefetch: bool) -> JitFunction:
     """Compile the GEMM for tiles of ``rows`` rows, and at least ``tiles`` of them."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
@@ -126,7 +127,8 @@ def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
                 one = PassInfo(number, passes, do.mul(parts, code.index(_WORDS)))
                 with code.loop(parts, *[code.floats(0.0)] * (rows * columns)) as loop:
                     work = _GroupEmitter(code, fields, (tile.index, loop.index), rows)
-                    sums = iter(work.sum(weights, places, (one, following)))
+                    fetched = (one, following) if has_prefetch else None
+                    sums = iter(work.sum(weights, places, fetched))
                     line = do.mul(loop.index, code.index(OUTPUTS))
                     both = [
                         code.load(WORD, scales, do.add(line, code.index(at)), LANES)
@@ -184,10 +186,10 @@ class _GroupEmitter:
         return self.code.splat(self.code.do.sitofp(total, FLOAT))
 
     def sum(
-        self, weights: ir.Value, places: range, ahead: tuple[PassInfo, ir.Value]
+        self, weights: ir.Value, places: range, ahead: tuple[PassInfo, ir.Value] | None
     ) -> list[ir.Value]:
         """Sum the products of rows and codes less 8, for outputs at ``places``."""
-        code, do, (one, following) = self.code, self.code.do, ahead
+        code, do = self.code, self.code.do
         eight = ir.Constant(WORD, -8)
         start = list[ir.Value]()
         for row in range(self.rows):
@@ -196,7 +198,9 @@ class _GroupEmitter:
         at_once = platform.machine() in {"x86_64", "AMD64"}
         with code.loop(code.index(_WORDS), *start) as loop:
             word = do.add(do.mul(self.index, code.index(_WORDS)), loop.index)
-            prefetch_share(code, following, 4 * OUTPUTS // LINE, one, word)
+            if ahead is not None:
+                one, following = ahead
+                prefetch_share(code, following, 4 * OUTPUTS // LINE, one, word)
             line = do.mul(word, code.index(OUTPUTS))
             own = [
                 _pairs(code, code.load(WORD, weights, do.add(line, code.index(at)), LANES))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
 from meshllm.model.kernels.jit import JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, LINE, PassInfo, prefetch_share
+from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, helps, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
@@ -65,7 +65,8 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
         return rows.new_empty(0, len(scales))
     given, threads = quantise_rows(rows), torch.get_num_threads()
     products = given.new_products(len(scales))
-    _gemm(given.each, given.is_half, min(given.tiles, 2))(
+    has_prefetch = len(rows) > FEW or helps()
+    _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
         *(len(weights), threads, given.tiles, weights.shape[1], given.groups, weights.data_ptr()),
         *(scales.data_ptr(), given.whole.data_ptr(), given.sizes.data_ptr()),
         *(products.data_ptr(), len(scales), threads),
@@ -255,7 +256,7 @@ def _word(value: int) -> ir.Constant:
 
 
 @cache
-def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
+def _gemm(rows: int, is_half: bool, tiles: int, has_prefetch: bool) -> JitFunction:
     """Compile the GEMM for tiles of ``rows`` rows, and at least ``tiles`` of them."""
     columns = next(n for n in (4, 2, 1) if n == 1 or rows * n <= registers())
     wide = LANES * columns
@@ -279,7 +280,8 @@ def _gemm(rows: int, is_half: bool, tiles: int) -> JitFunction:
                         fields["whole"], do.mul(at, code.index(GROUP // 2 * rows)), WORD
                     )
                     ours, theirs = (weights, columns_at), (given, rows)
-                    found = _sum_group(code, ours, theirs, (loop.index, pairs), (one, following))
+                    fetched = (one, following) if has_prefetch else None
+                    found = _sum_group(code, ours, theirs, (loop.index, pairs), fetched)
                     sums, totals = iter(found), iter(loop.carried)
                     sizes = code.at(fields["sizes"], do.mul(at, code.index(rows)), FLOAT)
                     for row in range(rows):
@@ -306,15 +308,15 @@ def _sum_group(
     block: tuple[ir.Value, range],
     tile: tuple[ir.Value, int],
     group: tuple[ir.Value, ir.Value],
-    ahead: tuple[PassInfo, ir.Value],
+    ahead: tuple[PassInfo, ir.Value] | None,
 ) -> list[ir.Value]:
     """Sum the products of one group of a tile's inputs with a block of weights.
 
     ``block`` is its weights and the outputs to compute; ``tile`` the values of the group and the
     number of rows; ``group`` its index and the number of input pairs in all; ``ahead`` the pass and
-    the address of the weights to prefetch.
+    the address of the weights to prefetch, if any.
     """
-    do, (weights, columns), (given, rows), (one, following) = code.do, block, tile, ahead
+    do, (weights, columns), (given, rows) = code.do, block, tile
     each, shorts = code.index(GROUP // 2), ir.VectorType(HALF, 2 * LANES)
     begin = do.mul(group[0], each)
     left = do.sub(group[1], begin)
@@ -323,7 +325,9 @@ def _sum_group(
     at_once = platform.machine() in {"x86_64", "AMD64"}
     with code.loop(count, *[nothing] * (rows * len(columns))) as loop:
         pair = do.add(begin, loop.index)
-        prefetch_share(code, following, 2 * OUTPUTS // LINE, one, pair)
+        if ahead is not None:
+            one, following = ahead
+            prefetch_share(code, following, 2 * OUTPUTS // LINE, one, pair)
         line = code.at(weights, do.mul(pair, code.index(2 * OUTPUTS)), BYTE)
         own = [
             do.sext(code.load(BYTE, line, code.index(2 * column), 2 * LANES), shorts)
