@@ -157,6 +157,16 @@ class Unplaced(Named):
 
 
 @dataclass(frozen=True, slots=True)
+class PastState:
+    """A state of the reporting node in the ring."""
+
+    state: str
+    """`loading`, `waiting` for the others, `dialing`, `half` linked, `open`, or `backoff`."""
+    ago_s: float
+    """Since when, in seconds before the report."""
+
+
+@dataclass(frozen=True, slots=True)
 class RingStatus:
     """The ring: the span of each rank, and its speed."""
 
@@ -175,6 +185,8 @@ class RingStatus:
     """A change that would make the ring faster; may be empty."""
     standbys: tuple[Unplaced, ...] = ()
     refused: tuple[Unplaced, ...] = ()
+    history: tuple[PastState, ...] = ()
+    """The latest states of the reporting node, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +324,7 @@ class MemoryStatus:
     process: int = 0
     """Resident set size."""
     weights: int = 0
+    """Of all loaded layers, also of those loaded in advance; they may be mapped from their file."""
     kv_cache: int = 0
     """Reserved by running sessions."""
     prefix_cache: int = 0

@@ -34,7 +34,7 @@ FULL = with_ring(
 )
 
 RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "predicted", "measured",
-        "advice", "standbys", "refused"}  # fmt: skip
+        "advice", "standbys", "refused", "history"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
         "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",

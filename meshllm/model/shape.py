@@ -1,5 +1,7 @@
 """Sizes of a model and its KV caches, and memory of this machine; imports no torch."""
 
+import ctypes
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -136,6 +138,17 @@ def workspace_bytes(shape: ModelShape) -> int:
 def process_memory() -> int:
     """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
+
+
+def reclaim() -> None:
+    """Free what only reference cycles hold, and return free memory of the heap to the system.
+
+    A rank that has ended is such a cycle: its timers, batches and errors refer to it, and it refers
+    to its layers. The garbage collector would find it much later.
+    """
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc only
+        trim(0)
 
 
 def free_memory() -> int:

@@ -47,6 +47,7 @@ from meshllm.status import (
     NetworkStatus,
     NodeState,
     NodeStatus,
+    PastState,
     Planned,
     PlannedRing,
     PlannedTimes,
@@ -257,6 +258,7 @@ class NodeControl:
             predicted=_predicted(view),
             measured=_measured(view.counts),
             advice=view.advice,
+            history=tuple(PastState(*each) for each in view.history),
             standbys=tuple(
                 Unplaced(*_named(view, each.node), each.reason)
                 for each in (agreement.standbys if agreement else ())
@@ -278,7 +280,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.revoke,
         node.ring_member.changes,
         node.router.generate,
-        lambda: measure(node.ring_member.rank),
+        lambda: measure(node.ring_member.rank, node.ring_member.held),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )

@@ -230,6 +230,7 @@ class MeshNode:
             group=ring_member.group,
             rings=self.service.rings(),
             execution=ring_member.execution,
+            history=ring_member.history,
             warnings=(self.trouble,) if self.trouble else (),
         )
 

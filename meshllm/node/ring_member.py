@@ -20,13 +20,14 @@ other rings serve, and who their entries are.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, UserError
+from meshllm.model.steps.runner import Runner
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
@@ -129,6 +130,16 @@ class RingMember:
         if ahead is None or rank is None:
             return ""
         return f"layers {ahead.stages[rank].span} are loaded in advance"
+
+    @property
+    def history(self) -> Sequence[tuple[str, float]]:
+        """See `RingRuntime.history`."""
+        return self.runtime.history if self.runtime else ()
+
+    @property
+    def held(self) -> Collection[Runner]:
+        """Runners of all that this node has loaded, in advance too."""
+        return self.model.runners if self.model else ()
 
     @property
     def sessions(self) -> int:

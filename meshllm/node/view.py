@@ -1,6 +1,6 @@
 """A snapshot of a node, from which its status is made."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshllm.names import FIRST_GROUP, GroupId, MeshId, NodeId
@@ -89,5 +89,7 @@ class NodeView:
     """All rings of the mesh, its own included, in their order."""
     execution: str = ""
     """The execution mode of its model, and why."""
+    history: Sequence[tuple[str, float]] = ()
+    """See `RingRuntime.history`."""
     warnings: tuple[str, ...] = ()
     """Conditions that need the owner's attention."""

@@ -6,10 +6,11 @@ at once, stopped (`SIGSTOP`, `SIGCONT`) for 1, 2, 5 or 20 s, or told to leave (`
 network namespaces it is cut off both ways or one way, or with another node; all paths take 200 ms
 or lose 5 % of the packets; or the disk of its state is full. The table shows the longest pause
 between two tokens, how long the process took to leave, how many rows were computed again
-(a row in one layer counts 1), and whether the answer is that of the undisturbed ring, token for
-token. An answer that ends with an error, is too short, or repeats or drops a token that was shown
-fails the command. Other tokens behind the loss are counted, and do not fail it: another ring may
-round another way.
+(a row in one layer counts 1), when the loss was noticed, how long agreeing on a plan, loading,
+linking and the next token took (the median of each), and whether the answer is that of the
+undisturbed ring, token for token. An answer that ends with an error, is too short, or repeats or
+drops a token that was shown fails the command. Other tokens behind the loss are counted, and do not
+fail it: another ring may round another way.
 
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
 answer is compared with the undisturbed one; the memory of each node is shown before and after. They
@@ -28,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from threading import Event
 
@@ -45,6 +46,8 @@ from tests.processes.fleet import ALONE, Node, Waited, open_fleet, until
 RANKS = ("attic", "bench", "cellar")
 INGRESS = "door"
 ROLES = ("entry", "middle", "last")
+PHASES = ("noticed", "agreed", "loaded", "linked", "first token")
+"""What happens after a fault, each after the last."""
 TIMEOUT_S = 120.0
 WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
 CLIENTS = 2
@@ -70,6 +73,8 @@ class Outcome:
     """Time that the process took to leave; 0 for other faults."""
     recomputed: int
     """Rows that were computed again, times layers, but not by a victim that has ended."""
+    phases: tuple[float, ...]
+    """Seconds of each of `PHASES`."""
     error: str = ""
 
 
@@ -157,24 +162,48 @@ def disturb(
     before = recomputed(others)
     got: list[int] = []
     pause, last, error = 0.0, 0.0, ""
+    struck, resumed = 0.0, 0.0
     striking: Future[float] | None = None
     left_s = 0.0
     try:
         for tokens in ring.answer(at):
             now = time.monotonic()
-            if striking:
-                pause = max(pause, now - last)
+            if striking and now - last > pause:
+                pause, resumed = now - last, now
             got, last = got + tokens, now
             if striking is None and len(got) >= at:
+                struck = now
                 striking = pool.submit(ground.strike, fault, victim, ring.restart)
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
     if striking:
         left_s = striking.result()
     rows = recomputed(others) - before
+    took = phases([history(node) for node in others], struck, resumed)
     if fault in ENDS_PROCESS:
         ring.restart(victim)
-    return Outcome(fault, role, at, pause, agreed(got, right), len(got), left_s, rows, error)
+    return Outcome(fault, role, at, pause, agreed(got, right), len(got), left_s, rows, took, error)
+
+
+History = list[tuple[str, float]]
+"""States of a node in its ring, and when they began."""
+
+
+def history(node: Node) -> History:
+    states, now = node.status()["ring"]["history"], time.monotonic()
+    return [(each["state"], now - each["ago_s"]) for each in states]
+
+
+def phases(histories: Sequence[History], struck: float, resumed: float) -> tuple[float, ...]:
+    """Divide the time from a fault to the next token; a phase that no node went through takes 0."""
+    happened = [(state, at) for each in histories for state, at in each if struck <= at <= resumed]
+    begun = ["backoff", "loading"], ["loading"], ["waiting"], ["open"]
+    ends = [struck]
+    for states, choose in zip(begun, (min, max, max, max), strict=True):
+        times = [at for state, at in happened if state in states]
+        ends.append(max(ends[-1], choose(times, default=ends[-1])))
+    ends.append(max(ends[-1], resumed))
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def agreed(got: Sequence[int], right: Sequence[int]) -> int:
@@ -208,8 +237,8 @@ def table(ring: Ring, faults: Sequence[str], options: Namespace, report: Report)
     outcomes = list[Outcome]()
     report.say(
         "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |"
-        " left after, s | rows again |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        f" left after, s | rows again | {', '.join(PHASES)}, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     )
     with ThreadPoolExecutor(1) as pool:
         for fault, at, role in product(faults, options.at, options.role or ROLES):
@@ -230,6 +259,8 @@ def line(rows: list[Outcome], length: int) -> str:
     cells = [first.fault, first.role, first.at, len(rows), same, errors]
     seconds = statistics.median(pauses), max(pauses), max(row.left_s for row in rows)
     cells += [*(f"{it:.2f}" for it in seconds), max(row.recomputed for row in rows)]
+    took = zip(*(row.phases for row in rows), strict=True)
+    cells.append(" + ".join(f"{statistics.median(each):.2f}" for each in took))
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -300,21 +331,27 @@ def all_at_once(
     report.say(f"{len(pauses)} answers, {len(wrong)} wrong or failed; longest pauses {worst}")
     report.say(f"faults: {', '.join(f'{count} {fault}' for fault, count in struck.items())}")
     for name, now in memory(ring).items():
-        share = now / before[name] - 1
-        report.say(f"{name}: {before[name] >> 20} MiB, then {now >> 20} ({share:+.0%})")
+        report.say(f"{name}: {growth(before[name], now)}")
     return wrong
 
 
-def memory(ring: Ring) -> dict[str, int]:
-    """Return the resident bytes of each node."""
+def memory(ring: Ring) -> dict[str, dict[str, int]]:
+    """Return the resident bytes of each node by use; `other` is what the node does not name."""
     found = {}
     for name in (*RANKS, INGRESS):
-        process = ring.ground.node(name).process
-        assert process is not None
-        lines = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines()
-        (kib,) = [line.split()[1] for line in lines if line.startswith("VmRSS:")]
-        found[name] = int(kib) << 10
+        shown = ring.ground.node(name).status()["memory"]
+        total, _ = shown.pop("process"), shown.pop("kv_room")
+        found[name] = {"total": total, **shown, "other": total - sum(shown.values())}
     return found
+
+
+def growth(before: dict[str, int], after: dict[str, int]) -> str:
+    """Tell how much memory a node takes more than before, and for what."""
+    total, now = before["total"], after["total"]
+    changes = {part: (after[part] - size) >> 20 for part, size in before.items() if part != "total"}
+    parts = ", ".join(f"{part} {change:+}" for part, change in changes.items() if change)
+    share = f"{now / total - 1:+.0%}"
+    return f"{total >> 20} MiB, then {now >> 20} ({share}){': ' if parts else ''}{parts}"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from tests.bench.chaos import agreed
+from tests.bench.chaos import agreed, growth, phases
 from tests.bench.far import Change
 from tests.bench.nemesis import CALM, LOSSY, OF_NETWORKS, OF_PROCESSES, SLOW, Ground
 from tests.processes.fleet import Fleet
@@ -56,3 +56,18 @@ def test_the_first_tokens_that_are_right_are_counted(
     got: list[int], right: list[int], same: int
 ) -> None:
     assert agreed(got, right) == same
+
+
+def test_growth_names_what_grew() -> None:
+    before = {"total": 100 << 20, "weights": 40 << 20, "kv_cache": 5 << 20, "other": 55 << 20}
+    after = {"total": 110 << 20, "weights": 52 << 20, "kv_cache": 5 << 20, "other": 53 << 20}
+    assert growth(before, after) == "100 MiB, then 110 (+10%): weights +12, other -2"
+    assert growth(before, before) == "100 MiB, then 100 (+0%)"
+
+
+def test_phases_are_those_between_a_fault_and_the_next_token() -> None:
+    one = [("open", 1.0), ("backoff", 11.0), ("loading", 12.0), ("waiting", 14.0), ("open", 17.0)]
+    other = [("open", 1.0), ("loading", 12.5), ("waiting", 13.0), ("open", 16.0), ("loading", 30.0)]
+    assert phases([one, other], 10.0, 20.0) == (1.0, 1.5, 1.5, 3.0, 3.0)
+    assert phases([[("backoff", 11.0), ("open", 12.0)]], 10.0, 12.5) == (1.0, 0.0, 0.0, 1.0, 0.5)
+    assert phases([[]], 10.0, 10.5) == (0.0, 0.0, 0.0, 0.0, 0.5)

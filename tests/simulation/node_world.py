@@ -58,6 +58,7 @@ def shortcuts() -> Iterator[None]:
         patch("meshllm.protocol.trust.credential.verify", lru_cache(8192)(verify)),
         patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
+        patch("meshllm.node.ring.span_loader.reclaim", lambda: None),
     ):
         yield
 

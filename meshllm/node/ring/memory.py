@@ -1,6 +1,6 @@
 """Memory that this process holds for a model, by purpose, in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from meshllm.model.shape import process_memory
@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from meshllm.node.session.stage import StageNode
 
 
-def measure(node: "EntryNode | StageNode | None") -> MemoryStatus:
-    """Return the memory of a rank; ``node`` is None outside a ring."""
+def measure(
+    node: "EntryNode | StageNode | None", loaded: "Collection[Runner]" = ()
+) -> MemoryStatus:
+    """Return the memory of a rank, and of what is ``loaded`` before there is a ring.
+
+    ``node`` is None outside a ring.
+    """
     process = process_memory()
     if node is None:
-        return MemoryStatus(process)
+        return MemoryStatus(process, weights=_weights(loaded))
     drafting = node.drafting
     return MemoryStatus(
         process,
-        weights=_weights(node.runners),
+        weights=_weights({*node.runners, *loaded}),
         kv_cache=node.budget.live_bytes,
         prefix_cache=node.budget.kept_bytes,
         kv_room=max(0, node.budget.rooms[0].total),
@@ -31,7 +36,7 @@ def measure(node: "EntryNode | StageNode | None") -> MemoryStatus:
     )
 
 
-def _weights(runners: "Sequence[Runner]") -> int:
+def _weights(runners: "Collection[Runner]") -> int:
     models = [runner.shard.model for runner in runners]
     tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
     return sum({each.data_ptr(): each.nbytes for each in tensors}.values())

@@ -17,6 +17,7 @@ from meshllm.model.shape import ModelShape, free_memory
 from meshllm.model.speculation.draft_model import Draft, find_draft
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.kv_cache import max_crop_of
+from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId, Quant
 from meshllm.node.compute.worker import Worker, calibrate
@@ -210,6 +211,15 @@ class ModelRuntime:
         """Release the loaded span."""
         self._held = None
         self._loader.release()
+
+    async def tidy(self) -> None:
+        """Free the memory of what was released, once nothing uses it."""
+        await self.worker.run(self._loader.tidy)
+
+    @property
+    def runners(self) -> set[Runner]:
+        """Runners of all that is loaded, in advance too."""
+        return self._loader.runners
 
     def _new_loader(self) -> SpanLoader:
         return SpanLoader(

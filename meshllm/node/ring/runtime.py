@@ -159,6 +159,12 @@ class RingRuntime:
         return self._machine.plan
 
     @property
+    def history(self) -> list[tuple[str, float]]:
+        """The latest states of this rank, oldest first, and how many seconds ago they began."""
+        now = self._now()
+        return [(state.name.lower(), now - since) for state, since in self._machine.history]
+
+    @property
     def sessions(self) -> int:
         """Number of sessions in progress on this rank."""
         return sum(node.sessions for node in (self._entry, self.stage) if node)
@@ -269,8 +275,7 @@ class RingRuntime:
                         self._links[number].stop_watching()
                 return partial(self._serve, plan, before, after)
             case Stop():
-                ahead = self._foreseen if self._is_free else None
-                return partial(self._preload, ahead) if ahead else None
+                return partial(self._rest, self._foreseen) if self._is_free else None
 
     async def _until_replaced(self) -> None:
         """Run the current job until another one replaces it; wait for its end."""
@@ -288,6 +293,12 @@ class RingRuntime:
             await asyncio.wait({job, replaced})
             if not job.cancelled():
                 job.result()
+
+    async def _rest(self, ahead: Plan | None) -> None:
+        """Free what an earlier plan needed, and load in advance what the next one may need."""
+        await self._model.tidy()
+        if ahead is not None:
+            await self._preload(ahead)
 
     async def _preload(self, plan: Plan) -> None:
         if self.preloaded and _span_of(self.preloaded, self._me) == _span_of(plan, self._me):

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.files.source import Source
-from meshllm.model.shape import ModelShape
+from meshllm.model.shape import ModelShape, reclaim
 from meshllm.model.speculation.draft_model import Draft, ModelDrafting
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.split.skeleton import build
@@ -84,6 +84,11 @@ class _Kept:
     helped: Runner | None = None
     draft: ModelDrafting | None = None
 
+    @property
+    def runners(self) -> set[Runner]:
+        """All runners of loaded layers and heads."""
+        return {each for each in (*self.pieces, self.head, self.helped) if each}
+
 
 class SpanLoader:
     """Loads spans of one model, one at a time."""
@@ -108,6 +113,7 @@ class SpanLoader:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._kept = _Kept()
+        self._is_untidy = False  # something was kept no more
         self._whole: nn.Module | None = None  # on meta, once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
 
@@ -132,7 +138,18 @@ class SpanLoader:
 
     def release(self) -> None:
         """Keep nothing."""
-        self._kept = _Kept()
+        self._keep(_Kept())
+
+    def tidy(self) -> None:
+        """Free the memory of what is not kept any more."""
+        if self._is_untidy:
+            self._is_untidy = False
+            reclaim()
+
+    @property
+    def runners(self) -> set[Runner]:
+        """Runners of what is loaded, but for the last rank's part of the LM head."""
+        return self._kept.runners
 
     def load_help(self, part: RankPart) -> Runner | None:
         """Load the last rank's part of the LM head, if it is split and the headroom suffices.
@@ -151,7 +168,8 @@ class SpanLoader:
 
     def _load(self, part: RankPart) -> LoadedSpan:
         parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
-        self._kept = self._reusable(part, is_divided=parts[0] is not None)
+        self._keep(self._reusable(part, is_divided=parts[0] is not None))
+        self.tidy()  # before more is loaded
         kept, span = self._kept, part.span
         draft = kept.draft if part.is_entry else None
         if part.is_entry and self._draft and draft is None:
@@ -189,6 +207,10 @@ class SpanLoader:
         if len(_gaps(span, pieces)) + len(pieces) > MOST_PIECES:
             pieces = []
         return _Kept(pieces, head if pieces else None, helped if pieces else None, kept.draft)
+
+    def _keep(self, kept: _Kept) -> None:
+        self._is_untidy |= kept.runners < self._kept.runners
+        self._kept = kept
 
     def _pieces(
         self, span: Span, kept: Sequence[Runner], *, embed: bool, head: bool

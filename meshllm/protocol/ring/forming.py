@@ -30,6 +30,7 @@ Races, and who wins:
   when the next rank closes the dialled link. The backoff grows until attempts overlap.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -43,6 +44,7 @@ from meshllm.protocol.session.messages import Hello
 ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with retries
 LINK_S = 30.0  # s; several attempts at each end, however they overlap
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
+MAX_HISTORY = 16  # states; those of two losses
 
 
 class FormingState(Enum):
@@ -145,6 +147,8 @@ class Forming:
         self._job_links: list[int] = []  # links of a Begin whose job may not have started
         self._pause = FIRST_PAUSE_S / 2  # doubled before each backoff
         self._since = 0.0  # when the state was entered
+        self.history = deque[tuple[FormingState, float]](maxlen=MAX_HISTORY)
+        """The latest states and when they were entered, oldest first."""
 
     def follow(self, plan: Plan | None, now: float) -> list[Action]:
         """Put another plan in force."""
@@ -317,3 +321,4 @@ class Forming:
 
     def _enter(self, state: FormingState, now: float) -> None:
         self.state, self._since = state, now
+        self.history.append((state, now))

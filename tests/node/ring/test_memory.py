@@ -1,8 +1,11 @@
 """The memory of a rank, by purpose; it does not grow with the number of requests."""
 
+import asyncio
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
@@ -15,9 +18,13 @@ from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.memory import measure
 from meshllm.node.session.generation import Generation
 from meshllm.protocol.kv_cache import prefix_index
+from meshllm.protocol.planning.plan import Plan
 from meshllm.request import Sampling
 from meshllm.status import MemoryStatus
+from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
+from tests.builders.offers import A, B
+from tests.node.ring.test_runtime import Place, World, at_work, plan_of, tokens, until
 
 MAX_KEPT = 8  # sessions; fewer requests than a node needs reach the limit
 ONE = InferenceConfig(threads=1)
@@ -40,6 +47,60 @@ def alive(kind: type) -> int:
     """Count the live objects of a type."""
     gc.collect()
     return sum(issubclass(type(each), kind) for each in gc.get_objects())
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Disable the garbage collector: it frees cycles at times that a test cannot know."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def weights_of(place: Place) -> list[ref[object]]:
+    """Return weak references to the models that a place has loaded."""
+    return [ref(runner.shard.model) for runner in place.runtime._model.runners]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [None, plan_of((B, "0:6"), epoch=2), plan_of((B, "0:2"), (A, "2:6"), epoch=2)],
+    ids=["no plan", "no rank", "another rank"],
+)
+def test_weights_and_caches_of_an_ended_rank_are_freed(llama: Path, after: Plan | None) -> None:
+    async def main() -> None:
+        world = World(llama)
+        async with world.serving(A, B) as (a, b):
+            world.follow(plan_of((A, "0:2"), (B, "2:6")))
+            await until(lambda: at_work(a, b))
+            await tokens(a)
+            assert a.runtime.entry is not None
+            held: list[ref[object]] = [*weights_of(a), ref(a.runtime.entry)]
+            with without_collector():
+                world.follow(after)
+                await until(lambda: after is None or at_work(b))
+                await asyncio.sleep(5)  # of virtual time
+                assert [each() for each in held] == [None] * len(held)
+
+    run_virtual(main())
+
+
+def test_layers_loaded_in_advance_are_shown(llama: Path) -> None:
+    async def main() -> None:
+        world, after = World(llama), plan_of((B, "0:6"), epoch=2)
+        async with world.serving(A, B) as (a, b):
+            world.follow(plan_of((A, "0:6")))
+            await until(lambda: at_work(a))
+            assert measure(None, b.runtime._model.runners).weights == 0
+            b.runtime.prepare(after)
+            await until(lambda: b.runtime.preloaded == after)
+            shown = measure(None, b.runtime._model.runners).weights
+            assert shown == measure(a.runtime.entry).weights > 0
+
+    run_virtual(main())
 
 
 async def test_many_requests_hold_no_more_memory_than_some(

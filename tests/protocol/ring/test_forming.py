@@ -1,5 +1,7 @@
 """Forming a ring: loading, linking to both neighbours, serving, and backoff after a loss."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshllm.errors import ModelError
@@ -10,6 +12,7 @@ from meshllm.protocol.ring.forming import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     LINK_S,
+    MAX_HISTORY,
     AttemptEnded,
     Begin,
     CloseLink,
@@ -320,3 +323,17 @@ def test_another_plan_blames_nobody() -> None:
     machine.formed(5.0, is_formed=True)
 
     assert machine.missing(9 * LINK_S) is None
+
+
+def test_the_latest_states_are_kept_with_their_times() -> None:
+    machine = half(now=1.0)
+    machine.arrived(C, hello(), 8, 2.0)
+    machine.broke("lost", 3.0)
+    states = FormingState
+    assert list(machine.history) == [
+        (states.LOADING, 1.0), (states.WAITING, 1.0), (states.DIALING, 1.0), (states.HALF, 1.0),
+        (states.OPEN, 2.0), (states.BACKOFF, 3.0),
+    ]  # fmt: skip
+    for epoch in range(2, 2 + MAX_HISTORY):
+        machine.follow(replace(RING, epoch=epoch), 4.0)
+    assert [*machine.history] == [(states.LOADING, 4.0)] * MAX_HISTORY
