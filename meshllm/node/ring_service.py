@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
+LOST_S = 0.15  # s; all links of a node are lost, and an answer waits
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
 MOVE_S = 10.0  # s that a node waits for the end of its sessions before it moves to another ring
 DESCRIBE_S = 60.0  # s to find a node that describes a model, one of several, to this one
@@ -74,7 +75,7 @@ class RingService:
     planner: Planner = field(init=False)
     _supply: WeightSupply = field(init=False)
     _server: WeightServer = field(init=False)
-    _pending: tuple[Plan | None, bool] | None = None
+    _pending: tuple[Plan | None, float] | None = None
     _charter_known: asyncio.Event = field(default_factory=asyncio.Event)
     _moving: asyncio.Event = field(default_factory=asyncio.Event)
     _target: GroupId | None = None  # the group in which to take part soon
@@ -263,16 +264,18 @@ class RingService:
         """Schedule following the plan once it has been stable for a while.
 
         When a node joins or leaves, its links change one by one, and each change could give a
-        short-lived plan, for which layers would be loaded.
+        short-lived plan, for which layers would be loaded. A node that is lost to all takes less.
         """
         plan = self.agreement.plan if self.agreement else None
         is_whole = not (self.agreement and self.agreement.lacking)
-        if (plan, is_whole) == self._pending:
+        has_lost = self.agreement is not None and self.agreement.has_lost(self.member.plan)
+        wait_s = GATHER_S if not is_whole else LOST_S if has_lost else SETTLE_S
+        if (plan, wait_s) == self._pending:
             return
-        self._pending = plan, is_whole
-        self.call_later(SETTLE_S if is_whole else GATHER_S, self._follow, self._pending)
+        self._pending = plan, wait_s
+        self.call_later(wait_s, self._follow, self._pending)
 
-    def _follow(self, pending: tuple[Plan | None, bool]) -> None:
+    def _follow(self, pending: tuple[Plan | None, float]) -> None:
         plan, _ = pending
         if pending != self._pending or not (runtime := self.member.runtime):
             return

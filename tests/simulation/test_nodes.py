@@ -4,15 +4,17 @@ That these tests can fail is shown in `test_node_mutants`.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
 
+from meshllm.node.ring_service import SETTLE_S
 from meshllm.request import Request, Sampling
 from tests.simulation import toy
 from tests.simulation.machines import Machines, Process
 from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
 
 BLOCK = 15  # schedules, in parts that run in parallel
@@ -85,6 +87,57 @@ def test_a_paused_process_does_nothing_and_goes_on_where_it_was() -> None:
 
     with asyncio.Runner(loop_factory=Machines) as runner:
         assert runner.run(main()) == ["0 at 1", "1 at 4", "2 at 6"]
+
+
+class OneLoss(Schedule):
+    """Three nodes form a ring, and one of them is killed."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__(world, seed)
+        world.capacity = dict.fromkeys(range(3), 2)
+        world.policy = world.ring_size = world.exclude = world.prefer = None
+        world.names, world.newcomers = {}, set()
+        world.think_s = world.disk_s = world.network.jitter_s = 0.0
+        world.network.delay_s.clear()
+        self.took_s = 0.0
+        """From the kill to the next ring."""
+
+    async def run(self) -> None:
+        world = self.world
+        for number in range(3):
+            world.start(number)
+        await self._until(lambda: len(self._served()) == 2)  # a node has room for half of the model
+        await asyncio.sleep(5.0)
+        (lost, *_), start = self._served(), world.loop.time()
+        world.crash(lost, silently=False)
+        await self._until(lambda: len(self._served()) == 2 and lost not in self._served())
+        self.took_s = world.loop.time() - start
+        world.is_over = True
+        for number in list(world.running):
+            world.crash(number, silently=False)
+        await asyncio.sleep(1.0)
+
+    def _served(self) -> list[int]:
+        """Return the nodes that are ranks of a ring."""
+        return [number for number, node in self.world.nodes.items() if node.ring_member.rank]
+
+    async def _until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not happened():  # noqa: ASYNC110  # virtual time
+                await asyncio.sleep(0.01)
+
+
+def test_the_ring_after_a_loss_does_not_wait_until_links_are_settled() -> None:
+    schedules = list[OneLoss]()
+
+    def make(world: World, seed: int) -> Schedule:
+        schedules.append(OneLoss(world, seed))
+        return schedules[-1]
+
+    world = simulate(1, make)
+
+    assert not world.wrong, told(world)
+    assert 0 < schedules[0].took_s < SETTLE_S
 
 
 def test_a_misplaced_or_repeated_layer_changes_the_text() -> None:

@@ -86,6 +86,10 @@ class Agreement:
     best: Best | None = field(default=None, repr=False, compare=False)
     """The planning result, reused by the next `agree`."""
 
+    def has_lost(self, plan: Plan | None) -> bool:
+        """Return whether a node of a plan is gone, as all its neighbours have reported."""
+        return plan is not None and any(stage.node not in self.alive for stage in plan.stages)
+
 
 def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     """Return the plan in force; nodes with the same records get the same plan.

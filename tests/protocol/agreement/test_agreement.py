@@ -723,3 +723,13 @@ def test_the_others_plan_without_a_node_with_an_obstacle(
     assert [stage.node for stage in agreement.plan.stages] == [B]
     assert agreement.standbys == (Standby(A, reason),)
     assert agreement.standbys[0].reason == reason
+
+
+def test_a_plan_has_lost_a_node_that_is_gone() -> None:
+    world = THREE.follow(THREE.agree())
+    before = world.agree()
+    after = replace(world, gone={planned(before).stages[1].node}).agree()
+    assert not before.has_lost(None)
+    assert not before.has_lost(before.plan)
+    assert after.has_lost(before.plan)
+    assert not after.has_lost(after.plan)
