@@ -11,6 +11,7 @@ from contextlib import (
     contextmanager,
 )
 from pathlib import Path
+from types import MappingProxyType
 
 from blake3 import blake3
 
@@ -30,7 +31,7 @@ from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.credential import Credential, Role
+from meshllm.protocol.trust.credential import Credential, Removals, Role
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.request import Backend, Event, Request
@@ -158,6 +159,8 @@ class MeshClient:
 
 class _NoAdmission:
     """The admission of a client: none."""
+
+    removals: Removals = MappingProxyType({})
 
     def guests(self) -> tuple[bytes, ...]:
         """Return no tickets."""

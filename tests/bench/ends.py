@@ -11,10 +11,11 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from time import perf_counter
+from types import MappingProxyType
 from typing import Protocol
 
 from meshllm.node.net.secure import secure_accept, secure_dial
-from meshllm.protocol.trust.credential import Credential, found
+from meshllm.protocol.trust.credential import Credential, Removals, found
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof
@@ -142,6 +143,8 @@ def _load(name: str) -> Transport:
 class OpenHouse:
     """Admits every peer with a credential."""
 
+    removals: Removals = MappingProxyType({})
+
     def guests(self) -> tuple[bytes, ...]:
         return ()
 
@@ -156,7 +159,7 @@ async def secured(near: Link, far: Link) -> tuple[Link, Link]:
     credential = found(key, bytes(16))
     own = Own(key, 1, credential)
     return await asyncio.gather(
-        secure_dial(near, own, Purpose.RING, now_s=0, removals={}),
+        secure_dial(near, own, Purpose.RING, expect=key.node, now_s=0, removals={}),
         secure_accept(far, own, OpenHouse()),
     )
 

@@ -83,7 +83,7 @@ class Recording:
     def heard(self, due: int) -> Transcript:
         """Return the transcript before the message of this number, from 1."""
         transcript = Transcript(self._own.psk, self._fresh)
-        transcript.first()
+        transcript.add(self.messages[0])
         transcript.agree(transcript.add(self.messages[1][:HAIL_BYTES]))
         if due > 1:
             transcript.unseal("listener", self.messages[1][HAIL_BYTES:])

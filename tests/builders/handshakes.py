@@ -43,7 +43,7 @@ NOBODY: Removals = MappingProxyType({})
 def make_dialer(
     own: Own = AS_MEMBER,
     *,
-    expect: NodeId | None = None,
+    expect: NodeId = HOST.node,
     fresh: Fresh = FRESH_DIALER,
     removals: Removals = NOBODY,
 ) -> HandshakeDialer:
@@ -51,9 +51,13 @@ def make_dialer(
 
 
 def make_listener(
-    own: Own = AS_HOST, *, fresh: Fresh = FRESH_LISTENER, guests: Iterable[bytes] = (TICKET.psk,)
+    own: Own = AS_HOST,
+    *,
+    fresh: Fresh = FRESH_LISTENER,
+    guests: Iterable[bytes] = (TICKET.psk,),
+    removals: Removals = NOBODY,
 ) -> HandshakeListener:
-    return HandshakeListener(own, fresh, guests)
+    return HandshakeListener(own, fresh, guests, now_s=NOW, removals=removals)
 
 
 def said(actions: Sequence[SendHandshake | Judge | Established]) -> bytes:

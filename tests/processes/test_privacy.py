@@ -152,7 +152,9 @@ async def test_an_expired_ticket_gets_no_reply(node: Node) -> None:
     for ticket in (open_one, leaked):
         link = await WebsocketTransport().dial(f"ws://{node.address}")
         own = Own(NodeKey(secrets.token_bytes(32)), 1, ticket)
-        dialling = secure_dial(link, own, Purpose.MESH, now_s=time.time(), removals={})
+        dialling = secure_dial(
+            link, own, Purpose.MESH, expect=ticket.inviter, now_s=time.time(), removals={}
+        )
         if ticket is open_one:
             await (await dialling).close()
         else:
@@ -173,6 +175,13 @@ async def test_a_member_of_another_mesh_gets_no_handshake_reply(node: Node) -> N
     link = await WebsocketTransport().dial(f"ws://{node.address}")
 
     with pytest.raises(LinkLost, match="closed the connection during the handshake"):
-        await secure_dial(link, Own(key, 1, other), Purpose.MESH, now_s=time.time(), removals={})
+        await secure_dial(
+            link,
+            Own(key, 1, other),
+            Purpose.MESH,
+            expect=parse_node(node.status()["node"]),
+            now_s=time.time(),
+            removals={},
+        )
 
     assert link.statistics.bytes_received == 0

@@ -6,7 +6,7 @@ in other languages.
 
 import hmac
 import json
-from hashlib import sha256
+from hashlib import sha256, sha512
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ SALT = bytes(range(100, 116))
 SECRET = bytes(range(200, 216))
 PSK_LABEL = b"meshllm ticket psk 1"
 PURPOSE = 1
-VERSION = 2
+VERSION = 3
 MINOR, FEATURES = 0, 7
 CAPABLE = bytes([MINOR]) + FEATURES.to_bytes(8, "little")
 EXPIRES_S = 1_900_000_000
@@ -85,22 +85,38 @@ class Talk:
         return self.seal(side, public(side) + sign(side, signed) + words)
 
 
+def agreement_key(side: str) -> bytes:
+    """Return the X25519 form of an Ed25519 key, from its private half."""
+    private = sha512(SEEDS[side]).digest()[:32]
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def introduction(psk: bytes, said: Talk) -> bytes:
+    """Return who dials, sealed to the listener."""
+    start = sha256(b"meshllm handshake 1" + psk).digest()
+    digest = sha256(start + said.hail("dialer") + public("listener")).digest()
+    ephemeral = X25519PrivateKey.from_private_bytes(EPHEMERALS["dialer"])
+    other = X25519PublicKey.from_public_bytes(agreement_key("listener"))
+    key = hkdf(ephemeral.exchange(other) + psk, digest, "meshllm introducing dialer 1")
+    words = len(granted()).to_bytes(2, "little") + granted()
+    label = b"meshllm introducing dialer identity 1"
+    signature = sign("dialer", label + digest + public("dialer") + words)
+    return AESGCM(key).encrypt(bytes(12), public("dialer") + signature + words, None)
+
+
 def talk(proof: str, *, refused: bool = False) -> dict[str, Any]:
     """Return the messages of one handshake; the dialer sends a credential or a ticket proof."""
     psk = mesh() if proof == "credential" else hmac.digest(SECRET, PSK_LABEL, "sha256")
     said = Talk(psk)
-    mac = hmac.digest(psk, b"meshllm dialer hail 1" + said.hail("dialer"), "sha256")
-    first = said.say(said.hail("dialer") + mac)
+    shown = said.hail("dialer") + (introduction(psk, said) if proof == "credential" else b"")
+    mac = hmac.digest(psk, b"meshllm dialer hail 1" + shown, "sha256")
+    first = said.say(shown + mac)
     second = said.say(said.hail("listener")) + said.identify("listener", CAPABLE)
 
-    if proof == "credential":
-        kind, shown = b"\0", granted()
-    else:
-        context = said.digest + public("dialer")
-        mac = hmac.digest(SECRET, b"meshllm ticket 1\0" + context, "sha256")
-        kind, shown = b"\1", b"\0" + mac
     claim = bytes([PURPOSE]) + INSTANCES["dialer"].to_bytes(8, "little") + CAPABLE
-    claim += kind + len(shown).to_bytes(2, "little") + shown
+    if proof == "ticket":
+        context = said.digest + public("dialer")
+        claim += b"\0" + hmac.digest(SECRET, b"meshllm ticket 1\0" + context, "sha256")
     third = said.identify("dialer", claim)
 
     own = mesh() + SALT

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from meshllm.errors import NotAuthorised
 from meshllm.names import NodeId
@@ -20,7 +21,7 @@ from meshllm.protocol.membership.codec import CloseReason, RequestMessage, batch
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.record_store import Record, slot_of
-from meshllm.protocol.trust.credential import Credential
+from meshllm.protocol.trust.credential import Credential, Removals
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import parse_ticket
 from meshllm_websocket.transport import WebsocketTransport
@@ -52,6 +53,8 @@ class _Host:
 
 class _Closed:
     """Admits nobody."""
+
+    removals: Removals = MappingProxyType({})
 
     def guests(self) -> tuple[bytes, ...]:
         return ()

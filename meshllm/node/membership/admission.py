@@ -27,7 +27,7 @@ class MemberAdmission:
         self._run = run
         self._store = store
         self._credential = credential
-        self._removals = removals
+        self.removals = removals
 
     def guests(self) -> Iterator[bytes]:
         """Yield the pre-shared keys of the tickets that are valid, the newest first."""
@@ -43,14 +43,14 @@ class MemberAdmission:
         _ = purpose, instance  # what a role may do is checked by the receiver of a request
         if isinstance(proof, TicketProof):
             proof = await self._redeem(peer, proof)
-        check(proof, peer, self._credential.mesh, time.time(), self._removals)
+        check(proof, peer, self._credential.mesh, time.time(), self.removals)
         return proof
 
     async def _redeem(self, peer: NodeId, proof: TicketProof) -> Credential:
         """Issue a credential to a guest with a valid ticket; save its use first."""
         for invitation in self._store.invitations():
             if invitation.role is proof.role and proof.proves(invitation.secret):
-                if peer in self._removals:
+                if peer in self.removals:
                     raise NotAuthorised("The node was permanently removed from the mesh")
                 granted = issue(self._store.key, self._credential, peer, invitation.role)
                 is_late = not invitation.is_open(time.time(), peer)
@@ -68,4 +68,4 @@ class MemberAdmission:
 
     def _is_closed(self, invitation: Invitation) -> bool:
         """Return whether a ticket admitted a member that was removed since."""
-        return not self._removals.keys().isdisjoint(invitation.guests)
+        return not self.removals.keys().isdisjoint(invitation.guests)

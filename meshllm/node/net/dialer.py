@@ -43,7 +43,7 @@ class NodeDialer:
         addresses: Sequence[str],
         purpose: Purpose,
         *,
-        expect: NodeId | None,
+        expect: NodeId,
         removals: Removals,
         local: Local = Local.NO,
     ) -> SecureLink:
@@ -97,7 +97,7 @@ class NodeDialer:
         return self.transports.get(address.partition(":")[0])
 
     async def _dial_one(
-        self, address: str, purpose: Purpose, expect: NodeId | None, removals: Removals
+        self, address: str, purpose: Purpose, expect: NodeId, removals: Removals
     ) -> SecureLink:
         transport = self._transport(address)
         if transport is None:

@@ -6,6 +6,7 @@ return a link on which each message is sealed.
 
 import asyncio
 import secrets
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -49,6 +50,11 @@ MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
 
 class AdmissionPolicy(Protocol):
     """Decides which peers may link to this node."""
+
+    @property
+    def removals(self) -> Removals:
+        """The removed members, which receive no reply."""
+        ...
 
     def guests(self) -> Iterable[bytes]:
         """Yield the pre-shared keys of the open tickets; see `handshake.Listener`."""
@@ -168,11 +174,11 @@ async def secure_dial(
     own: Own,
     purpose: Purpose,
     *,
-    expect: NodeId | None = None,
+    expect: NodeId,
     now_s: float,
     removals: Removals,
 ) -> SecureLink:
-    """Perform the handshake on a dialled link; with a ticket, the peer must be its inviter.
+    """Perform the handshake on a link to node ``expect``; with a ticket, to its inviter.
 
     Raises:
         NotAuthorised: the peer is another node or not a member, or it rejects this node.
@@ -191,7 +197,8 @@ async def secure_dial(
                 raise
             raise HandshakeClosed(
                 "The peer closed the connection during the handshake",
-                hint="it has another mesh or version, too many guests, or the ticket has expired",
+                hint="it is of another mesh or version, has removed this node, is full, or the"
+                " ticket has expired",
             ) from lost
 
 
@@ -199,14 +206,16 @@ async def secure_accept(link: Link, own: Own, admission: AdmissionPolicy) -> Sec
     """Perform the handshake on an incoming link.
 
     Raises:
-        NotAuthorised: the dialer knows neither mesh nor ticket, or admission control rejects it.
+        NotAuthorised: the dialer is not a member and knows no ticket, or is not admitted.
         PeerFault: it violated the protocol.
         LinkLost: it closed the connection, said nothing for `FIRST_S`, or took longer than
             `PRE_AUTH_S`.
 
     After an error, and if cancelled, the link is closed.
     """
-    listener = HandshakeListener(own, _fresh(), admission.guests())
+    listener = HandshakeListener(
+        own, _fresh(), admission.guests(), now_s=time.time(), removals=admission.removals
+    )
     async with _handshake(link):
         first = await _first(link)
         while True:

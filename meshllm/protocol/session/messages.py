@@ -10,7 +10,7 @@ from math import prod
 
 from meshllm.names import Digest, NodeId, SessionId, Span
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """The major version, and the first byte of every message; a node rejects any other. Within it,
 messages, fields, records and names are only added, and unknown ones are skipped."""
 

@@ -6,9 +6,9 @@ The dialer sends first; after the fourth message both sides hold the session key
 
 ::
 
-    1  D > L   version, X25519 key, nonce, MAC under the pre-shared key
+    1  D > L   version, X25519 key, nonce, [node, signature, credential], MAC under the PSK
     2  L > D   version, X25519 key, nonce, {node, signature, capabilities}
-    3  D > L   {node, signature, purpose, instance, capabilities, proof}
+    3  D > L   {node, signature, purpose, instance, capabilities, proof of a ticket}
     4  L > D   {refusal} or {welcome: instance, credential, and a new one for a ticket}
 
     Dialer    START -start-> HAILED -2-> PROVEN -4-> OPEN
@@ -18,6 +18,14 @@ The dialer sends first; after the fourth message both sides hold the session key
 The pre-shared key (PSK) of members is the mesh id. That of a joiner is derived from the secret of
 its ticket; the inviter knows it as long as the ticket is open.
 
+``[]`` is sent by members only, and only the listener that the dialer expects can read it: it is
+sealed under the X25519 secret of the dialer's fresh key and the listener's node id, and the
+signature covers both. A removed member knows the mesh id and everybody's credential, but it has the
+key of nobody else, so it receives no byte. A member that was away while others were removed needs
+nothing new to return, and neither removals at the same time nor restarts leave anything to agree
+on: that a shared secret would have to be renewed for. The price: a thief of the listener's key who
+recorded first messages learns who dialled it, though nothing that they said.
+
 ``{}`` is sealed with AES-256-GCM under a single-use key: HKDF-SHA256 of the X25519 secret and the
 PSK, salted with the transcript hash and labelled with the sender. The Ed25519 signatures cover this
 hash and label too. A message that is replayed, reflected, taken from another link or sent in reply
@@ -25,18 +33,18 @@ to an altered one does not decrypt and is a fault. The session keys cover all fo
 low-order X25519 point is refused (RFC 7748, 6.1).
 
 The first byte is the major version. A dialer that knows the PSK but speaks another version receives
-ours, and both sides report the mismatch. Within a major version, each side declares its minor
+ours, and both sides report the mismatch; once a member was removed, only holders of tickets do, as
+the mesh id proves nothing then. Within a major version, each side declares its minor
 version and `Features`, encrypted and signed, so that a man in the middle cannot remove any. A side
 never receives what it did not declare, and ignores appended fields that it does not know.
 
 What each side reveals, in this order. A dialer without a valid PSK, such as one with an expired
-ticket, receives no byte: the MAC of its first message does not match, and the listener closes the
+ticket, or with that of members but no valid membership receives no byte: the listener closes the
 link. One that replays the first message of another receives a reply that it cannot decrypt. A
-dialer that knows a PSK learns the listener's node id. The listener learns the dialer's node id and
-proof only after it proved to be the node that the dialer expects, if the dialer expects one; so a
-ticket, which names its inviter, is proven to the inviter only. The proof of a ticket is a MAC under
-its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner learns the
-mesh id with the welcome.
+dialer that is a member or holds an open ticket learns the listener's node id. The listener learns
+that of a joiner, and its proof, only after it proved to be its inviter. The proof of a ticket is a
+MAC under its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner
+learns the mesh id with the welcome.
 
 The driver of the listener decides on the proof (`Judge`) and calls `admit` or `refuse`; the text of
 a refusal is sent encrypted. The dialer itself checks the listener, which must be a member in the
@@ -62,12 +70,12 @@ PRE_AUTH_S = 10.0  # three round trips of the slowest link, and a busy machine
 MAX_REFUSAL = 512  # bytes of UTF-8; longer text is truncated
 
 _CAPABLE = Struct("<B Q")  # minor version, features
-_CLAIM = Struct("<B Q B Q B H")  # purpose, instance, capabilities, kind and length of the proof
+_SHOWN = Struct("<H")  # length of a credential
+_CLAIM = Struct("<B Q B Q")  # purpose, instance, capabilities; a proof follows if it is a guest
 _TICKET = Struct("<B 32s")  # role, MAC
 _ANSWER = Struct("<B Q H H")  # welcome, instance, lengths of a credential and of a new one
 _ROLES = tuple(Role)
 _REFUSED, _WELCOME = 0, 1
-_BY_CREDENTIAL, _BY_TICKET = 0, 1
 
 
 class Purpose(IntEnum):
@@ -178,7 +186,7 @@ class HandshakeDialer:
         purpose: Purpose,
         fresh: Fresh,
         *,
-        expect: NodeId | None,
+        expect: NodeId,
         now_s: float,
         removals: Removals,
     ) -> None:
@@ -196,7 +204,12 @@ class HandshakeDialer:
     def start(self) -> list[SendHandshake | Established]:
         """Return the first message, once connected."""
         self.state = HandshakeState.HAILED
-        return [SendHandshake(self._transcript.first())]
+        own, introduction = self._own, b""
+        if isinstance(own.proof, Credential):
+            shown = own.proof.encode()
+            payload = _SHOWN.pack(len(shown)) + shown
+            introduction = self._transcript.introduce(own.key, self._expect, payload)
+        return [SendHandshake(self._transcript.first(introduction))]
 
     def receive(self, message: bytes) -> list[SendHandshake | Established]:
         """Handle a message of the listener.
@@ -224,20 +237,19 @@ class HandshakeDialer:
         if len(payload) < _CAPABLE.size:
             raise PeerFault(f"Capabilities of {len(payload)} bytes; expected {_CAPABLE.size}")
         self._features = Features(_CAPABLE.unpack_from(payload)[1])
-        if self._expect is not None and self._expect != self._peer:
+        if self._expect != self._peer:
             raise NotAuthorised(
                 f"Node `{short(self._peer)}` answered instead of node `{short(self._expect)}`"
             )
-        kind, proof = self._proof()
         capable = PROTOCOL_MINOR, self._own.features
-        payload = _CLAIM.pack(self._purpose, self._own.instance, *capable, kind, len(proof)) + proof
+        payload = _CLAIM.pack(self._purpose, self._own.instance, *capable) + self._proof()
         return SendHandshake(transcript.identify("dialer", self._own.key, payload))
 
-    def _proof(self) -> tuple[int, bytes]:
+    def _proof(self) -> bytes:
         if isinstance(self._own.proof, Credential):
-            return _BY_CREDENTIAL, self._own.proof.encode()
+            return b""  # shown in the first message
         proof = self._own.proof.prove(self._transcript.digest + self._own.key.node)
-        return _BY_TICKET, _TICKET.pack(_ROLES.index(proof.role), proof.mac)
+        return _TICKET.pack(_ROLES.index(proof.role), proof.mac)
 
     def _complete(self, message: bytes) -> Established:
         answer = self._transcript.unseal("listener", message)
@@ -280,16 +292,27 @@ class HandshakeListener:
     """The side that accepted the link.
 
     ``guests`` are the pre-shared keys of the open tickets; it is iterated once, and only if the
-    dialer does not use the mesh id.
+    dialer does not use the mesh id. ``now_s`` is the time of day in seconds since 1970.
     """
 
-    def __init__(self, own: Own, fresh: Fresh, guests: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self,
+        own: Own,
+        fresh: Fresh,
+        guests: Iterable[bytes] = (),
+        *,
+        now_s: float,
+        removals: Removals,
+    ) -> None:
         self.state = HandshakeState.START
         if not isinstance(own.proof, Credential):
             raise NotAuthorised("A node that is not yet a member cannot admit a peer")
         self._own = own
         self._credential = own.proof
         self._guests = guests
+        self._now_s = now_s
+        self._removals = removals
+        self._member: tuple[NodeId, Credential] | None = None
         self._transcript = Transcript(own.psk, fresh)
         self._received = 0
         self._judged: Judge | None = None
@@ -299,7 +322,7 @@ class HandshakeListener:
 
         Raises:
             PeerFault: it violates the protocol.
-            NotAuthorised: the dialer knows neither the mesh nor an open ticket.
+            NotAuthorised: the dialer is not a member and knows no open ticket.
         """
         if self.state in _ENDS:
             return []
@@ -342,30 +365,48 @@ class HandshakeListener:
 
     def _answer(self, message: bytes) -> SendHandshake:
         transcript = self._transcript
-        transcript.check_first(message, self._guests)
-        hail = transcript.add(transcript.hail)
+        is_quiet = bool(self._removals)
+        is_member = transcript.check_first(message, self._guests, is_quiet=is_quiet)
         transcript.agree(message[:HAIL_BYTES])
+        if is_member:
+            self._member = self._introduced(message)
+        hail = transcript.add(transcript.hail)
         payload = _CAPABLE.pack(PROTOCOL_MINOR, self._own.features)
         return SendHandshake(hail + transcript.identify("listener", self._own.key, payload))
+
+    def _introduced(self, message: bytes) -> tuple[NodeId, Credential]:
+        """Return who dials, a member; a refusal here sends nothing."""
+        peer, payload = self._transcript.introduced(message, self._own.key)
+        size = int.from_bytes(payload[: _SHOWN.size], "little")
+        credential = Credential.decode(payload[_SHOWN.size :][:size])
+        check(credential, peer, self._credential.mesh, self._now_s, self._removals)
+        return peer, credential
 
     def _claim(self, message: bytes) -> Judge:
         digest = self._transcript.digest
         peer, payload = self._transcript.recognise("dialer", message)
         if len(payload) < _CLAIM.size:
             raise PeerFault(f"Claim of {len(payload)} bytes; expected {_CLAIM.size}")
-        purpose, instance, _, features, kind, length = _CLAIM.unpack_from(payload)
+        purpose, instance, _, features = _CLAIM.unpack_from(payload)
         if purpose not in set(Purpose):
             raise PeerFault(f"Link with unknown purpose {purpose}")
-        proof = _read_proof(kind, payload[_CLAIM.size :][:length], digest + peer)
+        shown = payload[_CLAIM.size :][: _TICKET.size]
+        proof = self._shown_by(peer) or _read_proof(shown, digest + peer)
         self._judged = Judge(peer, proof, instance, Purpose(purpose), Features(features))
         return self._judged
 
+    def _shown_by(self, peer: NodeId) -> Credential | None:
+        if self._member is None:
+            return None
+        introduced, credential = self._member
+        if introduced != peer:
+            raise PeerFault(f"Node `{short(peer)}` introduced itself as `{short(introduced)}`")
+        return credential
 
-def _read_proof(kind: int, shown: bytes, context: bytes) -> Credential | TicketProof:
-    if kind == _BY_CREDENTIAL:
-        return Credential.decode(shown)
-    if kind != _BY_TICKET or len(shown) != _TICKET.size:
-        raise PeerFault(f"Proof of unknown kind {kind} with {len(shown)} bytes")
+
+def _read_proof(shown: bytes, context: bytes) -> TicketProof:
+    if len(shown) != _TICKET.size:
+        raise PeerFault(f"Proof of a ticket of {len(shown)} bytes; expected {_TICKET.size}")
     role, mac = _TICKET.unpack(shown)
     if role >= len(_ROLES):
         raise PeerFault(f"Ticket for unknown role {role}")

@@ -3,19 +3,25 @@
 A node id is an Ed25519 public key. Its text form is base32 in eight groups of seven; every second
 group ends with a check digit over the thirteen characters before it, which detects one wrong letter
 and a swap of two adjacent letters (except ``a`` and ``7``).
+
+The same key agrees on secrets: Ed25519 and X25519 are two forms of one curve, and a point of the
+one is converted to the other (RFC 7748, 4.1), as libsodium does.
 """
 
 import base64
 import binascii
+from hashlib import sha512
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId
 
 SIGNATURE_BYTES = 64
 
+_PRIME = 2**255 - 19  # of the field of Curve25519
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # RFC 4648
 _GROUP = 7  # characters between two dashes
 _CHECKED = 13  # characters before their check digit
@@ -34,6 +40,11 @@ class NodeKey:
         """Sign data, which must begin with a label of its purpose (domain separation)."""
         return self._key.sign(data)
 
+    def agree(self, public: X25519PublicKey) -> bytes:
+        """Return the X25519 secret with a key; raise `ValueError` for a low-order point."""
+        private = sha512(self.seed).digest()[:32]  # the scalar of the Ed25519 key (RFC 8032, 5.1.5)
+        return X25519PrivateKey.from_private_bytes(private).exchange(public)
+
 
 def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
     """Return whether ``node`` signed ``data``; False if ``node`` is not a valid public key."""
@@ -42,6 +53,16 @@ def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def agreement_key(node: NodeId) -> X25519PublicKey:
+    """Return the X25519 form of a node id, with which its `NodeKey.agree` agrees.
+
+    It depends on ``y`` only: a node id that is not a valid point gives a key that nobody holds.
+    """
+    y = int.from_bytes(node, "little") & (1 << 255) - 1
+    u = (1 + y) * pow(1 - y, _PRIME - 2, _PRIME) % _PRIME
+    return X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
 
 
 def show(node: NodeId) -> str:

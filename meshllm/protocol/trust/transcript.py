@@ -6,7 +6,7 @@ no key or signature of one side is valid for the other.
 """
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.trust.cipher import derive
-from meshllm.protocol.trust.identity import NodeKey, verify
+from meshllm.protocol.trust.identity import NodeKey, agreement_key, verify
 
-VERSION = 2
+VERSION = 3
 """The major version of the protocol, and the first byte that each side sends."""
 CHANNELS = 2  # per link; each direction of each has its own key
 
@@ -32,6 +32,7 @@ _HAIL = Struct("<B 32s 16s")  # version, X25519 key, nonce
 _IDENTITY = Struct("<32s 64s")  # node, signature
 _MAC_BYTES = 32
 _ONCE = bytes(12)  # nonce of a single-use key
+_INTRODUCTION = "introducing dialer"  # the label of its keys and signatures
 
 HAIL_BYTES = _HAIL.size
 FIRST_BYTES = HAIL_BYTES + _MAC_BYTES
@@ -79,12 +80,35 @@ class Transcript:
         public = self._private.public_key().public_bytes_raw()
         self.hail = _HAIL.pack(VERSION, public, fresh.nonce)
 
-    def first(self) -> bytes:
-        """Return the first message: the hail, with a MAC that proves the pre-shared key."""
-        return self.add(self.hail + _mac(self._psk, self.hail))
+    def first(self, introduction: bytes = b"") -> bytes:
+        """Return the first message: hail, introduction of a member, MAC under the PSK."""
+        shown = self.hail + introduction
+        return self.add(shown + _mac(self._psk, shown))
 
-    def check_first(self, message: bytes, others: Iterable[bytes] = ()) -> None:
+    def introduce(self, key: NodeKey, to: NodeId, payload: bytes) -> bytes:
+        """Return the introduction of the node with this key, which only node ``to`` can read."""
+        shared = _shared(self._private.exchange, agreement_key(to))
+        digest = _bound(self._psk, self.hail, to)
+        signature = key.sign(_signed(_INTRODUCTION, digest, key.node, payload))
+        opened = _IDENTITY.pack(key.node, signature) + payload
+        return AESGCM(_introducing(shared + self._psk, digest)).encrypt(_ONCE, opened, None)
+
+    def introduced(self, first: bytes, key: NodeKey) -> tuple[NodeId, bytes]:
+        """Verify the introduction in a first message; return the dialer and its payload."""
+        hail, sealed = first[:HAIL_BYTES], first[HAIL_BYTES:-_MAC_BYTES]
+        public = X25519PublicKey.from_public_bytes(_HAIL.unpack(hail)[1])
+        digest = _bound(self._psk, hail, key.node)
+        secret = _shared(key.agree, public) + self._psk
+        opened = _open(_introducing(secret, digest), "dialer", sealed)
+        return _recognise(_INTRODUCTION, digest, opened)
+
+    def check_first(
+        self, message: bytes, others: Iterable[bytes] = (), *, is_quiet: bool = False
+    ) -> bool:
         """Verify the first message, and adopt the pre-shared key that its MAC was made with.
+
+        Return whether it is our own, that of members. If ``is_quiet``, a mismatch of versions is
+        reported to the holders of ``others`` only.
 
         Raises:
             PeerFault: it is malformed.
@@ -94,13 +118,15 @@ class Transcript:
         hail, mac = message[:-_MAC_BYTES], message[-_MAC_BYTES:]
         keys = (psk for psk in chain((self._psk,), others) if _fits(psk, hail, mac))
         psk = next(keys, None)
-        _check_version(message, is_known=psk is not None)
-        if len(message) != FIRST_BYTES:
-            raise PeerFault(f"First message of {len(message)} bytes; expected {FIRST_BYTES}")
+        is_member = psk == self._psk
+        _check_version(message, is_known=psk is not None and not (is_member and is_quiet))
+        if len(message) < FIRST_BYTES:
+            raise PeerFault(f"First message of {len(message)} bytes; at least {FIRST_BYTES}")
         if psk is None:
             raise NotAuthorised("The dialer knows neither this mesh nor an open ticket")
         self._psk, self.digest = psk, _first_digest(psk)
         self.add(message)
+        return is_member
 
     def add(self, message: bytes) -> bytes:
         """Add a message of either side to the transcript hash, and return it."""
@@ -113,10 +139,7 @@ class Transcript:
         if len(hail) < HAIL_BYTES:
             raise PeerFault(f"Hail of {len(hail)} bytes; expected {HAIL_BYTES}")
         _, public, _ = _HAIL.unpack(hail)
-        try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError:  # low-order point: the shared secret is all zeros (RFC 7748, 6.1)
-            raise PeerFault("Hail with a low-order X25519 key") from None
+        shared = _shared(self._private.exchange, X25519PublicKey.from_public_bytes(public))
         self._secret = shared + self._psk
 
     def seal(self, side: Side, payload: bytes) -> bytes:
@@ -125,12 +148,7 @@ class Transcript:
 
     def unseal(self, side: Side, message: bytes) -> bytes:
         """Decrypt the next message, sent by ``side``; raise `PeerFault` if that fails."""
-        try:
-            payload = AESGCM(self._key(side)).decrypt(_ONCE, message, None)
-        except InvalidTag:
-            raise PeerFault(
-                f"Message of {len(message)} bytes was not sealed by the {side}"
-            ) from None
+        payload = _open(self._key(side), side, message)
         self.add(message)
         return payload
 
@@ -142,14 +160,7 @@ class Transcript:
     def recognise(self, side: Side, message: bytes) -> tuple[NodeId, bytes]:
         """Verify the message that `identify` made; return the node at ``side`` and its payload."""
         digest = self.digest
-        opened = self.unseal(side, message)
-        if len(opened) < _IDENTITY.size:
-            raise PeerFault(f"Identity of {len(opened)} bytes; expected {_IDENTITY.size}")
-        node, signature = _IDENTITY.unpack_from(opened)
-        payload = opened[_IDENTITY.size :]
-        if not verify(node, _signed(side, digest, node, payload), signature):
-            raise PeerFault(f"The {side} did not sign this handshake")
-        return NodeId(node), payload
+        return _recognise(side, digest, self.unseal(side, message))
 
     def keys(self, own: Side, other: Side) -> Keys:
         """Derive the session keys of the link."""
@@ -175,7 +186,40 @@ def _fits(psk: bytes, hail: bytes, mac: bytes) -> bool:
     return hmac.compare_digest(_mac(psk, hail), mac)
 
 
-def _signed(side: Side, digest: bytes, node: NodeId, payload: bytes) -> bytes:
+def _bound(psk: bytes, hail: bytes, to: NodeId) -> bytes:
+    """Return the hash to which the introduction of a dialer is bound."""
+    return sha256(_first_digest(psk) + hail + to).digest()
+
+
+def _introducing(secret: bytes, digest: bytes) -> bytes:
+    return derive(secret, digest, f"meshllm {_INTRODUCTION} 1")
+
+
+def _shared(exchange: Callable[[X25519PublicKey], bytes], public: X25519PublicKey) -> bytes:
+    try:
+        return exchange(public)
+    except ValueError:  # low-order point: the shared secret is all zeros (RFC 7748, 6.1)
+        raise PeerFault("Hail with a low-order X25519 key") from None
+
+
+def _open(key: bytes, side: Side, message: bytes) -> bytes:
+    try:
+        return AESGCM(key).decrypt(_ONCE, message, None)
+    except InvalidTag:
+        raise PeerFault(f"Message of {len(message)} bytes was not sealed by the {side}") from None
+
+
+def _recognise(side: str, digest: bytes, opened: bytes) -> tuple[NodeId, bytes]:
+    if len(opened) < _IDENTITY.size:
+        raise PeerFault(f"Identity of {len(opened)} bytes; expected {_IDENTITY.size}")
+    node, signature = _IDENTITY.unpack_from(opened)
+    payload = opened[_IDENTITY.size :]
+    if not verify(node, _signed(side, digest, node, payload), signature):
+        raise PeerFault(f"The {side} did not sign this handshake")
+    return NodeId(node), payload
+
+
+def _signed(side: str, digest: bytes, node: NodeId, payload: bytes) -> bytes:
     return b"meshllm " + side.encode() + b" identity 1" + digest + node + payload
 
 

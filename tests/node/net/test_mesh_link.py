@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import LinkLost, NotAuthorised
+from meshllm.errors import LinkLost
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
-from meshllm.node.net.secure import SecureLink, secure_dial
+from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
@@ -442,9 +442,10 @@ def test_a_rejected_link_is_logged(run: Run, caplog: pytest.LogCaptureFixture) -
         now = asyncio.get_running_loop().time()
         removal = remove(a.store.key, a.credential.mesh, b.me, 1)
         a.links.act(a.machine.remove(removal, now))
-        with pytest.raises(NotAuthorised, match="removed"):
+        with pytest.raises(HandshakeClosed):
             await dial(b, a)
         assert "rejected an incoming link" in caplog.text
+        assert "is removed from the mesh" in caplog.text
 
     run(story)
 

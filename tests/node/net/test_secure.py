@@ -8,9 +8,15 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, PeerFault
 from meshllm.names import NodeId
-from meshllm.node.net.secure import MAX_SECURE_BYTES, SecureLink, secure_accept, secure_dial
+from meshllm.node.net.secure import (
+    MAX_SECURE_BYTES,
+    HandshakeClosed,
+    SecureLink,
+    secure_accept,
+    secure_dial,
+)
 from meshllm.protocol.trust import cipher
-from meshllm.protocol.trust.credential import Credential, Role, check, issue
+from meshllm.protocol.trust.credential import Credential, Role, check, issue, remove
 from meshllm.protocol.trust.handshake import FIRST_S, PRE_AUTH_BYTES, PRE_AUTH_S, Own, Purpose
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 from meshllm.testing import links
@@ -49,12 +55,17 @@ Promise = Callable[[Link, Link, Terms], Awaitable[None]]
 class House:
     """A admission with one invitation, and one dropped meanwhile."""
 
+    removals = NOBODY
+    refusal: NotAuthorised | None = None
+
     def guests(self) -> tuple[bytes, ...]:
         return (TICKET.psk, guest_psk(bytes(16)))
 
     async def judge(
         self, peer: NodeId, proof: Credential | TicketProof, purpose: Purpose, instance: int
     ) -> Credential:
+        if self.refusal:
+            raise self.refusal
         if isinstance(proof, Credential):
             check(proof, peer, MESH, NOW, NOBODY)
             return proof
@@ -97,7 +108,7 @@ async def plain(shape: Shape | None = None) -> tuple[Wire, Wire]:
         return Wire(dialled), Wire(await anext(aiter(listener.links())))
 
 
-def dial(link: Link, own: Own = AS_MEMBER, expect: NodeId | None = None) -> Awaitable[SecureLink]:
+def dial(link: Link, own: Own = AS_MEMBER, expect: NodeId = HOST.node) -> Awaitable[SecureLink]:
     return secure_dial(link, own, Purpose.MESH, expect=expect, now_s=NOW, removals=NOBODY)
 
 
@@ -197,17 +208,40 @@ async def test_an_unknown_peer_gets_no_byte() -> None:
 
 
 @pytest.mark.parametrize(
+    "own",
+    [
+        AS_MEMBER,
+        replace(AS_MEMBER, proof=issue(HOST, FOUNDED, GUEST.node, Role.NODE, 1)),
+        replace(AS_MEMBER, key=OTHER),
+    ],
+    ids=["removed", "expired", "of another"],
+)
+async def test_a_former_member_gets_no_byte(own: Own) -> None:
+    house = House()
+    house.removals = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW)}
+    one, other = await plain()
+
+    former, host = await ends(dial(one, own), secure_accept(other, AS_HOST, house))
+
+    assert isinstance(former, HandshakeClosed)
+    assert isinstance(host, NotAuthorised)
+    assert other.statistics.messages_sent == 0
+
+
+@pytest.mark.parametrize(
     ("own", "words"),
     [
         (replace(AS_JOINER, proof=replace(TICKET, secret=bytes(16))), "not one of this node"),
-        (replace(AS_MEMBER, proof=issue(HOST, FOUNDED, GUEST.node, Role.NODE, 1)), "expired"),
-        (replace(AS_MEMBER, key=OTHER), "shows the credential of"),
+        (AS_JOINER, "late"),
+        (AS_MEMBER, "late"),
     ],
 )
 async def test_both_sides_get_the_reason_of_a_rejection(own: Own, words: str) -> None:
+    house = House()
+    house.refusal = NotAuthorised("late") if words == "late" else None
     one, other = await plain()
 
-    guest, host = await ends(dial(one, own), accept(other))
+    guest, host = await ends(dial(one, own), secure_accept(other, AS_HOST, house))
 
     assert type(guest) is type(host) is NotAuthorised
     assert words in str(guest) == str(host)
@@ -242,9 +276,10 @@ async def test_another_node_than_expected_learns_nothing() -> None:
 
     guest, host = await ends(dial(one, expect=OTHER.node), accept(other))
 
-    assert isinstance(guest, NotAuthorised)
-    assert isinstance(host, LinkLost)
+    assert isinstance(guest, HandshakeClosed)
+    assert isinstance(host, PeerFault)
     assert one.statistics.messages_sent == 1
+    assert other.statistics.messages_sent == 0
 
 
 def test_silence_ends_a_handshake() -> None:

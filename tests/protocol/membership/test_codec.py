@@ -55,7 +55,7 @@ def test_a_message_round_trips(message: Message) -> None:
 
 @pytest.mark.parametrize(("kind", "message"), [*enumerate(MESSAGES, start=1)])
 def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
-    assert encode(message)[:2] == bytes([2, kind])
+    assert encode(message)[:2] == bytes([3, kind])
 
 
 @given(mesh_messages)
@@ -66,7 +66,7 @@ def test_any_message_round_trips(message: Message) -> None:
 @given(st.integers(0, 9), st.binary())
 def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
     try:
-        message = decode(bytes([2, kind]) + data)
+        message = decode(bytes([3, kind]) + data)
     except PeerFault:
         return
     assert decode(encode(message)) == message
@@ -86,27 +86,27 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
-    assert decode(b"\x02\x63abc") == UnknownMeshMessage(0x63, b"abc")
-    assert encode(UnknownMeshMessage(0x63, b"abc")) == b"\x02\x63abc"
+    assert decode(b"\x03\x63abc") == UnknownMeshMessage(0x63, b"abc")
+    assert encode(UnknownMeshMessage(0x63, b"abc")) == b"\x03\x63abc"
 
 
 def test_unknown_reasons_and_item_kinds_are_accepted() -> None:
     later = Slot(99, ITEM.author)
 
-    assert decode(b"\x02\x08\x63") == Bye(CloseReason.OTHER)
+    assert decode(b"\x03\x08\x63") == Bye(CloseReason.OTHER)
     assert decode(encode(Want((later,)))) == Want((later,))
     assert decode(encode(Items((replace(ITEM, kind=99),)))) == Items((replace(ITEM, kind=99),))
 
 
-@pytest.mark.parametrize("data", [b"", b"\x02", b"\x02\x08", b"\x01\x09"])
+@pytest.mark.parametrize("data", [b"", b"\x03", b"\x03\x08", b"\x01\x09"])
 def test_a_malformed_message_is_refused(data: bytes) -> None:
     with pytest.raises(PeerFault):
         decode(data)
 
 
 def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
-    with pytest.raises(PeerFault, match="protocol version 3; this node speaks 2") as caught:
-        decode(b"\x03\x01")
+    with pytest.raises(PeerFault, match="protocol version 4; this node speaks 3") as caught:
+        decode(b"\x04\x01")
     assert caught.value.hint
 
 

@@ -75,7 +75,7 @@ KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7]
 
 @pytest.mark.parametrize(("kind", "message"), [*zip(KINDS, MESSAGES, strict=True)], ids=NAMES)
 def test_a_message_keeps_the_number_of_its_kind(kind: int, message: Message) -> None:
-    assert packed(message)[:2] == bytes([2, kind])
+    assert packed(message)[:2] == bytes([3, kind])
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=NAMES)
@@ -99,8 +99,8 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
-    assert decode(b"\x02\x63abc") == UnknownRingMessage(0x63, b"abc")
-    assert packed(UnknownRingMessage(0x63, b"abc")) == b"\x02\x63abc"
+    assert decode(b"\x03\x63abc") == UnknownRingMessage(0x63, b"abc")
+    assert packed(UnknownRingMessage(0x63, b"abc")) == b"\x03\x63abc"
 
 
 def test_unknown_flags_codes_and_tally_fields_are_tolerated() -> None:
@@ -135,8 +135,8 @@ def test_the_header_of_data_leaves_room_in_the_budget() -> None:
 
 
 def test_another_version_is_refused_with_a_hint() -> None:
-    with pytest.raises(PeerFault, match=r"version 3.*speaks 2") as caught:
-        decode(b"\x03" + packed(DATA)[1:])
+    with pytest.raises(PeerFault, match=r"version 4.*speaks 3") as caught:
+        decode(b"\x04" + packed(DATA)[1:])
 
     assert caught.value.hint is not None
 
@@ -165,7 +165,7 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
     [
         (b"", "0 bytes"),
         (b"\x01", "1 bytes"),
-        (b"\x02\x01abc", "Hello of 5 bytes"),
+        (b"\x03\x01abc", "Hello of 5 bytes"),
         (packed(DATA)[:40], "header takes"),
         (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),

@@ -12,7 +12,7 @@ from meshllm.errors import MeshError, NotAuthorised, PeerFault
 from meshllm.names import MeshId
 from meshllm.protocol.session.messages import PROTOCOL_VERSION
 from meshllm.protocol.trust.cipher import REKEY_MESSAGES, Seal
-from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
+from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
 from meshllm.protocol.trust.handshake import (
     ALL_FEATURES,
     MAX_REFUSAL,
@@ -25,9 +25,9 @@ from meshllm.protocol.trust.handshake import (
     Own,
     Purpose,
 )
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 from meshllm.protocol.trust.transcript import (
-    FIRST_BYTES,
     HAIL_BYTES,
     VERSION,
     OtherVersion,
@@ -225,10 +225,17 @@ def test_an_inviter_grants_a_membership_of_its_own_mesh_only() -> None:
     assert "another mesh" in expect_end(talk.dialer, welcome.message, NotAuthorised)
 
 
-def test_a_dialer_sends_nothing_more_to_an_unexpected_node() -> None:
-    dialer, listener = make_dialer(expect=OTHER.node), make_listener()
+def test_only_the_expected_node_can_read_who_dials() -> None:
+    first = said(make_dialer(expect=OTHER.node).start())
 
-    second = said(listener.receive(said(dialer.start())))
+    assert "was not sealed" in expect_end(make_listener(), first, PeerFault)
+
+
+def test_a_dialer_sends_nothing_more_to_an_unexpected_node() -> None:
+    dialer = make_dialer(expect=OTHER.node)
+    transcript = host(dialer)
+
+    second = transcript.hail + transcript.identify("listener", HOST, vectors.CAPABLE)
 
     assert "answered instead of" in expect_end(dialer, second, NotAuthorised)
 
@@ -262,11 +269,56 @@ EXPIRED = issue(HOST, FOUNDED, OTHER.node, Role.NODE, NOW)
     ],
 )
 def test_a_dialer_refuses_an_invalid_listener(shown: Credential, words: str) -> None:
-    talk = Talk(host=Own(OTHER, 1, shown))
+    dialer = make_dialer(expect=OTHER.node)
+    transcript = host(dialer, OTHER)
+    second = transcript.hail + transcript.identify("listener", OTHER, vectors.CAPABLE)
+    transcript.recognise("dialer", said(dialer.receive(second)))
+    welcome = b"\1" + bytes(8) + len(shown.encode()).to_bytes(2, "little") + b"\0\0"
 
-    welcome, _ = talk.listener.admit(MEMBER)
+    answer = transcript.seal("listener", welcome + shown.encode())
 
-    assert words in expect_end(talk.dialer, welcome.message, NotAuthorised)
+    assert words in expect_end(dialer, answer, NotAuthorised)
+
+
+REMOVAL = remove(HOST, MESH, GUEST.node, NOW)
+OF_GUEST = issue(GUEST, MEMBER, OTHER.node, Role.NODE)
+
+
+@pytest.mark.parametrize(
+    ("own", "removals", "words"),
+    [
+        (AS_MEMBER, {GUEST.node: REMOVAL}, "is removed"),
+        (Own(OTHER, 1, OF_GUEST), {GUEST.node: REMOVAL}, "which was removed"),
+        (Own(OTHER, 1, MEMBER), {GUEST.node: REMOVAL}, "shows the credential of"),
+        (Own(OTHER, 1, MEMBER), {}, "shows the credential of"),
+        (Own(OTHER, 1, EXPIRED), {}, "expired"),
+        (Own(OTHER, 1, replace(found(OTHER, bytes(16)), mesh=MESH)), {}, "another mesh"),
+    ],
+)
+def test_a_former_member_receives_no_byte(own: Own, removals: Removals, words: str) -> None:
+    first = said(make_dialer(own).start())
+
+    assert words in expect_end(make_listener(removals=removals), first, NotAuthorised)
+
+
+def test_a_member_that_a_removal_spares_is_answered() -> None:
+    spared = {GUEST.node: remove(HOST, MESH, GUEST.node, NOW, (OTHER.node,))}
+    dialer = make_dialer(Own(OTHER, 1, OF_GUEST))
+
+    second = said(make_listener(removals=spared).receive(said(dialer.start())))
+
+    assert said(dialer.receive(second))
+
+
+def test_the_credential_of_another_is_of_no_use_to_who_knows_the_mesh() -> None:
+    transcript = Transcript(MESH, FRESH_DIALER)
+    shown = len(MEMBER.encode()).to_bytes(2, "little") + MEMBER.encode()
+    forged = transcript.introduce(OTHER, HOST.node, shown)
+    recorded = said(make_dialer(fresh=OTHER_FRESH).start())[HAIL_BYTES:-32]
+
+    for introduction, error in ((forged, NotAuthorised), (recorded, PeerFault), (b"", PeerFault)):
+        first = Transcript(MESH, FRESH_DIALER).first(introduction)
+        expect_end(make_listener(), first, error)
 
 
 def test_a_removed_listener_is_refused() -> None:
@@ -320,7 +372,7 @@ def test_a_truncated_message_is_refused(due: int) -> None:
 
     for length in range(len(message)):
         expect_end(waiting_for(due), message[:length], PeerFault)
-    expect_end(waiting_for(due), message + b"\0", PeerFault)
+    expect_end(waiting_for(due), message + b"\0", NotAuthorised if due == 1 else PeerFault)
 
 
 @pytest.mark.parametrize("due", [1, 2, 3, 4])
@@ -343,13 +395,13 @@ def waiting_for(due: int) -> HandshakeDialer | HandshakeListener:
     return talk.listener if due == 3 else talk.dialer
 
 
-@pytest.mark.parametrize("version", [0, 1, 3])
+@pytest.mark.parametrize("version", [0, 1, 2, 4])
 def test_another_version_is_refused_with_a_hint(version: int) -> None:
     talk = Talk(until=2)
 
     machines: tuple[HandshakeDialer | HandshakeListener, ...] = (make_listener(), talk.dialer)
     for machine, message in zip(machines, talk.messages, strict=True):
-        with pytest.raises(PeerFault, match=f"version `0{version}`, this node `02`") as caught:
+        with pytest.raises(PeerFault, match=f"version `0{version}`, this node `03`") as caught:
             machine.receive(bytes([version]) + message[1:])
         assert caught.value.hint is not None
 
@@ -406,10 +458,12 @@ def test_a_low_order_point_is_refused(point: bytes) -> None:
     assert "low-order" in expect_end(dialer, forger.hail + bytes(112), PeerFault)
 
 
-def insider(until: int) -> tuple[HandshakeListener, Transcript]:
-    """Return a listener, and the transcript of a dialer that knows the mesh."""
-    listener, transcript = make_listener(), Transcript(MESH, FRESH_DIALER)
-    second = said(listener.receive(transcript.first()))
+def insider(own: Own = AS_MEMBER) -> tuple[HandshakeListener, Transcript]:
+    """Return a listener, and the transcript of a dialer that it answers."""
+    listener, transcript = make_listener(), Transcript(own.psk, FRESH_DIALER)
+    first = said(make_dialer(own).start())
+    transcript.add(first)
+    second = said(listener.receive(first))
     transcript.agree(transcript.add(second[:HAIL_BYTES]))
     transcript.recognise("listener", second[HAIL_BYTES:])
     return listener, transcript
@@ -419,21 +473,37 @@ def insider(until: int) -> tuple[HandshakeListener, Transcript]:
     ("claim", "words"),
     [
         (b"", "Claim of 0 bytes"),
-        (b"\x09" + bytes(20), "unknown purpose 9"),
-        (b"\1" + bytes(17) + b"\0\0\0", "Credential of 0 bytes"),
-        (b"\1" + bytes(17) + b"\2\0\0", "unknown kind 2"),
-        (b"\1" + bytes(17) + b"\1\x20\0" + bytes(32), "unknown kind 1 with 32 bytes"),
-        (b"\1" + bytes(17) + b"\1\x21\0\2" + bytes(32), "unknown role 2"),
+        (b"\x09" + bytes(17), "unknown purpose 9"),
+        (b"\1" + bytes(17), "Proof of a ticket of 0 bytes"),
+        (b"\1" + bytes(17) + bytes(32), "Proof of a ticket of 32 bytes"),
+        (b"\1" + bytes(17) + b"\2" + bytes(32), "unknown role 2"),
     ],
 )
 def test_a_malformed_claim_is_refused(claim: bytes, words: str) -> None:
-    listener, transcript = insider(2)
+    listener, transcript = insider(AS_JOINER)
 
     assert words in expect_end(listener, transcript.identify("dialer", GUEST, claim), PeerFault)
 
 
+@pytest.mark.parametrize("payload", [b"", b"\0\0", b"\x10\0" + bytes(16)])
+def test_a_malformed_introduction_is_refused(payload: bytes) -> None:
+    transcript = Transcript(MESH, FRESH_DIALER)
+
+    first = transcript.first(transcript.introduce(GUEST, HOST.node, payload))
+
+    assert "Credential of" in expect_end(make_listener(), first, PeerFault)
+
+
+def test_a_member_introduces_and_identifies_itself_alike() -> None:
+    listener, transcript = insider()
+
+    third = transcript.identify("dialer", OTHER, b"\1" + bytes(17))
+
+    assert "introduced itself as" in expect_end(listener, third, PeerFault)
+
+
 def test_a_claim_to_be_another_node_is_refused() -> None:
-    listener, transcript = insider(2)
+    listener, transcript = insider()
     honest = Transcript(MESH, FRESH_LISTENER)
     words = OTHER.node + GUEST.sign(honest.digest) + bytes(10)
 
@@ -441,17 +511,19 @@ def test_a_claim_to_be_another_node_is_refused() -> None:
 
 
 def test_an_identity_too_short_is_refused() -> None:
-    listener, transcript = insider(2)
+    listener, transcript = insider()
 
     assert "expected 96" in expect_end(listener, transcript.seal("dialer", b"me"), PeerFault)
 
 
-def host(dialer: HandshakeDialer) -> Transcript:
+def host(dialer: HandshakeDialer, key: NodeKey = HOST) -> Transcript:
     """Return the transcript of a listener that knows the mesh, after the first message."""
     transcript, first = Transcript(MESH, FRESH_LISTENER), said(dialer.start())
     transcript.check_first(first)
-    transcript.add(transcript.hail)
     transcript.agree(first[:HAIL_BYTES])
+    if key is not HOST:
+        assert transcript.introduced(first, key)[0] == GUEST.node
+    transcript.add(transcript.hail)
     return transcript
 
 
@@ -473,7 +545,7 @@ def test_appended_fields_are_ignored_in_every_message() -> None:
     welcome = b"\1" + bytes(8) + len(shown).to_bytes(2, "little") + b"\0\0" + shown + b"later"
 
     established = known(dialer.receive(transcript.seal("listener", welcome)))
-    listener, other = insider(2)
+    listener, other = insider()
     judged = asked(listener.receive(other.identify("dialer", GUEST, claim + b"later")))
 
     assert established.features == Features(0)
@@ -499,12 +571,18 @@ def test_our_version_is_sent_to_members_and_not_to_strangers() -> None:
         make_listener().receive(later + mac)
     with pytest.raises(OtherVersion) as stranger:
         make_listener().receive(later + bytes(32))
+    with pytest.raises(OtherVersion) as former:
+        make_listener(removals={OTHER.node: REMOVAL}).receive(later + mac)
+    by_ticket = hmac.digest(TICKET.psk, b"meshllm dialer hail 1" + later, "sha256")
+    with pytest.raises(OtherVersion) as guest:
+        make_listener(removals={OTHER.node: REMOVAL}).receive(later + by_ticket)
     dialer = make_dialer()
     dialer.start()
 
-    assert stranger.value.answer == b""
+    assert stranger.value.answer == former.value.answer == b""
+    assert guest.value.answer == bytes([VERSION])
     assert known_one.value.answer == bytes([VERSION])
-    assert "version `01`, this node `02`" in expect_end(dialer, b"\1", PeerFault)
+    assert "version `01`, this node `03`" in expect_end(dialer, b"\1", PeerFault)
 
 
 def test_there_is_one_major_version() -> None:
@@ -545,7 +623,7 @@ def test_messages_after_completion_are_ignored() -> None:
 
 def test_the_size_of_a_handshake_is_limited() -> None:
     talk = Talk(until=2)
-    room = PRE_AUTH_BYTES - FIRST_BYTES
+    room = PRE_AUTH_BYTES - len(talk.messages[0])
 
     assert "was not sealed" in expect_end(Talk(until=2).listener, bytes(room), PeerFault)
     assert "more than 65536" in expect_end(talk.listener, bytes(room + 1), PeerFault)

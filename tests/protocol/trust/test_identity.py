@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId
-from meshllm.protocol.trust.identity import NodeKey, parse_node, short, show, verify
+from meshllm.protocol.trust.identity import (
+    NodeKey,
+    agreement_key,
+    parse_node,
+    short,
+    show,
+    verify,
+)
 from tests.property.strategies import nodes
 
 KEY = NodeKey(bytes(range(32)))
@@ -77,3 +84,27 @@ def test_a_signature_is_valid_for_one_key_and_one_text() -> None:
 def test_garbage_does_not_verify(node: NodeId, signature: bytes) -> None:
     assert not verify(node, b"words", signature)
     assert not verify(NodeId(node[:-1]), b"words", signature)
+
+
+def test_two_keys_agree_on_a_secret() -> None:
+    other = NodeKey(bytes(32))
+
+    secret = KEY.agree(agreement_key(other.node))
+
+    assert secret == other.agree(agreement_key(KEY.node))
+    assert secret != KEY.agree(agreement_key(KEY.node))
+
+
+def test_a_node_id_converts_as_in_libsodium() -> None:
+    seed = bytes.fromhex("421151a459faeade3d247115f94aedae42318124095afabe4d1451a559faedee")
+
+    public = agreement_key(NodeKey(seed).node).public_bytes_raw()
+
+    # The vector of libsodium's test of crypto_sign_ed25519_pk_to_curve25519.
+    assert public.hex() == "f1814f0e8ff1043d8a44d25babff3cedcae6c22c3edaa48f857ae70de2baae50"
+
+
+@pytest.mark.parametrize("y", [1, 2**255 - 18], ids=["identity", "not reduced"])
+def test_no_secret_is_agreed_with_a_point_of_low_order(y: int) -> None:
+    with pytest.raises(ValueError, match="computing shared key"):
+        KEY.agree(agreement_key(NodeId(y.to_bytes(32, "little"))))

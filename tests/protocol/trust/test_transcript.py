@@ -76,7 +76,7 @@ def test_a_signature_of_the_other_side_is_refused() -> None:
     ("forge", "error", "words"),
     [
         (lambda first: b"", PeerFault, "version ``"),
-        (lambda first: bytes([VERSION + 1]) + first[1:], PeerFault, "version `03`"),
+        (lambda first: bytes([VERSION + 1]) + first[1:], PeerFault, f"version `{VERSION + 1:02x}`"),
         (lambda first: first[:-1], PeerFault, f"{FIRST_BYTES - 1} bytes"),
         (
             lambda first: first[:-1] + bytes([first[-1] ^ 1]),
