@@ -112,6 +112,8 @@ class Settings:
     """Number of ring nodes; the policy chooses when not set."""
     replicas: int | None = None
     """Number of rings of the model, if there are nodes; else 1."""
+    keep: str = "10m"
+    """Keep a model that long after a request if room is wanted."""
     exclude: str | None = None
     """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None

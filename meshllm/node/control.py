@@ -347,6 +347,8 @@ def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     """Return what a ring waits for."""
     if ring.group.id == view.group and view.plan is not None:
         return view.reason
+    if ring.is_unused and not nodes:
+        return "nobody uses it: a request loads it, on nodes of a model that is not used either"
     if ring.lacks_bytes:
         return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
     return "its nodes are loading and connecting" if nodes else "no node is free"

@@ -115,7 +115,9 @@ class MeshNode:
         dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)
-        self.ring_member = RingMember(self.machine, self.links, self._plan_reason)
+        self.ring_member = RingMember(
+            self.machine, self.links, self._plan_reason, keep_s=options.keep_s
+        )
         self.router = RequestRouter(
             self.me,
             self.ring_member,

@@ -80,6 +80,8 @@ class NodeOptions:
     """Nodes beside this one that may be the entry, or ``self``; only the founder can set it."""
     trust: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see prompts asked here; None trusts all members."""
+    keep_s: float = 600.0
+    """Seconds that a model counts as used after a request to this node."""
     discovery: bool = True
     context: int | None = None
     """Context length of one session that the ring must hold."""

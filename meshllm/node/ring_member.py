@@ -15,20 +15,28 @@ node that only claims to take part would wait for it without end. No plan makes 
 again until `FAULTS_S` have passed.
 
 In a mesh of several rings a node takes part in that of its group. It knows from the states which
-other rings serve, and who their entries are.
+other rings serve, and who their entries are. It publishes which models were asked for here within
+`--keep`, so that a model that nobody uses makes room for one that somebody asks for, see `groups`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, UserError
-from meshllm.model.steps.runner import Runner
-from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, ModelKey, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
@@ -49,6 +57,7 @@ from meshllm.protocol.weights.holders import missing_parts, needed_parts
 from meshllm.request import Backend
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
+    from meshllm.model.steps.runner import Runner
     from meshllm.node.ring.model_runtime import ModelRuntime
     from meshllm.node.ring.runtime import RingRuntime
     from meshllm.node.session.entry import EntryNode
@@ -69,7 +78,15 @@ logger = logging.getLogger(__name__)
 class RingMember:
     """The state of one node in the ring of the mesh."""
 
-    def __init__(self, machine: Mesh, links: MeshLinks, plan_reason: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        machine: Mesh,
+        links: MeshLinks,
+        plan_reason: Callable[[], str],
+        *,
+        keep_s: float,
+    ) -> None:
+        """Take part in the first ring; a model counts as used for ``keep_s`` after a request."""
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.group: GroupId = FIRST_GROUP
@@ -88,6 +105,9 @@ class RingMember:
         """Whether this node publishes no more."""
         self.trouble: MeshError | None = None
         """The error that keeps this node from serving its span."""
+        self._keep_s = keep_s
+        self._awaited: Counter[ModelKey] = Counter()  # requests that wait for a ring
+        self._asked: dict[ModelKey, float] = {}  # when each was asked for last, if lately
         self._machine = machine
         self._links = links
         self._plan_reason = plan_reason
@@ -137,7 +157,7 @@ class RingMember:
         return self.runtime.history if self.runtime else ()
 
     @property
-    def held(self) -> Collection[Runner]:
+    def held(self) -> "Collection[Runner]":
         """Runners of all that this node has loaded, in advance too."""
         return self.model.runners if self.model else ()
 
@@ -183,6 +203,7 @@ class RingMember:
             faulty=self._faults.out(self._now()),
             offers=self.provider.offers if self.provider else (),
             group=self.group,
+            used=self._used(),
         )
         if state != self._state:
             self._state = state
@@ -232,11 +253,12 @@ class RingMember:
 
     async def entries(self, model: str = "") -> Sequence[NodeId]:
         """Wait until a ring serves a model; return the entries of all rings that do."""
-        while True:
-            news = self._changed
-            if entries := self.serving_entries(model):
-                return entries
-            await news.wait()
+        with self._using(model):
+            while True:
+                news = self._changed
+                if entries := self.serving_entries(model):
+                    return entries
+                await news.wait()
 
     def serving_entries(self, model: str = "") -> Sequence[NodeId]:
         """Return the entries of the rings that serve a model now, as far as known here."""
@@ -276,7 +298,7 @@ class RingMember:
         charter, own = self._machine.charter, self.charter
         wanted = charter.find(model) if charter else None
         if wanted is not None and (own is None or own.key != wanted.key):
-            return f"the ring of `{wanted.shape.name}` does not serve"
+            return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
         if self.trouble or self.plan is None:
             return str(self.trouble or self._plan_reason())
         nodes = [stage.node for stage in self.plan.stages]
@@ -469,8 +491,63 @@ class RingMember:
             raise LinkLost(f"The ring was not ready within {FORM_S:.0f} s") from None
         raise LinkLost("This node is not the entry of the ring")
 
+    def _awaits(self, wanted: Charter) -> str:
+        """Return what the rings of another model wait for."""
+        charter, machine = self._machine.charter, self._machine
+        groups = groups_of(charter) if charter else ()
+        own = {group.id for group in groups if group.charter.key == wanted.key}
+        is_loading = any(
+            node in machine.alive and state.group in own for node, state in machine.states.items()
+        )
+        return "its nodes load it" if is_loading else "no node is free for it"
+
+    def _used(self) -> tuple[ModelKey, ...]:
+        """Return the models that were asked for here lately, if the mesh serves several."""
+        charter = self._machine.charter
+        if charter is None or not charter.models:
+            return ()
+        return tuple(sorted(self._asked.keys() & {each.key for each in charter.served}))
+
+    @contextmanager
+    def _using(self, model: str) -> Iterator[None]:
+        """Count a model as used inside the context, and for a while afterwards."""
+        charter = self._machine.charter
+        wanted = charter.find(model) if charter else None
+        if wanted is None:
+            yield
+            return
+        self._awaited[wanted.key] += 1
+        self._note_use(wanted.key)
+        try:
+            yield
+        finally:
+            self._awaited[wanted.key] -= 1
+            self._note_use(wanted.key)
+
+    def _note_use(self, model: ModelKey) -> None:
+        is_known = model in self._asked
+        self._asked[model] = self._now()
+        if not is_known:
+            self.publish()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._keep_s, self._forget_use, model, context=self._context)
+
+    def _forget_use(self, model: ModelKey) -> None:
+        """Publish that a model is not used any more, unless it was asked for again."""
+        own = self.charter
+        if self._awaited[model] or (self._busy and own and own.key == model):
+            self._asked[model] = self._now()
+        loop, until = asyncio.get_running_loop(), self._asked[model] + self._keep_s
+        if until > self._now():
+            loop.call_at(until, self._forget_use, model, context=self._context)
+            return
+        del self._asked[model]
+        self.publish()
+
     def _count_requests(self, count: int) -> None:
         self._busy += count
+        if own := self.charter:
+            self._note_use(own.key)
         loop = asyncio.get_running_loop()
         if self._busy and self._busy_since is None:
             self._busy_since = since = self._now()

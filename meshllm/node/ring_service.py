@@ -37,6 +37,7 @@ from meshllm.protocol.agreement.groups import (
     has_several,
     ring_of,
     shortage,
+    used_models,
 )
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
@@ -116,8 +117,15 @@ class RingService:
         if view is None:
             return ()
         lacking = shortage(view) if has_several(view) else {}
+        used = used_models(view)
         return tuple(
-            RingView(group, plan, is_served=is_served, lacks_bytes=lacking.get(group.id, 0))
+            RingView(
+                group,
+                plan,
+                is_served=is_served,
+                lacks_bytes=lacking.get(group.id, 0),
+                is_unused=bool(used) and group.charter.key not in used,
+            )
             for group in groups_of(view.charter)
             for plan, is_served in (member.ring(group.id),)
         )

@@ -43,6 +43,8 @@ class RingView:
     is_served: bool
     lacks_bytes: int = 0
     """Memory that it lacks; 0 if its nodes have enough."""
+    is_unused: bool = False
+    """Whether only other models were asked for lately."""
 
 
 @dataclass(frozen=True, slots=True)

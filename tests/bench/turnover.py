@@ -1,10 +1,10 @@
-"""Nodes that join and leave a mesh of several models, and models that are stopped and served again.
+"""Nodes that join and leave a mesh of several models, which are stopped, served and used, or not.
 
     python -m tests.bench.turnover --changes 10000
 
 After every change each node computes `assign`, and moves. Nothing else is simulated: how rings form
 is the matter of `tests.simulation`. It prints how many nodes moved, and how often a model had no
-ring although the memory for all models was there.
+ring although the memory for all models was there, or for all that are used.
 """
 
 import argparse
@@ -52,6 +52,8 @@ class Turnover:
         self.models = [self._model(number) for number in range(MODELS)]
         self.served = set(range(1, MODELS))
         """The further ones that are served now."""
+        self.used: set[int] = set()
+        """Those that somebody asked for lately."""
         self.memory: dict[NodeId, int] = {}
         self.places: dict[NodeId, GroupId] = {}
         self.sizes = random.choice((SIZES, (500,)))
@@ -76,9 +78,11 @@ class Turnover:
         return replace(charter, replicas=replicas)
 
     def _change(self) -> None:
-        newcomer, is_of_nodes = None, self.random.random() < 0.9 or not self.memory
+        newcomer, is_of_nodes = None, self.random.random() < 0.8 or not self.memory
         if is_of_nodes:
             newcomer = self._come_or_go()
+        elif self.random.random() < 0.5:
+            self.used ^= {self.random.randrange(MODELS)}
         elif (number := self.random.randrange(1, MODELS)) in self.served:
             self.served.remove(number)
         else:
@@ -103,13 +107,14 @@ class Turnover:
         others = tuple(sorted((self.models[at] for at in self.served), key=lambda each: each.key))
         keys = tuple(model.key for model in self.models)
         links = tuple((node, 1000) for node in self.memory)
+        used = tuple(sorted(self.models[at].key for at in self.used & {0, *self.served}))
         return MeshView(
             min(self.memory),
             replace(self.models[0], models=others),
             min(self.memory),
             {at: Profile("", "", (), size, models=keys) for at, size in self.memory.items()},
             {
-                at: StateRecord(Lifecycle.SERVING, links, group=place)
+                at: StateRecord(Lifecycle.SERVING, links, group=place, used=used)
                 for at, place in self.places.items()
             },
         )
@@ -121,14 +126,20 @@ class Turnover:
         report.most = max(report.most, moves)
         report.unstable += assign(view) != self.places
         report.differing += assign(replace(before, me=max(self.memory))) != self.places
-        first = {group.id for group in groups_of(view.charter) if not group.replica}
-        report.unserved += self._suffices() and bool(first & shortage(view).keys())
+        served = {0, *self.served}
+        report.unserved += self._lacks(view, served) or self._lacks(view, self.used & served)
 
-    def _suffices(self) -> bool:
-        """Return whether there is memory for each model, however the nodes are divided."""
+    def _lacks(self, view: MeshView, models: set[int]) -> bool:
+        """Return whether a model has no ring although there is memory for all of these."""
+        keys = {self.models[at].key for at in models}
+        groups = groups_of(view.charter)
+        first = {each.id for each in groups if not each.replica and each.charter.key in keys}
+        return self._suffices(models) and bool(first & shortage(view).keys())
+
+    def _suffices(self, models: set[int]) -> bool:
+        """Return whether there is memory for these models, however the nodes are divided."""
         usable = (size * (100 - HEADROOM_PERCENT) // 100 for size in self.memory.values())
-        served = [self.models[at] for at in (0, *self.served)]
-        needed = sum(model.shape.layers + ROOM for model in served)
+        needed = sum(self.models[at].shape.layers + ROOM for at in models)
         return sum(size // LAYER for size in usable) >= needed
 
 

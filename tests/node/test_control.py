@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, MeshError, UserError
-from meshllm.names import LossCause, NodeId, Quant
+from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import Counts
@@ -499,3 +499,16 @@ async def test_a_model_is_exact_if_the_whole_ring_is(
 
     assert rest
     assert (model.is_exact, model.epoch) == (expected, plan.epoch)
+
+
+async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:
+    (ring,) = node.view.rings
+    other = replace(ring.group, id=GroupId(b"other"))
+    waits = replace(ring, group=other, plan=None, lacks_bytes=1 << 30)
+
+    node.see(rings=(ring, waits, replace(waits, is_unused=True)))
+
+    _, lacking, unused = node.control.status().rings
+    assert lacking.reason.startswith("lacks 1.00 GiB")
+    assert unused.reason.startswith("nobody uses it: a request loads it")
+    assert (lacking.state, unused.state) == (RingState.WAITING, RingState.WAITING)

@@ -99,3 +99,21 @@ async def test_a_node_with_a_free_choice_holds_what_another_can_send(
     await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
     assert {name for name, ring in rings(a).items() if ring.is_own} == {(random, 0)}
     await until(lambda: served.key in [key.hex() for key in b.machine.profiles[b.me].models], b)
+
+
+async def test_a_model_that_nobody_uses_makes_room_for_one_that_somebody_asks_for(
+    mesh: Mesh, random: str
+) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,), keep_s=0.5)
+    await until(lambda: serving(a) == {("builtin", 0)}, a)
+    await control_of(a).serve(ModelOptions(random))
+    await until(lambda: (random, 0) in rings(a), a)
+    first = await ask(a)
+    assert serving(a) == {("builtin", 0)}
+
+    other = await ask(a, model=random)
+
+    assert serving(a) == {(random, 0)}
+    assert other != first
+    assert await ask(a) == first
+    assert serving(a) == {("builtin", 0)}

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -52,7 +52,7 @@ class Place:
         )  # fmt: skip
         self.links = SimpleNamespace(by_peer=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
         self.ring_member = RingMember(
-            cast("Any", machine), cast("Any", self.links), lambda: "nobody"
+            cast("Any", machine), cast("Any", self.links), lambda: "nobody", keep_s=60.0
         )
         self.formed: list[bool] = []
         self.runtime = SimpleNamespace(
@@ -538,7 +538,12 @@ def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() ->
         with pytest.raises(LinkLost, match="does not serve `other` now"):
             async with place.ring_member.backend(STAGE, "other"):
                 pass
-        assert place.ring_member.reason("other") == "the ring of `other` does not serve"
+        assert place.ring_member.reason("other") == (
+            "the ring of `other` does not serve: no node is free for it"
+        )
+        *_, third = (group.id for group in groups_of(whole) if not group.replica)
+        place.states[STAGE] = StateRecord(group=third)
+        assert "its nodes load it" in place.ring_member.reason("other")
 
     run(story)
 
@@ -561,5 +566,72 @@ def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
         assert place.ring_member.plan is None
         assert place.ring_member.charter
         assert place.ring_member.charter.shape.name == "other"
+
+    run(story)
+
+
+def used(place: Place) -> tuple[bytes, ...]:
+    return place.told[-1].used
+
+
+async def want(place: Place, model: str) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            await place.ring_member.entries(model)
+
+
+def test_the_models_that_were_asked_for_lately_are_published() -> None:
+    whole, *_ = several()
+    first, other = (each.key for each in whole.served)
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        await want(place, "of an engine")
+        assert used(place) == ()
+        await want(place, "other")
+        assert used(place) == (other,)
+        told = len(place.told)
+        await asyncio.sleep(40)
+        await want(place, "other")
+        assert len(place.told) == told  # nothing new
+        await asyncio.sleep(40)
+        assert used(place) == (other,)
+        await asyncio.sleep(21)
+        assert used(place) == ()
+        await want(place, "")
+        assert used(place) == (first,)
+        place.machine.charter = replace(whole, models=())
+        place.ring_member.publish()
+        assert used(place) == ()  # a mesh of one model does not tell
+
+    run(story)
+
+
+def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
+    whole, *_ = several()
+    first, other = (each.key for each in whole.served)
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        async with place.ring_member.backend(STAGE, "tiny"):
+            await asyncio.sleep(200)
+            assert used(place) == (first,)
+        await asyncio.sleep(59)
+        assert used(place) == (first,)
+        await asyncio.sleep(2)
+        assert used(place) == ()
+
+        waiting = asyncio.ensure_future(place.ring_member.entries("other"))
+        await asyncio.sleep(200)
+        assert used(place) == (other,)
+        waiting.cancel()
+        await asyncio.sleep(61)
+        assert used(place) == ()
 
     run(story)

@@ -80,6 +80,7 @@ states = st.builds(
         tuple
     ),
     st.binary(max_size=9),
+    st.lists(eight, max_size=3).map(tuple),
 )
 
 

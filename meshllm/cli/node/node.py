@@ -18,7 +18,7 @@ from meshllm.cli.shared import complete
 from meshllm.cli.shared.events import Notice, notices
 from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import check_draft, inference_config, takes
-from meshllm.cli.shared.units import listed
+from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import UserError
@@ -60,9 +60,9 @@ _POLL_S = 0.02
 _PASSED_ON = ("join", "name", "policy", "members", "replicas", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
-    "members", "replicas", "exclude", "prefer", "entry", "trust", "dtype", "quant", "device",
-    "threads", "speculation", "draft", "exact", "wire", "prefix_cache", "context", "state", "serve",
-    *DOOR_SETTINGS, "log_format",
+    "members", "replicas", "keep", "exclude", "prefer", "entry", "trust", "dtype", "quant",
+    "device", "threads", "speculation", "draft", "exact", "wire", "prefix_cache", "context",
+    "state", "serve", *DOOR_SETTINGS, "log_format",
 )  # fmt: skip
 
 
@@ -335,6 +335,7 @@ def _options(config: Config) -> "NodeOptions":
         prefer=listed(chosen.prefer),
         entry=listed(chosen.entry),
         trust=listed(chosen.trust),
+        keep_s=parse_duration(chosen.keep),
         **given,
     )
 

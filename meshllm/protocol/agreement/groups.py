@@ -18,6 +18,10 @@ the group that is served worst.
 A complete group never gives a node that it needs to an earlier one of the same round, and groups
 are filled until nothing changes: assigning again moves nobody.
 
+States tell which models were asked for lately. The first replica of such a model also takes nodes
+from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
+nodes to another one gets them back when it is asked for, and the other is not used any more.
+
 A node that awaits weights takes part: it keeps its place while it fetches them, and one that a ring
 does not need is free for another.
 
@@ -28,7 +32,7 @@ this estimate, which takes all layers as large as the largest, denies it.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshllm.names import FIRST_GROUP, GroupId, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId
 from meshllm.protocol.agreement.candidates import MeshView, followed_plans
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, Lifecycle, Profile
@@ -93,6 +97,14 @@ def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
     return found
 
 
+def used_models(view: MeshView) -> frozenset[ModelKey]:
+    """Return the models that were asked for lately, at any living node."""
+    here = view.alive()
+    return frozenset(
+        key for node, state in view.states.items() if node in here for key in state.used
+    )
+
+
 def assign(view: MeshView) -> Mapping[NodeId, GroupId]:
     """Return the group of each living node that can hold layers; the same on every node."""
     table, before = _Table(view), dict[NodeId, GroupId]()
@@ -122,11 +134,12 @@ class _Table:
     plans: dict[GroupId, Plan] = field(default_factory=dict)
     rooms: dict[tuple[NodeId, int], tuple[int, int]] = field(default_factory=dict)
     """Layers of the model of a group that a node can hold, without and with the ends."""
+    used: frozenset[ModelKey] = frozenset()
 
     def __post_init__(self) -> None:
         view = self.view
         self.groups = groups_of(view.charter)
-        self.plans = plans_in_force(view)
+        self.plans, self.used = plans_in_force(view), used_models(view)
         known = {group.id: group for group in self.groups}
         for node in sorted(view.alive()):
             if _can_take_part(view, node):
@@ -185,7 +198,9 @@ class _Table:
         nodes, taken = self.nodes(number), list[NodeId]()
         if self.is_complete(number, nodes, strict=strict):
             return
-        for donors in (self._free, self._unneeded, self._incomplete, self._replicas):
+        for donors in (
+            self._free, self._unneeded, self._incomplete, self._replicas, self._unused,
+        ):  # fmt: skip
             if donors == self._replicas and strict:
                 return
             while found := [each for each in donors(number, taken, strict) if each not in taken]:
@@ -261,6 +276,18 @@ class _Table:
                 able := self._able(number, self.nodes(other))
             ):
                 return able
+        return []
+
+    def _unused(self, number: int, taken: list[NodeId], _strict: bool) -> list[NodeId]:
+        """Return the nodes of the last ring of a model that nobody uses, for one that is used."""
+        group = self.groups[number]
+        if group.replica or group.charter.key not in self.used:
+            return []
+        for other in range(len(self.groups) - 1, -1, -1):
+            if self.groups[other].charter.key not in self.used:
+                able = self._able(number, self.nodes(other))
+                if found := [node for node in able if node not in taken]:
+                    return found
         return []
 
     def place_rest(self) -> None:

@@ -201,6 +201,8 @@ class StateRecord:
     """Models that it provides with an engine of its own."""
     group: GroupId = FIRST_GROUP
     """The ring in which it takes part, if only as a standby: the model and the replica."""
+    used: tuple[ModelKey, ...] = ()
+    """The models of the mesh that were asked for here lately; empty while it serves one."""
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -210,7 +212,8 @@ class StateRecord:
         faulty = sized(b"".join(self.faulty))
         offers = _COUNT.pack(len(self.offers)) + b"".join(each.encode() for each in self.offers)
         state = _STATE.pack(self.lifecycle, *flags)
-        return start_record() + state + links + texts + faulty + offers + sized(self.group)
+        models = sized(self.group) + sized(b"".join(self.used))
+        return start_record() + state + links + texts + faulty + offers + models
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -232,6 +235,7 @@ class StateRecord:
             _node_ids(reader) if reader.left else (),
             _offers(reader) if reader.left else (),
             GroupId(reader.sized(GROUP_BYTES)) if reader.left else FIRST_GROUP,
+            _keys(reader) if reader.left else (),
         )
 
 

@@ -19,6 +19,7 @@ from meshllm.protocol.agreement.groups import (
     plans_in_force,
     ring_of,
     shortage,
+    used_models,
 )
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
@@ -377,3 +378,73 @@ def test_nodes_that_come_and_go_move_little_and_leave_no_model_unserved(seed: in
     assert report.changes == 60
     assert (report.unserved, report.unstable, report.differing) == (0, 0, 0)
     assert report.most <= MOST_MOVES
+
+
+def using(view: MeshView, *numbers: int) -> MeshView:
+    """View a mesh in which these models were asked for lately, each at another node."""
+    keys = {each.shape.name: each.key for each in view.charter.served}
+    asked = dict(zip(view.states, (keys[f"m{number}"] for number in numbers), strict=False))
+    states = {
+        at: replace(state, used=(asked[at],) if at in asked else ())
+        for at, state in view.states.items()
+    }
+    return replace(view, states=states)
+
+
+def test_a_model_that_is_asked_for_takes_the_place_of_one_that_nobody_uses() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: FIRST_GROUP, B: FIRST_GROUP}
+    second = group(charter, 2)
+    layers = {A: 2, B: 2}
+
+    assert assign(view_of(charter, layers, places)) == places
+    for used in ((), (1,), (1, 2)):
+        assert assign(using(view_of(charter, layers, places), *used)) == places
+    moved = assign(using(view_of(charter, layers, places), 2))
+
+    assert moved == {A: second, B: second}
+    for later in ((), (2,), (1, 2)):
+        assert assign(using(view_of(charter, layers, moved), *later)) == moved
+    assert assign(using(view_of(charter, layers, moved), 1)) == places
+    assert used_models(using(view_of(charter, layers), 2, 1)) == {
+        each.key for each in charter.served
+    }
+
+
+def test_it_takes_no_more_than_it_needs_and_the_last_ring_first() -> None:
+    charter = mesh_of(model(1, 2), model(2, 2), model(3, 4), model(4, 9))
+    first, second, third, last = groups_of(charter)
+    names = [each.charter.shape.name for each in (first, second, third, last)]
+    wanted = int(names[-1][1:])
+    layers = {A: 9, B: 9, C: 9}
+    places = {A: first.id, B: second.id, C: third.id}
+
+    assert assign(using(view_of(charter, layers, places), wanted)) == places | {C: last.id}
+
+
+def test_it_takes_nodes_of_several_rings_that_nobody_uses() -> None:
+    charter = mesh_of(model(1, 2), model(2, 2), model(3, 4))
+    second, third = group(charter, 2), group(charter, 3)
+    places = {A: FIRST_GROUP, B: second}
+
+    found = assign(using(view_of(charter, {A: 2, B: 2}, places), 3))
+
+    assert found == {A: third, B: third}
+    one_is_used = assign(using(view_of(charter, {A: 2, B: 2}, places), 3, 2))
+    assert one_is_used == places
+
+
+def test_a_further_replica_takes_nothing_from_a_model_that_nobody_uses() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4, replicas=2))
+    places = {A: FIRST_GROUP, B: group(charter, 2)}
+
+    assert assign(using(view_of(charter, {A: 4, B: 4}, places), 2)) == places
+
+
+def test_what_a_node_used_counts_while_it_lives() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: FIRST_GROUP, B: UNASSIGNED}
+    view = using(view_of(charter, {A: 4, B: 1}, places), 1, 2)
+    gone = {**view.states, B: replace(view.states[B], links=(), lifecycle=Lifecycle.LEFT)}
+
+    assert used_models(replace(view, states=gone)) == {charter.key}

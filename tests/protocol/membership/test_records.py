@@ -66,7 +66,7 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
         record.decode(record.encode()[:10])
 
 
-@pytest.mark.parametrize("missing", [2, 3, 5], ids=["group", "offers", "faulty nodes"])
+@pytest.mark.parametrize("missing", [2, 4, 5, 7], ids=["used", "group", "offers", "faulty"])
 def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     state = StateRecord(links=((A, 9),), obstacle="busy")
 
