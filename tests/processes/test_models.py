@@ -141,8 +141,7 @@ class Mesh:
         self.ticket = self.fleet.found(RING_NODES[0])
         for name in (*RING_NODES, PROVIDER):
             self.start_node(name)
-        for node in self.fleet.nodes.values():
-            until(node.is_up, self.fleet.told)
+            until(self.node(name).is_up, self.fleet.told)
         self.wait({"builtin 0", "builtin 1"}, stages=None)
         made = meshllm(
             "model", "serve", self.other, "--members", "2", "--alias", TWELVE, "--json",

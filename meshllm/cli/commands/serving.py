@@ -1,20 +1,27 @@
 """`meshllm model serve|stop`: the models that the mesh of the running node serves."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshllm.cli.ring.plan import find_placement
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar
+from meshllm.config import Scalar, Settings
+from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from meshllm.node.options import ModelOptions
+    from meshllm.status import ModelStatus
 
 EXAMPLES = """\b
 Examples:
   meshllm model serve Qwen/Qwen3-0.6B
   meshllm model serve Qwen/Qwen3-0.6B --replicas 2 --alias small
   meshllm model serve /models/qwen --quant int8 --members 3
+  meshllm model serve --plan office.toml
   meshllm model stop Qwen/Qwen3-0.6B
 """
 
@@ -30,7 +37,20 @@ Model = Annotated[
 
 @takes("quant", "policy", "members", "replicas", "context", "state")
 def serve(
-    model: Model,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Use `builtin`, a folder, or a Hugging Face name.",
+            autocompletion=complete.models,
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Serve the models of a workload, in as many rings as suit it best."
+        ),
+    ] = None,
     alias: Annotated[
         list[str] | None,
         typer.Option("--alias", metavar="NAME", help="Answer requests for this name too."),
@@ -43,21 +63,40 @@ def serve(
     The node of this machine must have the model; other nodes hold layers of it if they have it in
     their Hugging Face cache, or if their `--model` names it. Nodes that no ring needs form its
     ring. Options of a model that is served already are changed, without `--quant`.
+
+    `--plan` takes the file of `meshllm ring plan --workload`. It serves each model of the best
+    placement with its number of rings, and of machines in a ring; the mesh chooses the machines. It
+    leaves engines, and other models of the mesh, as they are.
     """
     import asyncio
 
     from meshllm.cli.shared.client import NodeClient, socket_path
     from meshllm.node.options import ModelOptions
-    from meshllm.status import to_json
 
     chosen = settings(flags)
     given = {name: value for name, value in flags.items() if value is not None and name != "state"}
+    if (model is None) is (plan is None) or (plan and (given or alias)):
+        raise UserError(
+            "`meshllm model serve` takes a model with its options, or `--plan FILE` alone",
+            hint="such as `meshllm model serve Qwen/Qwen3-0.6B`",
+        )
+    client = NodeClient(socket_path(chosen))
+    if plan is not None:
+        for each in _planned(plan, chosen):
+            _tell(asyncio.run(client.serve(each)), as_json=as_json)
+        return
     asked = ModelOptions(
-        _absolute(model),
+        _absolute(model or ""),
         aliases=None if alias is None else tuple(alias),
         **given,  # type: ignore[arg-type]  # of the types of the settings
     )
-    served = asyncio.run(NodeClient(socket_path(chosen)).serve(asked))
+    served = asyncio.run(client.serve(asked))
+    _tell(served, as_json=as_json)
+
+
+def _tell(served: "ModelStatus", *, as_json: bool) -> None:
+    from meshllm.status import to_json
+
     if as_json:
         render.dump(to_json(served))
         return
@@ -81,6 +120,24 @@ def stop(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         render.dump({"model": model})
         return
     render.talk(f"{model} is no longer served")
+
+
+def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":
+    """Return how to serve the models of the best placement for a workload."""
+    from meshllm.node.options import ModelOptions
+
+    rings = find_placement(path, None, chosen).rings()
+    if not rings:
+        raise UserError("The best placement has no ring of nodes", hint="see `meshllm ring plan`")
+    return [
+        ModelOptions(
+            _absolute(name),
+            quant=str(quant),
+            members=max(sizes, key=lambda size: (sizes.count(size), size)),
+            replicas=len(sizes),
+        )
+        for (name, quant), sizes in rings.items()
+    ]
 
 
 def _absolute(model: str) -> str:

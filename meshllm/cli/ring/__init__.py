@@ -1,3 +1,3 @@
 """`meshllm ring`."""
 
-__all__ = ["ring", "status"]
+__all__ = ["plan", "ring", "status"]

@@ -16,6 +16,7 @@ from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.cli.ring.spec import Spec
+    from meshllm.cli.ring.workload import WorkloadReport
     from meshllm.protocol.planning.plan import ModelSizes, Plan
     from meshllm.protocol.planning.prediction import Alternative, Guessing, PredictedHop, Prediction
     from meshllm.status import MeshStatus
@@ -84,7 +85,11 @@ def plan(
         first, second = sources[:2]
         raise UserError(f"`{first}` cannot be combined with `{second}`", hint="omit one of them")
     if workload is not None:
-        _place(workload, trace, settings(flags), as_json=as_json)
+        placed = find_placement(workload, trace, settings(flags))
+        if as_json:
+            render.dump(placed.fields())
+        else:
+            render.out(placed.text())
         return
     if trace is not None:
         raise UserError("`--trace` needs `--workload`", hint="the file names models and machines")
@@ -129,8 +134,13 @@ def _running(chosen: Settings) -> "MeshStatus | None":
     return status if status.ring.predicted and status.model else None
 
 
-def _place(path: Path, trace: Path | None, chosen: Settings, *, as_json: bool) -> None:
-    """Place the models of a file."""
+def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "WorkloadReport":
+    """Place the models of a file.
+
+    Raises:
+        UserError: the file is invalid.
+        ModelError: a model is not on this machine, or does not fit.
+    """
     import asyncio
 
     from meshllm.cli.ring.workload import WorkloadReport
@@ -141,11 +151,7 @@ def _place(path: Path, trace: Path | None, chosen: Settings, *, as_json: bool) -
     spec = read_workload(path, lambda: asyncio.run(client.status()), trace)
     with render.Status(sys.stderr) as status:
         status.show("simulating placements")
-        report = WorkloadReport.make(spec)
-    if as_json:
-        render.dump(report.fields())
-    else:
-        render.out(report.text())
+        return WorkloadReport.make(spec)
 
 
 def _shape(chosen: Settings, context: int) -> "ModelSizes":

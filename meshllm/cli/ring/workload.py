@@ -1,12 +1,13 @@
 """The report of `meshllm ring plan --workload`: a placement of several models, and why."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from meshllm.cli.ring.workload_spec import WorkloadSpec
 from meshllm.cli.terminal import render
+from meshllm.names import Quant
 from meshllm.scheduler.placement import ReplicaOption
 from meshllm.scheduler.reasons import why_slower
 from meshllm.scheduler.schedule import Assessment, OneMore, Schedule, one_more, schedule
@@ -32,6 +33,15 @@ class WorkloadReport:
         """Schedule a workload; raise `ModelError` if a model does not fit."""
         found = schedule(spec.workload, spec.requests)
         return cls(spec, found, tuple(one_more(spec.workload, found.best, spec.requests)))
+
+    def rings(self) -> dict[tuple[str, Quant], list[int]]:
+        """Return the machines of each ring of nodes, by model; engines have no rings."""
+        found = defaultdict[tuple[str, Quant], list[int]](list)
+        for option in self.found.best.replicas:
+            if not any(self.spec.workload.kinds[kind].is_provider for kind in option.kinds):
+                model = self.spec.workload.models[option.model].architecture
+                found[model.name, model.quant].append(option.machines)
+        return dict(found)
 
     def fields(self) -> dict[str, Any]:
         """Lay it out for ``--json``."""

@@ -10,6 +10,7 @@ from meshllm.cli.shared.client import NodeClient
 from meshllm.node.options import ModelOptions
 from meshllm.status import ModelStatus
 from tests.cli.conftest import Invoke
+from tests.scheduler.test_roofline import LLAMA_8B
 
 SERVED = ModelStatus("org/m", 12, 64, "bfloat16", "none", replicas=2, key="00" * 8)
 
@@ -73,3 +74,94 @@ def test_without_a_node_there_is_nothing_to_serve(meshllm: Invoke) -> None:
     assert done.exit_code == 3
     assert "No node is running" in done.stderr
     assert "hint: start one with `meshllm node`" in done.stderr
+
+
+WORKLOAD = """
+[[model]]
+name = "builtin"
+rate = 500.0
+prompt = 100
+answer = 60
+[[model]]
+name = "big"
+config = "big.json"
+quant = "int8"
+rate = 0.2
+prompt = 200
+answer = 100
+[[machine]]
+name = "desktop"
+count = 4
+memory = "6GB"
+tflops = 2
+gb_s = 60
+"""
+
+ENGINE = """
+[[machine]]
+name = "gpu"
+memory = "80GB"
+tflops = 300
+gb_s = 2000
+provider = true
+"""
+
+
+@pytest.fixture
+def workload(home: Path) -> Path:
+    (home / "big.json").write_text(json.dumps(LLAMA_8B))
+    path = home / "office.toml"
+    path.write_text(WORKLOAD)
+    return path
+
+
+def test_the_models_of_a_plan_are_served_in_its_rings(
+    meshllm: Invoke, calls: list[object], workload: Path
+) -> None:
+    planned = meshllm("ring", "plan", "--workload", str(workload), "--json").stdout
+    sizes: dict[str, list[int]] = {"builtin": [], "big": []}
+    for each in json.loads(planned)["placement"]["replicas"]:
+        sizes[each["model"]].append(len(each["machines"]))
+
+    done = meshllm("model", "serve", "--plan", str(workload))
+    told = meshllm("model", "serve", "--plan", str(workload), "--json").stdout
+
+    big, small = sizes["big"], sizes["builtin"]
+    assert (min(big) > 1, len(small) > 1) == (True, True)  # both fields are told
+    expected = {
+        ModelOptions("builtin", "none", members=1, replicas=len(small)),
+        ModelOptions("big", "int8", members=max(big, key=big.count), replicas=len(big)),
+    }
+    assert {*calls[:2]} == {*calls[2:]} == expected
+    assert sorted(done.stdout.split()) == ["big", "builtin"]
+    assert {json.loads(line)["name"] for line in told.splitlines()} == {"big", "builtin"}
+
+
+def test_engines_of_a_plan_serve_by_themselves(
+    meshllm: Invoke, calls: list[object], workload: Path
+) -> None:
+    machine = WORKLOAD.index("[[machine]]")
+    workload.write_text(WORKLOAD[:machine] + ENGINE + "count = 2\n")
+
+    done = meshllm("model", "serve", "--plan", str(workload))
+
+    assert (done.exit_code, calls) == (2, [])
+    assert "no ring of nodes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("org/m", "--plan", "x"),
+        ("--plan", "x", "--members", "2"),
+        ("--plan", "x", "--alias", "a"),
+    ],
+)
+def test_a_model_or_a_plan_is_served(
+    meshllm: Invoke, calls: list[object], words: tuple[str, ...]
+) -> None:
+    done = meshllm("model", "serve", *words)
+
+    assert (done.exit_code, calls) == (2, [])
+    assert "or `--plan FILE` alone" in done.stderr
