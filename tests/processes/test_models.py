@@ -212,9 +212,9 @@ def lose(mesh: Mesh, victim: str, expected: Mapping[str, str]) -> None:
         mesh.node(victim).kill()
         load.more(3)
         if victim == PROVIDER:
-            with pytest.raises(AssertionError, match="link_lost"):
+            with pytest.raises(AssertionError, match="service_unavailable"):
                 list(begun)
-            until(lambda: "No node provides" in outcome(entrance, FOX).error)
+            until(lambda: outcome(entrance, FOX).error.startswith("404 "))
 
     for model, found in load.outcomes.items():
         assert found == [Outcome(expected[model])] * len(found), f"{model}\n{mesh.fleet.told()}"
