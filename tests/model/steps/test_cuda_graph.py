@@ -262,8 +262,13 @@ def test_without_triton_steps_are_stock_steps(
     kernel = module._kernel
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "meshllm.model.kernels.triton_attention", raising=False)
-    with graphs_pretended(monkeypatch), caplog.at_level(logging.INFO, "meshllm"):
-        monkeypatch.setattr(module, "_kernel", kernel)
+    monkeypatch.delattr("meshllm.model.kernels.triton_attention", raising=False)
+    with (
+        graphs_pretended(monkeypatch),
+        monkeypatch.context() as patch,  # undone first, else the pretended kernel would stay
+        caplog.at_level(logging.INFO, "meshllm"),
+    ):
+        patch.setattr(module, "_kernel", kernel)
         runner = whole(llama_source)
         given = runner.step(tokens(3), after(runner, 9))
         expected = stock(runner, tokens(3), after(runner, 9))
