@@ -86,8 +86,8 @@ def test_the_attention_of_a_graph_outlives_its_capture(
 
         return replay, output
 
-    with graphs_pretended(monkeypatch):
-        monkeypatch.setattr(module, "_capture", capture)
+    with graphs_pretended(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(module, "_capture", capture)
         runner = whole(llama_source)
         config = runner.shard.model.config
         held.clear()
