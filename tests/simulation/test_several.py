@@ -12,7 +12,7 @@ from tests.simulation.test_nodes import told
 
 BLOCK = 10  # schedules
 FOUND = (144,)  # a node whose compute thread hung offered layers of another model
-BLOCKS = [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 20))]
+BLOCKS = [*range(2), *(pytest.param(block, marks=pytest.mark.slow) for block in range(2, 20))]
 
 
 @pytest.fixture(autouse=True)

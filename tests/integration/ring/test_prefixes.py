@@ -239,7 +239,7 @@ async def test_a_stop_during_the_next_step_does_not_corrupt_the_cache(
     folder = tiny_model(tmp_path, name).folder
     async with ring_of(folder, nodes) as ring:
         text = list(PROMPT)
-        for _ in range(4):
+        for _ in range(2):
             seen: list[int] = []
 
             def is_last(token: int, seen: list[int] = seen) -> bool:

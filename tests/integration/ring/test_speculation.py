@@ -73,7 +73,12 @@ def _plain_text(folder: Path, sampling: Sampling) -> list[int]:
 
 @pytest.mark.parametrize(
     ("nodes", "sampling"),
-    [(1, SAMPLINGS[0]), (2, SAMPLINGS[1]), (3, SAMPLINGS[0]), (4, SAMPLINGS[1])],
+    [
+        (1, SAMPLINGS[0]),
+        (2, SAMPLINGS[1]),
+        (3, SAMPLINGS[0]),
+        pytest.param(4, SAMPLINGS[1], marks=pytest.mark.slow),
+    ],
     ids=["1-greedy", "2-sampled", "3-greedy", "4-sampled"],
 )
 def test_good_and_bad_drafts_give_the_same_text(
