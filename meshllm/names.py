@@ -102,6 +102,9 @@ class LossCause(StrEnum):
     """Why the ring of an answer was lost."""
 
     NODE_LOST = "node_lost"
+    """Its connections closed: its process was killed."""
+    NODE_SILENT = "node_silent"
+    """Nothing arrived from it: it was stopped, without power, or cut off."""
     NODE_HUNG = "node_hung"
     NODE_REFUSED = "node_refused"
     NODE_LEFT = "node_left"

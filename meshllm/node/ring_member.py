@@ -321,6 +321,7 @@ class RingMember:
         ends = Lifecycle.LEAVING, Lifecycle.LEFT
         here = {node: state for node, state in machine.states.items() if node in machine.alive}
         out = {
+            LossCause.NODE_SILENT: machine.silent - machine.alive,
             LossCause.NODE_HUNG: {node for node, state in here.items() if state.obstacle},
             LossCause.NODE_REFUSED: {node for state in here.values() for node in state.faulty},
             LossCause.NODE_LEFT: {

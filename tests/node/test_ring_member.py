@@ -45,9 +45,11 @@ class Place:
         self.told: list[StateRecord] = []
         self.states: dict[bytes, StateRecord] = {}
         self.alive = {ENTRY, STAGE}
+        self.silent = set[NodeId]()
         self.profiles: dict[bytes, Any] = {}
         self.machine = machine = SimpleNamespace(
             me=me, states=self.states, publish=self.publish, alive=self.alive,
+            silent=self.silent,
             profiles=self.profiles, charter=None,
         )  # fmt: skip
         self.links = SimpleNamespace(by_peer=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
@@ -142,6 +144,9 @@ def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
         place.profiles[STAGE] = SimpleNamespace(name="cellar")
         cause, text = place.ring_member.explain(PLAN)
         assert (cause, text.partition(";")[0]) == (LossCause.NODE_LOST, "cellar is gone")
+        place.silent.add(STAGE)
+        cause, text = place.ring_member.explain(PLAN)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_SILENT, "cellar is silent")
         place.states[ENTRY] = StateRecord(faulty=(STAGE,))
         cause, text = place.ring_member.explain(PLAN)
         assert (cause, text.partition(";")[0]) == (LossCause.NODE_REFUSED, "cellar is refused")

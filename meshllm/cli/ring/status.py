@@ -16,6 +16,7 @@ T = TypeVar("T")
 MAX_SKEW_S = 5.0  # tolerated clock skew; beats, which carry the time, arrive up to 3 s late
 _CAUSES = {
     LossCause.NODE_LOST: "of a node",
+    LossCause.NODE_SILENT: "of a node that fell silent",
     LossCause.NODE_HUNG: "of a node that hung",
     LossCause.NODE_REFUSED: "of a node that others refuse",
     LossCause.NODE_LEFT: "of a node that left",

@@ -75,6 +75,8 @@ class Mesh:
         """The open links, including those of clients."""
         self.heard = -inf
         """When a peer last sent a beat, and so accepted this process as the holder of its key."""
+        self.silent = frozenset[NodeId]()
+        """The nodes whose last link here ended because nothing arrived, rather than by closing."""
         self._is_node = credential.role is Role.NODE
         self._replica = Replica(key, credential, incarnation)
         self._dials = DialSchedule(key.node)
@@ -208,6 +210,7 @@ class Mesh:
             why = CloseReason.CROSSED if old.is_fresh(now) else CloseReason.SILENT
             actions.append(self._drop(peer, why, now))
         self.links.add(peer, contact)
+        self.silent -= {peer}
         self._is_changed = True
         return self._conclude([*actions, *self._greet(peer, contact, now)], now)
 
@@ -392,6 +395,8 @@ class Mesh:
 
     def _drop(self, peer: NodeId, why: CloseReason, now: float, text: str = "") -> Drop:
         self._unlink(peer, now)
+        if why is CloseReason.SILENT:
+            self.silent = (self.silent | {peer}) & self.profiles.keys()
         return Drop(peer, why, text=text)
 
     def _unlink(self, peer: NodeId, now: float) -> None:

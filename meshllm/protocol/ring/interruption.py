@@ -10,6 +10,7 @@ _PHRASES = {
     LossCause.NODE_HUNG: "hangs",
     LossCause.NODE_REFUSED: "is refused",
     LossCause.NODE_LEFT: "left",
+    LossCause.NODE_SILENT: "is silent",
 }
 """What happened to a node, by the cause; the first cause among the nodes of a ring counts."""
 
@@ -24,8 +25,8 @@ def explain(
 ) -> tuple[LossCause, str]:
     """Return why a ring was lost and another one serves, as a cause and as a phrase.
 
-    ``out`` are nodes that hang, are refused, are leaving or have left; these are not counted as
-    lost.
+    ``out`` are nodes that are silent, hang, are refused, are leaving or have left; these are not
+    counted as lost.
     """
     if before is None or after is None or before == after:
         return LossCause.LINK_LOST, "a link was lost for a moment"

@@ -187,6 +187,19 @@ def test_all_links_beat_and_silent_ones_are_dropped() -> None:
     assert node.links == {}
 
 
+def test_a_node_is_silent_until_it_links_again_unless_its_link_closed() -> None:
+    node = linked(FOUNDER, LAST)
+    for peer in (FOUNDER, LAST):
+        node.receive(peer.node, Items((sign(peer, PROFILE),)), 1.0)
+    node.unlinked(FOUNDER.node, 1.0)
+    assert node.silent == frozenset()
+    while node.links:
+        tick(node, node.deadline)
+    assert node.silent == {LAST.node}
+    link(node, LAST, 9.0)
+    assert node.silent == frozenset()
+
+
 def test_before_the_deadline_nothing_is_due() -> None:
     node = linked(LAST)
 

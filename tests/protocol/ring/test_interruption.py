@@ -30,6 +30,15 @@ BEFORE = ring((A, 0, 4), (B, 4, 8), (C, 8, 12))
             "bench left; attic takes layers 4:6; cellar takes layers 6:8",
         ),
         (
+            ring((A, 0, 8), (C, 8, 12), epoch=2), {A, C}, {LossCause.NODE_SILENT: {B, D}},
+            LossCause.NODE_SILENT, "bench is silent; attic takes layers 4:8",
+        ),
+        (
+            ring((A, 0, 8), (C, 8, 12), epoch=2), {A, C},
+            {LossCause.NODE_SILENT: {B}, LossCause.NODE_LEFT: {B}},
+            LossCause.NODE_LEFT, "bench left; attic takes layers 4:8",
+        ),
+        (
             ring((D, 0, 12), epoch=2), {D}, {LossCause.NODE_LEFT: {B}}, LossCause.NODE_LOST,
             "attic is gone, cellar is gone, bench left; door takes layers 0:12",
         ),
