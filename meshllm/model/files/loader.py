@@ -35,6 +35,7 @@ from meshllm.local_files import check_regular, read_regular
 from meshllm.model.device import CPU
 from meshllm.model.lean import lean
 from meshllm.model.locate import INDEX
+from meshllm.model.pages import prefer_huge_pages
 from meshllm.model.split.skeleton import Skeleton, quiet
 
 SINGLE = "model.safetensors"
@@ -152,6 +153,8 @@ def load(
         # What no file holds, such as rotary tables, is made on the CPU: equal on every node.
         model._finalize_model_loading(model, replace(config, device_map=None), info)
     model.to(device).eval()
+    for parameter in model.parameters():
+        prefer_huge_pages(parameter)
 
 
 def _share(model: nn.Module, lender: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ from meshllm.model.kernels import gemm_int4
 from meshllm.model.kernels.gemm_int4 import CODES, GROUP, OUTPUTS
 from meshllm.model.modules.int8 import is_dequantised, multiply_dequantised
 from meshllm.model.modules.quant_form import Form, Packed, Shape
+from meshllm.model.pages import huge_zeros
 
 CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of `OUTPUTS`
 
@@ -43,8 +44,8 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     """Quantise and pack a matrix [N, K]; it takes memory for `CHUNK_ROWS` besides the result."""
     outputs, inputs = weight.shape
     blocks, groups = -(-outputs // OUTPUTS), inputs // GROUP
-    data = torch.zeros(blocks, inputs // CODES, OUTPUTS, dtype=torch.int32)
-    scales = torch.zeros(blocks, groups, OUTPUTS, 2, dtype=torch.bfloat16)
+    data = huge_zeros(blocks, inputs // CODES, OUTPUTS, dtype=torch.int32)
+    scales = huge_zeros(blocks, groups, OUTPUTS, 2, dtype=torch.bfloat16)
     for at in range(0, outputs, CHUNK_ROWS):
         words, pairs = _pack_rows(weight[at : at + CHUNK_ROWS])
         missing = -len(words) % OUTPUTS

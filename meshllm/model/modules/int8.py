@@ -18,6 +18,7 @@ from meshllm.model.kernels import gemm_int8, jit
 from meshllm.model.kernels.gemm_int8 import OUTPUTS
 from meshllm.model.kernels.scratch import scratch
 from meshllm.model.modules.quant_form import Form, Packed, Shape
+from meshllm.model.pages import huge_zeros
 
 CHUNK_ROWS = 4096  # of a matrix quantised at a time
 DEQUANTISE_ROWS = 48  # rows from which on dequantising pays
@@ -85,7 +86,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     """Quantise and pack a matrix [N, K]; it takes memory for `CHUNK_ROWS` besides the result."""
     outputs, inputs = weight.shape
     blocks = -(-outputs // OUTPUTS)
-    data = torch.zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
+    data = huge_zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
     scales = torch.zeros(blocks * OUTPUTS, dtype=torch.float32)
     for at in range(0, outputs, CHUNK_ROWS):
         part = weight[at : at + CHUNK_ROWS].float()

@@ -8,12 +8,9 @@ is used. A file that was unused for `UNUSED_S` is evicted when a model is quanti
 again.
 """
 
-import ctypes
 import json
 import logging
-import mmap
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -32,10 +29,10 @@ from meshllm.model.files.loader import list_weights, open_file, select
 from meshllm.model.files.manifest import file_digests
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.modules.quant_form import Form, Packed
+from meshllm.model.pages import prefer_huge_pages
 from meshllm.model.split.skeleton import Skeleton
 
 _NAME_DIGITS = 64  # hexadecimal digits of a file name
-_PAGE_OUT = 21  # MADV_PAGEOUT of Linux 5.4, which Python does not define
 UNUSED_S = 30 * 86_400.0
 """Seconds after which an unread file is evicted."""
 _TICK_NS = 2_000_000_000  # more than the granularity of file timestamps
@@ -72,7 +69,7 @@ def load(folder: Path, key: str, form: Form) -> dict[str, Tensor] | None:
     try:
         with open_file(path) as file:
             about = file.metadata() or {}
-            stored = {name: file.get_tensor(name) for name in form}
+            stored = {name: prefer_huge_pages(file.get_tensor(name)) for name in form}
     except (ModelError, SafetensorError, OSError) as error:
         log.info("`%s` is packed again: %s", path, error)
         return None
@@ -125,16 +122,6 @@ def evict(folder: Path) -> None:
             if max(stat.st_atime, stat.st_mtime) < oldest:
                 path.unlink()
                 log.info("`%s` evicted: unused for %d days", path, UNUSED_S // 86_400)
-
-
-def page_out(tensor: Tensor) -> None:
-    """Page out the memory of a mapped tensor; what is read again is paged in."""
-    if sys.platform != "linux":
-        return
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - begin
-    advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _PAGE_OUT)  # older ones refuse
 
 
 def _path(folder: Path, key: str) -> Path:

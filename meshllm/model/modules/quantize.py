@@ -24,7 +24,8 @@ from meshllm.model.modules.quant_choice import Plain, choose, fusable_groups
 from meshllm.model.modules.quant_form import Matrix, Shape
 from meshllm.model.modules.quant_kernels import kernel, size_of
 from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
-from meshllm.model.modules.quant_store import evict, load, page_out, save
+from meshllm.model.modules.quant_store import evict, load, save
+from meshllm.model.pages import page_out
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tested on

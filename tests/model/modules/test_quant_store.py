@@ -21,7 +21,6 @@ from meshllm.model.modules.quant_store import (
     digest_weights,
     evict,
     load,
-    page_out,
     save,
 )
 from meshllm.model.split.skeleton import Part, build, strip
@@ -218,21 +217,6 @@ def test_a_file_in_use_is_not_evicted(file: Path) -> None:
     evict(file.parent)
 
     assert file.exists()
-
-
-def test_paged_out_memory_reads_the_same() -> None:
-    tensor = torch.arange(100_000)
-
-    page_out(tensor)
-
-    assert torch.equal(tensor, torch.arange(100_000))
-
-
-def test_other_systems_do_not_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.platform", "darwin")
-    monkeypatch.delattr("ctypes.CDLL")
-
-    page_out(torch.ones(1))
 
 
 def test_every_weight_of_a_part_has_a_digest(tmp_path: Path) -> None:
