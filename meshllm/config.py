@@ -112,6 +112,8 @@ class Settings:
     """Number of ring nodes; the policy chooses when not set."""
     replicas: int | None = None
     """Number of rings of the model, if there are nodes; else 1."""
+    auto: bool = False
+    """Hold whatever the mesh lacks most, whatever `model` says."""
     keep: str = "10m"
     """Keep a model that long after a request if room is wanted."""
     exclude: str | None = None

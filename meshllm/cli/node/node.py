@@ -60,7 +60,7 @@ _POLL_S = 0.02
 _PASSED_ON = ("join", "name", "policy", "members", "replicas", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
-    "members", "replicas", "keep", "exclude", "prefer", "entry", "trust", "dtype", "quant",
+    "members", "replicas", "auto", "keep", "exclude", "prefer", "entry", "trust", "dtype", "quant",
     "device", "threads", "speculation", "draft", "exact", "wire", "prefix_cache", "context",
     "state", "serve", *DOOR_SETTINGS, "log_format",
 )  # fmt: skip
@@ -85,7 +85,9 @@ def node(
     """Run a node that holds layers and serves requests.
 
     Without `--join` it returns to its last mesh, or founds one. `--model A,B` names the models that
-    this node can hold; a new mesh serves the first of them. It prints a ticket and the command
+    this node can hold; a new mesh serves the first of them. With `--auto`, or without a model, it
+    holds layers of the model that lacks nodes most, if it is on this machine or another node can
+    send it. It prints a ticket and the command
     for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM lets the other
     nodes take its layers over, finishes the requests of its clients and leaves the mesh; the
     second exits at once.
@@ -319,7 +321,12 @@ def _options(config: Config) -> "NodeOptions":
     given: dict[str, Any] = {
         name: current(chosen, name) for name in _PASSED_ON if config.origins[name] != DEFAULT
     }
-    named = config.origins["model"] != DEFAULT
+    if chosen.auto and config.origins["model"] == "--model":
+        raise UserError(
+            "`--auto` cannot be combined with `--model`, which names what this node can hold",
+            hint="omit one of them",
+        )
+    named = config.origins["model"] != DEFAULT and not chosen.auto
     model, *more = (listed(chosen.model) or ()) if named else (None,)
     return NodeOptions(
         state=state_path(chosen),

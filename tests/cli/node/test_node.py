@@ -261,7 +261,7 @@ def test_set_options_are_passed_on(
         "--listen", "quic://0.0.0.0:7701", "--relay", "quic://relay.example:8790",
         "--memory", "4GiB", "--layers", "2:5", "--exclude", "desk, laptop", "--members", "3",
         "--join", TICKET, "--no-discovery", "--policy", "auto", "--wire", "auto",
-        "--draft", "org/small", "--device", "cpu",
+        "--draft", "org/small", "--device", "cpu", "--keep", "90s",
     )  # fmt: skip
 
     assert node.options == NodeOptions(
@@ -280,7 +280,30 @@ def test_set_options_are_passed_on(
         join=TICKET,
         discovery=False,
         policy="auto",
+        keep_s=90,
     )
+
+
+def test_a_node_holds_what_is_lacking_whatever_the_settings_name(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_MODEL", "org/a,org/b")
+
+    meshllm("node", "--state", "here")
+    named = node.options
+    assert named
+    meshllm("node", "--state", "here", "--auto")
+
+    assert named == NodeOptions(
+        state=Path.cwd() / "here",
+        model="org/a",
+        more_models=("org/b",),
+        inference=InferenceConfig(device="auto"),
+    )
+    assert node.options == replace(named, model=None, more_models=())
+    done = meshllm("node", "--auto", "--model", "org/a")
+    assert done.exit_code == 2
+    assert "`--auto` cannot be combined with `--model`" in done.stderr
 
 
 def test_a_draft_without_speculation_is_refused(meshllm: Invoke, node: FakeNode) -> None:
@@ -351,6 +374,7 @@ def test_a_share_is_of_the_memory_of_the_device(
         (("--memory", "101%"), "Invalid memory share `101%`"),
         (("--prefix-cache", "much"), "Invalid memory size `much`"),
         (("--memory", "much"), "Invalid memory size `much`"),
+        (("--keep", "0s"), "Invalid duration `0s`"),
         (("--layers", "3"), "Invalid layer span `3`"),
         (("--policy", "best"), "Invalid value for '--policy'"),
     ],
