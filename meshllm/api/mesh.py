@@ -15,6 +15,7 @@ from meshllm.errors import MeshError, UserError
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import error_to_json, event_to_json, request_from_json
 from meshllm.protocol.membership.records import KEY_TAG_BYTES
+from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, RevokedKeys, Stopped, to_json
 
 NDJSON = "application/x-ndjson"
@@ -26,6 +27,8 @@ class _TicketRequest:
     role: Literal["node", "client"] = "node"
     expires_s: int = 3600
     uses: int = 1
+    concurrency: int = 0
+    tokens_per_day: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,9 @@ class _Mesh:
 
     async def ticket(self, request: Request) -> Response:
         asked = await read(request, _TicketRequest)
-        return _object(NewTicket(self.node.invite(asked.role, asked.expires_s, asked.uses)))
+        limits = ClientLimits(asked.concurrency, asked.tokens_per_day)
+        made = self.node.invite(asked.role, asked.expires_s, asked.uses, limits)
+        return _object(NewTicket(made))
 
     async def remove(self, request: Request) -> Response:
         asked = await read(request, _RemoveRequest)

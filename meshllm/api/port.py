@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from meshllm.node.options import ModelOptions
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend
 from meshllm.status import (
     Change,
@@ -58,7 +59,7 @@ class NodePort(DoorPort, Protocol):
     def members(self) -> Members:
         """List the members of the mesh."""
 
-    def invite(self, role: str, expires_s: int, uses: int) -> str:
+    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
         """Create a ticket; 0 seconds or uses mean no limit. Raise `UserError` if out of range."""
 
     def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:

@@ -13,11 +13,12 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.router import MAX_OF_CLIENTS, Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
     MAX_REVOKED,
@@ -29,7 +30,7 @@ from meshllm.protocol.membership.records import (
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.planning.problem import room_tokens
-from meshllm.protocol.trust.credential import Removal, Role, remove
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, remove
 from meshllm.protocol.trust.identity import NodeKey, short, show
 from meshllm.request import Event, Request
 from meshllm.status import (
@@ -73,7 +74,7 @@ class NodeControl:
 
     snapshot: Callable[[], NodeView]
     key: NodeKey
-    create_ticket: Callable[[Role, float | None, int | None], str]
+    create_ticket: Callable[[Role, float | None, int | None, ClientLimits], str]
     """Takes role, seconds of validity, and uses; None means no limit."""
     expel: Callable[[Removal], None]
     publish_revoked: Callable[[tuple[bytes, ...]], None]
@@ -172,7 +173,7 @@ class NodeControl:
         self.stop_model(model)
         return Stopped(model)
 
-    def invite(self, role: str, expires_s: int, uses: int) -> str:
+    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
         """Create a ticket; 0 seconds or uses mean no limit."""
         if role not in tuple(Role):
             raise UserError(f"Invalid role `{role}`", hint="`node` or `client`")
@@ -181,7 +182,19 @@ class NodeControl:
                 f"Invalid limits of a ticket: {expires_s} s, {uses} uses",
                 hint=f"at most {MAX_LASTS_S} s; 0 means no limit",
             )
-        return self.create_ticket(Role(role), expires_s or None, uses or None)
+        if limits != NO_LIMITS and role != Role.CLIENT:
+            raise UserError(
+                "`concurrency` and `tokens_per_day` limit clients, not nodes",
+                hint="make a ticket with `--role client`",
+            )
+        is_valid = 0 <= limits.concurrency <= MAX_OF_CLIENTS
+        if not (is_valid and 0 <= limits.tokens_per_day <= MAX_TOKENS_PER_DAY):
+            raise UserError(
+                f"Invalid limits of a client: {limits.concurrency} requests at a time,"
+                f" {limits.tokens_per_day} tokens per day",
+                hint=f"at most {MAX_OF_CLIENTS} requests at a time; 0 means the default",
+            )
+        return self.create_ticket(Role(role), expires_s or None, uses or None, limits)
 
     def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:
         """Permanently remove a member, and those it invited except this node and those to spare."""

@@ -62,7 +62,7 @@ from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
 from meshllm.protocol.membership.twin import Twin
-from meshllm.protocol.trust.credential import Removal, Role, check
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Transport
@@ -126,6 +126,7 @@ class MeshNode:
             off_loop=off_loop,
         )
         self.router.trusted = options.trust
+        self.router.limits_of = self._limits_of
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_leaving = self._is_scheduled = False
         self._options, self._own, self._preparation = options, own, preparation
@@ -236,10 +237,23 @@ class MeshNode:
             warnings=(self.trouble,) if self.trouble else (),
         )
 
-    def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
+    def invite(
+        self,
+        role: Role,
+        lasts_s: float | None,
+        uses: int | None,
+        limits: ClientLimits = NO_LIMITS,
+    ) -> str:
         """Create a ticket; None means no limit."""
-        addresses = self.endpoints.addresses
-        return self.store.invite(addresses, role, lasts_s=lasts_s, uses=uses).encode()
+        made = self.store.invite(
+            self.endpoints.addresses, role, lasts_s=lasts_s, uses=uses, limits=limits
+        )
+        return made.encode()
+
+    def _limits_of(self, client: NodeId) -> ClientLimits:
+        """Return the limits in the credential of a linked client."""
+        contact = self.machine.links.get(client)
+        return contact.credential.limits if contact else NO_LIMITS
 
     def _longest_request(self) -> int:
         """Return the limit on the bytes of a request, from the context length of the mesh."""

@@ -19,6 +19,7 @@ from meshllm.errors import (
 )
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.request_json import REQUEST_BYTES, event_from_json, request_to_json
+from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import (
     Change,
@@ -46,13 +47,13 @@ async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode)
 async def test_a_ticket_is_created_with_its_limits(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
-    asked = {"role": "client", "expires_s": 60, "uses": 3}
+    asked = {"role": "client", "expires_s": 60, "uses": 3, "concurrency": 1, "tokens_per_day": 9}
 
     said = await client.post("/mesh/ticket", json=asked)
 
     assert (said.json(), door.calls) == (
         {"schema": 1, "ticket": "meshllm1abc"},
-        [("client", 60, 3)],
+        [("client", 60, 3, ClientLimits(1, 9))],
     )
 
 

@@ -39,8 +39,8 @@ class FakeClient:
     async def members(self) -> Members:
         return Members(tuple(self.there))
 
-    async def invite(self, role: str, expires_s: int, uses: int) -> str:
-        self.posted.append((role, expires_s, uses))
+    async def invite(self, role: str, expires_s: int, uses: int, **limits: int) -> str:
+        self.posted.append((role, expires_s, uses, *limits.items()))
         return "meshllm1abc"
 
     async def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:

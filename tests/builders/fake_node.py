@@ -9,6 +9,7 @@ from typing import Any
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import LossCause
 from meshllm.node.options import ModelOptions
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend, Event, Piece, Prefilled, Request
 from meshllm.status import (
     Change,
@@ -110,8 +111,8 @@ class FakeNode:
         ring = told().ring
         return PlannedRing(terms.policy or "auto", "", ring.stages, ring.predicted)
 
-    def invite(self, role: str, expires_s: int, uses: int) -> str:
-        self.calls.append((role, expires_s, uses))
+    def invite(self, role: str, expires_s: int, uses: int, limits: ClientLimits = NO_LIMITS) -> str:
+        self.calls.append((role, expires_s, uses, *([limits] if limits != NO_LIMITS else ())))
         return "meshllm1abc"
 
     def remove(self, node: str, spare: Sequence[str] = ()) -> Removed:

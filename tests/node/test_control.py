@@ -12,10 +12,11 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.router import MAX_OF_CLIENTS, Counts
 from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED, Lifecycle, Profile
-from meshllm.protocol.trust.credential import Removal, Role
+from meshllm.protocol.trust.credential import ClientLimits, Removal, Role
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Event, Piece, Request
 from meshllm.status import (
@@ -63,8 +64,11 @@ class Owned:
             self.answer, MemoryStatus, self.add_model, self.stopped.append,
         )  # fmt: skip
 
-    def invite(self, role: Role, lasts_s: float | None, uses: int | None) -> str:
+    def invite(
+        self, role: Role, lasts_s: float | None, uses: int | None, limits: ClientLimits
+    ) -> str:
         self.invited.append((role, lasts_s, uses))
+        self.limits = limits
         return "ticket"
 
     async def add_model(self, asked: ModelOptions) -> Charter:
@@ -324,6 +328,35 @@ def test_invalid_limits_of_a_ticket_are_refused(
 ) -> None:
     with pytest.raises(UserError) as raised:
         node.control.invite(role, expires_s, uses)
+
+    assert raised.value.hint
+    assert node.invited == []
+
+
+def test_a_ticket_limits_its_clients(node: Owned) -> None:
+    limits = ClientLimits(MAX_OF_CLIENTS, 1)
+
+    node.control.invite("client", 60, 1, limits)
+
+    assert node.limits == limits
+
+
+@pytest.mark.parametrize(
+    ("role", "limits"),
+    [
+        ("node", ClientLimits(1)),
+        ("node", ClientLimits(0, 1)),
+        ("client", ClientLimits(MAX_OF_CLIENTS + 1)),
+        ("client", ClientLimits(-1)),
+        ("client", ClientLimits(0, -1)),
+        ("client", ClientLimits(0, MAX_TOKENS_PER_DAY + 1)),
+    ],
+)
+def test_invalid_limits_of_a_client_are_refused(
+    node: Owned, role: str, limits: ClientLimits
+) -> None:
+    with pytest.raises(UserError) as raised:
+        node.control.invite(role, 60, 1, limits)
 
     assert raised.value.hint
     assert node.invited == []

@@ -25,6 +25,7 @@ TICKET_EXAMPLES = """\b
 Examples:
   meshllm ring ticket
   meshllm ring ticket --role client --expires 7d --uses 5
+  meshllm ring ticket --role client --concurrency 1 --tokens-per-day 100000
   meshllm ring ticket --json
 """
 REMOVE_EXAMPLES = """\b
@@ -44,6 +45,14 @@ def ticket(
         str, typer.Option(metavar="TIME", help="Expire after this time: `90s`, `30m`, `1h`, `7d`.")
     ] = "1h",
     uses: Annotated[int, typer.Option(min=1, metavar="N", help="Admit up to N machines.")] = 1,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, max=4, metavar="N", help="Most requests of a client at a time."),
+    ] = None,
+    tokens_per_day: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Most tokens of a client in a day (UTC), per node."),
+    ] = None,
     as_json: Json = False,
     **flags: Scalar,
 ) -> None:
@@ -54,9 +63,12 @@ def ticket(
     import asyncio
 
     expires_s = parse_duration(expires)
-    made = asyncio.run(_node(settings(flags)).invite(role, expires_s, uses))
+    wished = {"concurrency": concurrency, "tokens_per_day": tokens_per_day}
+    limits = {name: most for name, most in wished.items() if most is not None}
+    made = asyncio.run(_node(settings(flags)).invite(role, expires_s, uses, **limits))
     if as_json:
-        render.dump({"ticket": made, "role": role, "expires_s": expires_s, "uses": uses})
+        terms = {"role": role, "expires_s": expires_s, "uses": uses, **wished}
+        render.dump({"ticket": made, **terms})
         return
     render.out(made)
     command = "node" if role == "node" else "chat"

@@ -90,11 +90,11 @@ class NodeClient:
 
         return from_json(PlannedRing, await self._post("/mesh/plan", to_json(terms)))
 
-    async def invite(self, role: str, expires_s: int, uses: int) -> str:
-        """Request a ticket from the node."""
+    async def invite(self, role: str, expires_s: int, uses: int, **limits: int) -> str:
+        """Request a ticket from the node; ``limits`` are those of a client."""
         from meshllm.status import NewTicket, from_json
 
-        wish = {"role": role, "expires_s": expires_s, "uses": uses}
+        wish = {"role": role, "expires_s": expires_s, "uses": uses, **limits}
         return from_json(NewTicket, await self._post("/mesh/ticket", wish)).ticket
 
     async def remove(self, node: str, spare: Sequence[str] = ()) -> "Removed":

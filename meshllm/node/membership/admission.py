@@ -52,7 +52,8 @@ class MemberAdmission:
             if invitation.role is proof.role and proof.proves(invitation.secret):
                 if peer in self.removals:
                     raise NotAuthorised("The node was permanently removed from the mesh")
-                granted = issue(self._store.key, self._credential, peer, invitation.role)
+                own, role = self._credential, invitation.role
+                granted = issue(self._store.key, own, peer, role, limits=invitation.limits)
                 is_late = not invitation.is_open(time.time(), peer)
                 is_late = is_late or self._is_closed(invitation)
                 if is_late or not await self._run(self._store.use, invitation, peer):

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeAlias
 
@@ -21,7 +21,13 @@ from blake3 import blake3
 from meshllm.errors import NotAuthorised, PeerFault, UserError
 from meshllm.local_files import make_private, open_own, read_own
 from meshllm.names import MeshId, NodeId
-from meshllm.protocol.trust.credential import Credential, Role, found
+from meshllm.protocol.trust.credential import (
+    NO_LIMITS,
+    ClientLimits,
+    Credential,
+    Role,
+    found,
+)
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES, SECRET_BYTES, Ticket
 
@@ -53,6 +59,8 @@ class Invitation:
     """Most keys that it admits; None means `MAX_GUESTS`."""
     guests: tuple[NodeId, ...] = ()
     """The admitted keys. They may retry, for example after a lost reply."""
+    limits: ClientLimits = NO_LIMITS
+    """Of each client that it admits."""
 
     def is_late(self, now_s: float) -> bool:
         """Return whether the ticket has expired."""
@@ -168,7 +176,13 @@ class StateStore:
             self._change(lambda content: {**content, "peers": known})
 
     def invite(
-        self, addresses: Sequence[str], role: Role, *, lasts_s: float | None, uses: int | None
+        self,
+        addresses: Sequence[str],
+        role: Role,
+        *,
+        lasts_s: float | None,
+        uses: int | None,
+        limits: ClientLimits = NO_LIMITS,
     ) -> Ticket:
         """Create a ticket of the mesh and store it.
 
@@ -179,7 +193,8 @@ class StateStore:
             raise NotAuthorised("This node is in no mesh", hint="start it: `meshllm node`")
         now = time.time()
         expires = 0 if lasts_s is None else int(now + lasts_s)
-        invitation = Invitation(secrets.token_bytes(SECRET_BYTES), role, expires, uses)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        invitation = Invitation(secret, role, expires, uses, limits=limits)
 
         def change(content: Content) -> Content:
             known = [_invitation(each) for each in content.get("invitations", [])]
@@ -256,6 +271,7 @@ def _lines(invitations: Sequence[Invitation]) -> list[Content]:
             "expires_s": each.expires_s,
             "uses": each.uses,
             "guests": [guest.hex() for guest in each.guests],
+            "limits": list(astuple(each.limits)),
         }
         for each in invitations
     ]
@@ -334,7 +350,10 @@ def _check(content: Content) -> None:
 
 def _invitation(fields: Content) -> Invitation:
     expires_s, uses = fields["expires_s"], fields["uses"]
+    limits = fields.get("limits", [0, 0])  # of earlier versions without
     if type(expires_s) is not int or type(uses) not in {int, type(None)}:
+        raise ValueError(fields)
+    if [type(each) for each in limits] != [int, int]:
         raise ValueError(fields)
     return Invitation(
         bytes.fromhex(fields["secret"]),
@@ -342,6 +361,7 @@ def _invitation(fields: Content) -> Invitation:
         expires_s,
         uses,
         tuple(NodeId(bytes.fromhex(guest)) for guest in fields["guests"]),
+        ClientLimits(*limits),
     )
 
 

@@ -27,6 +27,7 @@ ingress.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -57,10 +58,12 @@ from meshllm.node.requests.request_json import (
     event_to_lines,
     request_from_json,
 )
+from meshllm.protocol.membership.client_quota import ClientQuota, SpentTokens
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import Failover
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import (
     Answer,
@@ -196,6 +199,8 @@ class RequestRouter:
         """
         self.trusted: tuple[str, ...] | None = None
         """Names of the nodes that may see the owner's prompts; None are all members."""
+        self.limits_of: Callable[[NodeId], ClientLimits] = lambda _: NO_LIMITS
+        """Returns what the ticket of a client allows it."""
         self._asks_ingress = asks_ingress
         self._replicas = ReplicaChoice()
         self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
@@ -203,6 +208,7 @@ class RequestRouter:
         self._longest = longest
         self._off_loop = off_loop
         self._strikes = Strikes()
+        self._quota = ClientQuota()
         self._me = me
         self._ring = ring
         self._send = send
@@ -454,26 +460,22 @@ class RequestRouter:
     def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> str:
         """Return why there is no place for a request; empty if there is."""
         held = Counter(asker for asker, _ in self._served)[peer]
-        if (
-            held >= (MAX_PER_CLIENT if is_client else MAX_PER_PEER)
-            or (peer, request_id) in self._served
-        ):
+        limits = self.limits_of(peer) if is_client else NO_LIMITS
+        most = limits.concurrency or (MAX_PER_CLIENT if is_client else MAX_PER_PEER)
+        if held >= most or (peer, request_id) in self._served:
             return f"{held} requests of this node are in progress"
         if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:
             return f"{MAX_OF_CLIENTS} requests of clients are in progress"
-        return ""
+        return self._quota.objection(peer, limits, time.time()) if is_client else ""
 
     async def _serve(
         self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
     ) -> None:
         try:
             request = await self._read(peer, data)
-            if is_client:
-                most = min(request.max_tokens, CLIENT_TOKENS)
-                request = replace(request, max_tokens=most)
             async with AsyncExitStack() as stack:
                 if is_client:
-                    answer = self.generate(request, peer)
+                    answer = self._limited(request, peer, len(data))
                 else:
                     ring = self._ring.backend(peer, request.model)
                     backend = await stack.enter_async_context(ring)
@@ -490,6 +492,21 @@ class RequestRouter:
                 peer,
                 AnswerEvent(request_id, error_to_json(MeshError(f"Bug: {type(error).__name__}"))),
             )
+
+    async def _limited(
+        self, request: Request, client: NodeId, size: int
+    ) -> AsyncGenerator[Event, None]:
+        """Answer a client, and count the tokens, also of an answer that it does not wait for."""
+        left = self._quota.left(client, self.limits_of(client), time.time())
+        request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS, left))
+        spent = SpentTokens(size)
+        try:
+            async with aclosing(self.generate(request, client)) as events:
+                async for event in events:
+                    spent.take(event)
+                    yield event
+        finally:
+            self._quota.spend(client, spent.total, time.time())
 
     async def _read(self, peer: NodeId, data: bytes) -> Request:
         """Parse a request, off the event loop unless it is short; count an invalid one."""

@@ -3,6 +3,7 @@
 __all__ = [
     "actions",
     "charter",
+    "client_quota",
     "codec",
     "dial_limit",
     "gossip",

@@ -26,9 +26,10 @@ SALT_BYTES = 16
 
 _HEAD = Struct("<16s 16s")  # mesh, salt; the certificates follow
 _CERTIFICATE = Struct("<32s B Q 32s 64s")
+_LIMITS = Struct("<HQ")  # follow the certificates if the last one has any
 _REMOVAL = Struct("<32s 32s Q 64s")  # the spared members follow
 
-MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size
+MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size + _LIMITS.size
 
 
 class Role(StrEnum):
@@ -44,6 +45,19 @@ _ROLES = tuple(Role)  # encoded as its index
 
 
 @dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """What a client may ask of each node; 0 means the node's default."""
+
+    concurrency: int = 0
+    """Requests at a time."""
+    tokens_per_day: int = 0
+    """Read and written, in a day of UTC."""
+
+
+NO_LIMITS = ClientLimits()
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """A statement, signed by one member, that another key is a member."""
 
@@ -53,11 +67,13 @@ class Certificate:
     """Seconds since 1970; 0 means never."""
     issuer: NodeId
     signature: bytes = b""
+    limits: ClientLimits = NO_LIMITS
+    """Of a client."""
 
     def signed_bytes(self, mesh: MeshId) -> bytes:
         """Return the bytes to sign."""
         fields = (self.subject, _ROLES.index(self.role), self.expires_s, self.issuer, b"")
-        return b"meshllm certificate 1" + mesh + _CERTIFICATE.pack(*fields)
+        return b"meshllm certificate 1" + mesh + _CERTIFICATE.pack(*fields) + _pack(self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +90,37 @@ class Credential:
         """The role in the last certificate; unverified before `check`."""
         return self.chain[-1].role if self.chain else Role.NODE
 
+    @property
+    def limits(self) -> ClientLimits:
+        """The limits in the last certificate; unverified before `check`."""
+        return self.chain[-1].limits if self.chain else NO_LIMITS
+
     def encode(self) -> bytes:
         """Encode the credential."""
         links = (
             _CERTIFICATE.pack(c.subject, _ROLES.index(c.role), c.expires_s, c.issuer, c.signature)
             for c in self.chain
         )
-        return _HEAD.pack(self.mesh, self.salt) + b"".join(links)
+        return _HEAD.pack(self.mesh, self.salt) + b"".join(links) + _pack(self.limits)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Decode a credential; raise `PeerFault` if it is malformed."""
         count, trailing = divmod(len(data) - _HEAD.size, _CERTIFICATE.size)
-        if trailing or not 0 <= count <= MAX_CHAIN:
+        if trailing not in {0, _LIMITS.size} or not 0 <= count <= MAX_CHAIN:
             raise PeerFault(f"Credential of {len(data)} bytes; {MAX_CREDENTIAL_BYTES} at most")
+        end = len(data) - trailing
         mesh, salt = _HEAD.unpack_from(data)
         chain = []
-        for subject, role, *rest in _CERTIFICATE.iter_unpack(data[_HEAD.size :]):
+        for subject, role, *rest in _CERTIFICATE.iter_unpack(data[_HEAD.size : end]):
             if role >= len(_ROLES):
                 raise PeerFault(f"Certificate with unknown role {role}")
             chain.append(Certificate(subject, _ROLES[role], *rest))
+        if trailing:
+            limits = ClientLimits(*_LIMITS.unpack_from(data, end))
+            if limits == NO_LIMITS or not chain or chain[-1].role is not Role.CLIENT:
+                raise PeerFault("Limits of a member that is not a limited client")
+            chain[-1] = replace(chain[-1], limits=limits)
         return cls(mesh, salt, tuple(chain))
 
 
@@ -144,9 +171,14 @@ def found(key: NodeKey, salt: bytes) -> Credential:
 
 
 def issue(
-    key: NodeKey, own: Credential, subject: NodeId, role: Role, expires_s: int = 0
+    key: NodeKey,
+    own: Credential,
+    subject: NodeId,
+    role: Role,
+    expires_s: int = 0,
+    limits: ClientLimits = NO_LIMITS,
 ) -> Credential:
-    """Issue a credential to ``subject``, signed by the holder of ``own``.
+    """Issue a credential to ``subject``, signed by the holder of ``own``; limits are for clients.
 
     Raises:
         NotAuthorised: the issuer is a client, or its chain has reached `MAX_CHAIN`.
@@ -158,7 +190,7 @@ def issue(
             f"Node `{short(key.node)}` is {MAX_CHAIN} invitations away from the founder",
             hint="let a node that joined earlier invite",
         )
-    certificate = Certificate(subject, role, expires_s, key.node)
+    certificate = Certificate(subject, role, expires_s, key.node, limits=limits)
     signature = key.sign(certificate.signed_bytes(own.mesh))
     return replace(own, chain=(*own.chain, replace(certificate, signature=signature)))
 
@@ -215,6 +247,11 @@ def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: f
         raise NotAuthorised(
             f"The membership of node `{subject}` has expired", hint="join with a new ticket"
         )
+
+
+def _pack(limits: ClientLimits) -> bytes:
+    is_limited = limits != NO_LIMITS
+    return _LIMITS.pack(limits.concurrency, limits.tokens_per_day) if is_limited else b""
 
 
 def _mesh_of(founder: NodeId, salt: bytes) -> MeshId:

@@ -4,6 +4,7 @@ import pytest
 
 from meshllm.cli.ring.members import find, lay_out
 from meshllm.errors import UserError
+from meshllm.node.requests.router import MAX_OF_CLIENTS
 from meshllm.status import Named, Removed, to_json
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import member, node_id
@@ -35,7 +36,37 @@ def test_a_ticket_as_json(meshllm: Invoke, node: FakeClient) -> None:
 
     assert told == {
         "schema": 1, "ticket": "meshllm1abc", "role": "node", "expires_s": 90, "uses": 1,
+        "concurrency": None, "tokens_per_day": None,
     }  # fmt: skip
+
+
+def test_a_ticket_limits_a_client(meshllm: Invoke, node: FakeClient) -> None:
+    words = "--role", "client", "--concurrency", "1", "--tokens-per-day", "5000", "--json"
+
+    told = json.loads(meshllm("ring", "ticket", *words).stdout)
+
+    assert (told["concurrency"], told["tokens_per_day"]) == (1, 5000)
+    assert node.posted == [("client", 3600, 1, ("concurrency", 1), ("tokens_per_day", 5000))]
+
+
+@pytest.mark.parametrize(
+    "words", [("--concurrency", "0"), ("--concurrency", "5"), ("--tokens-per-day", "0")]
+)
+def test_limits_out_of_range_are_refused(
+    meshllm: Invoke, node: FakeClient, words: tuple[str, ...]
+) -> None:
+    result = meshllm("ring", "ticket", "--role", "client", *words)
+
+    assert result.exit_code == 2
+    assert node.posted == []
+
+
+def test_the_most_requests_of_a_client_are_those_of_the_node(
+    meshllm: Invoke, node: FakeClient
+) -> None:
+    for most, code in ((MAX_OF_CLIENTS, 0), (MAX_OF_CLIENTS + 1, 2)):
+        words = "--role", "client", "--concurrency", str(most)
+        assert meshllm("ring", "ticket", *words).exit_code == code
 
 
 @pytest.mark.parametrize("text", ["", "1", "1w", "0h", "-1h", "1.5h", "1h "])

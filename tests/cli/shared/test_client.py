@@ -14,6 +14,7 @@ from meshllm.cli.shared.client import NodeClient, is_running, open_client, socke
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
 from meshllm.node.options import ModelOptions
+from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Event, Piece, Prefilled, Request
 from meshllm.status import PlanTerms
 from tests.builders.fake_node import CHANGE, FakeNode
@@ -94,9 +95,11 @@ async def test_other_terms_are_tried(client: NodeClient, node: FakeNode) -> None
 
 async def test_requests_reach_the_node(client: NodeClient, node: FakeNode) -> None:
     assert await client.invite("node", 3600, 2) == "meshllm1abc"
+    assert await client.invite("client", 60, 1, tokens_per_day=9) == "meshllm1abc"
     assert await client.remove("abc") == node.remove("abc")
 
-    assert node.calls == [("node", 3600, 2), ("abc",), ("abc",)]
+    limited = ("client", 60, 1, ClientLimits(tokens_per_day=9))
+    assert node.calls == [("node", 3600, 2), limited, ("abc",), ("abc",)]
 
 
 async def test_models_are_served_and_stopped(client: NodeClient, node: FakeNode) -> None:

@@ -19,6 +19,7 @@ from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import (
     MAX_CHAIN,
+    ClientLimits,
     Credential,
     Removal,
     Role,
@@ -276,3 +277,13 @@ def test_a_ticket_dropped_meanwhile_admits_no_guest(house: House) -> None:
         house.ticket()
 
     assert not house.store.use(invitation, GUEST.node)
+
+
+def test_a_client_is_admitted_with_the_limits_of_its_ticket(house: House) -> None:
+    limits = ClientLimits(1, 5000)
+    ticket = house.store.invite([], Role.CLIENT, lasts_s=60, uses=1, limits=limits)
+
+    granted = house.judge(ticket.prove(b"context"))
+
+    assert granted.limits == limits
+    assert house.judge(Credential.decode(granted.encode())) == granted

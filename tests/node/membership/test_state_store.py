@@ -16,7 +16,7 @@ from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import state_store as module
 from meshllm.node.membership.state_store import Invitation, StateStore
-from meshllm.protocol.trust.credential import Role, found
+from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Role, found
 from meshllm.protocol.trust.ticket import MAX_ADDRESSES
 from tests.builders.handshakes import FOUNDED, GUEST, HOST, OTHER
 
@@ -331,6 +331,39 @@ def test_a_ticket_matches_the_saved_invitation(store: StateStore) -> None:
     assert ticket.expires_s == invitation.expires_s > 0
     assert ticket.inviter == store.key.node
     assert (ticket.addresses, invitation.uses) == (("loopback:a",), 2)
+
+
+def test_an_invitation_keeps_the_limits_of_its_clients(store: StateStore) -> None:
+    store.found()
+    limits = ClientLimits(1, 5000)
+    store.invite([], Role.CLIENT, lasts_s=60, uses=2, limits=limits)
+    store.invite([], Role.CLIENT, lasts_s=60, uses=2)
+
+    assert [each.limits for each in again(store).invitations()] == [limits, NO_LIMITS]
+
+
+@pytest.mark.parametrize("limits", [[1], [1, 2, 3], [None, 1], [1.5, 1], "12"])
+def test_invalid_limits_of_an_invitation_are_refused(store: StateStore, limits: object) -> None:
+    store.found()
+    store.invite([], Role.CLIENT, lasts_s=60, uses=2)
+    path = store.folder / "mesh.json"
+    content = json.loads(path.read_text())
+    content["invitations"][0]["limits"] = limits
+    path.write_text(json.dumps(content))
+
+    with pytest.raises(UserError, match="Invalid state file"):
+        again(store)
+
+
+def test_an_invitation_of_an_earlier_version_has_no_limits(store: StateStore) -> None:
+    store.found()
+    store.invite([], Role.CLIENT, lasts_s=60, uses=2)
+    path = store.folder / "mesh.json"
+    content = json.loads(path.read_text())
+    del content["invitations"][0]["limits"]
+    path.write_text(json.dumps(content))
+
+    assert [each.limits for each in again(store).invitations()] == [NO_LIMITS]
 
 
 def test_a_ticket_has_a_limited_number_of_addresses(store: StateStore) -> None:

@@ -30,6 +30,7 @@ from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Genera
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
+from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
 from meshllm.strict_json import WrongField
@@ -684,6 +685,46 @@ def test_the_requests_of_clients_are_limited_alone_and_together(world: World) ->
         ["4 requests of clients are in progress"] * (MAX_PER_CLIENT + 1),
     ]
     assert world.said(OTHER) == []
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_the_ticket_of_a_client_says_how_many_requests_it_may_have(
+    world: World, concurrency: int
+) -> None:
+    router = world.add(ME, FakeRing(attempts=[[None]] * concurrency))
+    router.limits_of = lambda _: ClientLimits(concurrency)
+
+    async def story() -> None:
+        for number in range(concurrency + 1):
+            request = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+            router.receive(OTHER, request, is_client=True)
+        await asyncio.sleep(1)
+        router.lost(OTHER)
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert isinstance(told, Busy)
+    assert str(told) == f"{concurrency} requests of this node are in progress"
+
+
+def test_the_ticket_of_a_client_limits_its_tokens_of_a_day(world: World) -> None:
+    ring = FakeRing(attempts=[answer(), answer()])
+    router = world.add(ME, ring)
+    whole = next(each for each in answer() if isinstance(each, Answer))
+    most = whole.prompt_tokens + whole.completion_tokens
+    router.limits_of = lambda client: ClientLimits(0, most if client == OTHER else 0)
+
+    async def story() -> None:
+        for number, peer in enumerate((OTHER, OTHER, ENTRY)):
+            request = Generate(bytes([number]) * 16, request_to_json(REQUEST))
+            router.receive(peer, request, is_client=True)
+            await asyncio.sleep(1)
+
+    world.run(story)
+    assert text_of(world.said(ENTRY)) == text_of(world.said(OTHER)) == TEXT
+    refusal = world.said(OTHER)[-1]
+    assert isinstance(refusal, Busy)
+    assert f"{most} of {most} tokens of today (UTC) are used" in str(refusal)
 
 
 @pytest.mark.parametrize("is_client", [True, False])

@@ -14,7 +14,9 @@ from meshllm.protocol.trust.credential import (
     MAX_CHAIN,
     MAX_CREDENTIAL_BYTES,
     MAX_SPARED,
+    NO_LIMITS,
     Certificate,
+    ClientLimits,
     Credential,
     Removal,
     Role,
@@ -35,6 +37,7 @@ MESH = FOUNDED.mesh
 OF_B = issue(A, FOUNDED, B.node, Role.NODE)
 OF_C = issue(B, OF_B, C.node, Role.NODE, NOW + 60)
 CLIENT = issue(B, OF_B, D.node, Role.CLIENT)
+LIMITS = ClientLimits(2, 5000)
 
 ids = st.binary(min_size=16, max_size=16)
 signatures = st.binary(min_size=64, max_size=64)
@@ -127,13 +130,18 @@ def test_a_client_cannot_invite() -> None:
     assert "is a client and cannot invite" in refused(forged, C.node)
 
 
+def without_last(credential: Credential) -> Credential:
+    return replace(credential, chain=credential.chain[:-1])
+
+
 def test_the_length_of_a_chain_is_limited() -> None:
     credential = FOUNDED
     for issuer, subject in pairwise(KEYS[: MAX_CHAIN + 1]):
         credential = issue(issuer, credential, subject.node, Role.NODE)
 
     assert check(credential, KEYS[MAX_CHAIN].node, MESH, NOW, {}) is Role.NODE
-    assert len(credential.encode()) == MAX_CREDENTIAL_BYTES
+    client = issue(KEYS[MAX_CHAIN - 1], without_last(credential), B.node, Role.CLIENT, 0, LIMITS)
+    assert len(client.encode()) == MAX_CREDENTIAL_BYTES
     with pytest.raises(NotAuthorised, match="16 invitations away"):
         issue(KEYS[MAX_CHAIN], credential, KEYS[-1].node, Role.NODE)
 
@@ -217,9 +225,9 @@ def test_bytes_beyond_the_limits_are_refused() -> None:
 
     for length in range(len(OF_C.encode())):
         if length not in {32, len(OF_B.encode())}:
-            with pytest.raises(PeerFault, match=f"Credential of {length} bytes"):
+            with pytest.raises(PeerFault, match=f"Credential of {length} bytes|a limited client"):
                 Credential.decode(OF_C.encode()[:length])
-    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2224 at most"):
+    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2234 at most"):
         Credential.decode(replace(OF_B, chain=longest).encode())
     with pytest.raises(PeerFault, match="unknown role 2"):
         Credential.decode(bytes(role))
@@ -229,3 +237,40 @@ def test_bytes_beyond_the_limits_are_refused() -> None:
         Removal.decode(bytes(137))
     with pytest.raises(PeerFault, match="Removal of 0 bytes"):
         Removal.decode(b"")
+
+
+LIMITED = issue(B, OF_B, D.node, Role.CLIENT, 0, LIMITS)
+
+
+def test_limits_of_a_client_are_signed() -> None:
+    forged = replace(LIMITED.chain[-1], limits=ClientLimits(9, 5000))
+    unlimited = replace(LIMITED.chain[-1], limits=NO_LIMITS)
+
+    assert check(LIMITED, D.node, MESH, NOW, {}) is Role.CLIENT
+    assert Credential.decode(LIMITED.encode()) == LIMITED
+    assert (LIMITED.limits, CLIENT.limits, FOUNDED.limits) == (
+        LIMITS,
+        NO_LIMITS,
+        NO_LIMITS,
+    )
+    for each in (forged, unlimited):
+        changed = replace(LIMITED, chain=(*LIMITED.chain[:-1], each))
+        assert "was not signed" in refused(changed, D.node)
+
+
+def test_the_encoding_without_limits_is_that_of_earlier_versions() -> None:
+    assert len(LIMITED.encode()) == len(CLIENT.encode()) + 10
+    assert len(CLIENT.encode()) == 32 + 2 * 137
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        OF_B.encode() + b"\1" + bytes(9),  # of a node
+        FOUNDED.encode() + b"\1" + bytes(9),
+        CLIENT.encode() + bytes(10),  # none
+    ],
+)
+def test_limits_that_limit_no_client_are_refused(data: bytes) -> None:
+    with pytest.raises(PeerFault, match="not a limited client"):
+        Credential.decode(data)
