@@ -19,7 +19,7 @@ from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import open_beacon
+from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
@@ -208,7 +208,9 @@ async def open_mesh_client(
         stack.push_async_callback(_ended, running)
         running.add_done_callback(client.ended)
         supervisor.failed.add_done_callback(client.ended)
-        beacon = open_beacon(credential.mesh, store.key.node, client.links.hint)
+        known = {ticket.inviter, *(each.issuer for each in credential.chain)}
+        code = MemberBeacons(store.key, credential, lambda: known, {})
+        beacon = open_beacon(code, store.key.node, client.links.hint)
         (await stack.enter_async_context(beacon)).send()
         yield client
 

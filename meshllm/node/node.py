@@ -41,7 +41,7 @@ from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import Beacon, open_beacon
+from meshllm.node.net.beacon import Beacon, MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import MeshLinks
@@ -306,8 +306,14 @@ class MeshNode:
             if self._own.link is not None:
                 self.links.adopt(self._own.link)
             if self._options.discovery:
+                code = MemberBeacons(
+                    self.store.key,
+                    self._own.credential,
+                    lambda: {*self.machine.profiles, *self.store.peers},
+                    self.machine.removals,
+                )
                 beacon = await stack.enter_async_context(
-                    open_beacon(self.mesh, self.me, self.links.hint, self._gate.guests)
+                    open_beacon(code, self.me, self.links.hint, self._gate.guests)
                 )
                 self._beacon = beacon
                 beacon.addresses = self.endpoints.addresses

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import open_beacon
+from meshllm.node.net.beacon import GuestBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import Local
@@ -92,7 +92,8 @@ async def dial_inviter(
     logged, closed = "", 0
     async with AsyncExitStack() as stack:
         if discovery:
-            beacon = open_beacon(ticket.psk, store.key.node, hear)
+            code = GuestBeacons(ticket.psk, store.key.node)
+            beacon = open_beacon(code, store.key.node, hear)
             asking = asyncio.ensure_future((await stack.enter_async_context(beacon)).run(ASK_S))
             stack.callback(asking.cancel)
         while True:

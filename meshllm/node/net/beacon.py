@@ -1,14 +1,17 @@
 """Discovery of nodes of the mesh on the local network, by multicast.
 
-A beacon is one datagram: a magic word, a nonce, and the sender's node id and addresses, encrypted
-with AES-256-GCM under a key derived from a pre-shared key. Without that key, beacons of different
-meshes cannot be told apart. A beacon is only a hint where to dial: the handshake authenticates the
-peer, and names of hosts are ignored. The pre-shared key of members is the mesh id. A node sends a
-beacon when it starts, then at doubling intervals, and in reply to the first beacon of an unknown
-node.
+A beacon is one datagram: a magic word, a nonce, and the sender's node id and addresses, encrypted.
+Without the key, beacons of different meshes cannot be told apart. A beacon is only a hint where to
+dial: the handshake authenticates the peer, and names of hosts are ignored. A node sends a beacon
+when it starts, then at doubling intervals, and in reply to the first beacon of an unknown node.
 
-A beacon without addresses is a query, and is answered under its own key. A guest sends queries
-under the key of its ticket, which the inviter can decrypt while the ticket is open.
+The beacons of members are sealed to the members that the sender knows, signed, and show its
+credential (`protocol.trust.announcement`): a removed member, which knows the mesh id, reads none
+and gets no answer. The queries of clients, which know few nodes, can be read by all who know the
+mesh id.
+
+A beacon without addresses is a query, and is answered to its sender. A guest sends queries under
+the key of its ticket, which the inviter can decrypt while the ticket is open.
 """
 
 import asyncio
@@ -17,16 +20,22 @@ import logging
 import os
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.node.net.peer_address import Local, is_literal, own_hosts, permitted
+from meshllm.protocol.trust.announcement import announce, read_announcement, sealed_bytes
+from meshllm.protocol.trust.credential import Credential, Removals, Role, check
+from meshllm.protocol.trust.identity import NodeKey
 
 GROUP_V4 = "239.255.77.77"  # organisation-local, RFC 2365
 GROUP_V6 = "ff12::6d65:7368"  # link-local, transient, RFC 4291 section 2.7
@@ -34,6 +43,8 @@ PORT = 7701
 MAGIC = b"meshllm beacon 1"
 NONCE_BYTES = 12
 MAX_BEACON_BYTES = 1200  # fits every link without fragmentation
+MAX_TEXT_BYTES = MAX_BEACON_BYTES // 2  # of the addresses
+MAX_SHOWN_BYTES = 320  # of a credential: two invitations; leaves room for readers
 MAX_ADDRESSES = 16
 MAX_KNOWN = 1024  # nodes that got a reply; a member may invent some
 ANSWER_S = 0.2  # s between two answers, and between two decryptions of unknown datagrams
@@ -56,10 +67,8 @@ class BeaconCodec:
 
     def write(self, node: NodeId, addresses: Sequence[str]) -> bytes:
         """Encode a beacon, with as many addresses as fit."""
-        nonce, kept = os.urandom(NONCE_BYTES), list(addresses[:MAX_ADDRESSES])
-        while len(text := json.dumps(kept).encode()) > MAX_BEACON_BYTES // 2:
-            kept.pop()
-        return MAGIC + nonce + self._cipher.encrypt(nonce, node + text, MAGIC)
+        nonce = os.urandom(NONCE_BYTES)
+        return MAGIC + nonce + self._cipher.encrypt(nonce, node + _text(addresses), MAGIC)
 
     def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
         """Return the sender and its addresses; None if this is not a beacon under this key."""
@@ -68,23 +77,110 @@ class BeaconCodec:
         rest = beacon[len(MAGIC) :]
         try:
             plain = self._cipher.decrypt(rest[:NONCE_BYTES], rest[NONCE_BYTES:], MAGIC)
-            addresses = json.loads(plain[NODE_ID_BYTES:])
-        except (InvalidTag, ValueError, RecursionError):
+        except (InvalidTag, ValueError):
             return None
-        if not isinstance(addresses, list) or not all(isinstance(at, str) for at in addresses):
+        addresses = _addresses(plain[NODE_ID_BYTES:])
+        return None if addresses is None else (NodeId(plain[:NODE_ID_BYTES]), addresses)
+
+
+class BeaconCode(Protocol):
+    """Encodes and decodes the beacons of a node."""
+
+    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
+        """Encode a beacon for those who may read it, and for these nodes."""
+        ...
+
+    def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
+        """Return the sender and its addresses; None if this is not a beacon for this node."""
+        ...
+
+
+class GuestBeacons:
+    """Beacons under the pre-shared key of a ticket."""
+
+    def __init__(self, psk: bytes, me: NodeId) -> None:
+        self._codec, self._me = BeaconCodec(psk), me
+
+    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
+        """Encode a beacon for all who know the ticket."""
+        return [self._codec.write(self._me, addresses)]
+
+    def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
+        """Return the sender and its addresses; None if this is not a beacon under this key."""
+        return self._codec.read(beacon)
+
+
+class MemberBeacons:
+    """Beacons among the members of a mesh; ``members`` returns those that are known here."""
+
+    def __init__(
+        self,
+        key: NodeKey,
+        credential: Credential,
+        members: Callable[[], Iterable[NodeId]],
+        removals: Removals,
+    ) -> None:
+        self._key, self._credential = key, credential
+        self._members, self._removals = members, removals
+
+    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
+        """Encode a beacon for the known members and these nodes, in as many parts as needed."""
+        gone = {*self._removals, self._key.node}
+        readers = [each for each in dict.fromkeys((*self._members(), *to)) if each not in gone]
+        payload = self._payload(addresses)
+        if self._credential.role is Role.CLIENT:
+            return [self._sealed((), payload)]
+        left = MAX_BEACON_BYTES - len(MAGIC) - NONCE_BYTES - sealed_bytes(0, len(payload))
+        room = left // (sealed_bytes(1, 0) - sealed_bytes(0, 0))
+        parts = [readers[at : at + room] for at in range(0, len(readers), room)]
+        return [self._sealed(part, payload) for part in parts]
+
+    def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
+        """Return the sender, a member, and its addresses."""
+        if len(beacon) > MAX_BEACON_BYTES or not beacon.startswith(MAGIC):
             return None
-        return NodeId(plain[:NODE_ID_BYTES]), tuple(addresses[:MAX_ADDRESSES])
+        nonce, sealed = beacon[len(MAGIC) :][:NONCE_BYTES], beacon[len(MAGIC) + NONCE_BYTES :]
+        read = read_announcement(self._key, self._credential.mesh, nonce, sealed)
+        if read is None:
+            return None
+        node, payload = read
+        size = int.from_bytes(payload[:2], "little")
+        addresses = _addresses(payload[2 + size :])
+        is_valid = addresses is not None and self._is_member(node, payload[2:][:size])
+        return (node, addresses) if addresses is not None and is_valid else None
+
+    def _sealed(self, readers: Sequence[NodeId], payload: bytes) -> bytes:
+        random = os.urandom(NONCE_BYTES + 48)
+        sealed = announce(self._key, self._credential.mesh, readers, payload, random)
+        return MAGIC + random[:NONCE_BYTES] + sealed
+
+    def _payload(self, addresses: Sequence[str]) -> bytes:
+        """Return the credential, unless it is too long, and as many addresses as fit."""
+        shown, text = self._credential.encode(), _text(addresses)
+        if len(shown) > MAX_SHOWN_BYTES:
+            shown = b""  # those who know this node believe it without
+        return len(shown).to_bytes(2, "little") + shown + text
+
+    def _is_member(self, node: NodeId, shown: bytes) -> bool:
+        if node in self._removals:
+            return False
+        if not shown:
+            return node in self._members()
+        try:
+            credential = Credential.decode(shown)
+            check(credential, node, self._credential.mesh, time.time(), self._removals)
+        except (PeerFault, NotAuthorised):
+            return False
+        return True
 
 
 class Beacon(asyncio.DatagramProtocol):
     """Announces the addresses of this node, and receives those of others."""
 
-    def __init__(
-        self, codec: BeaconCodec, me: NodeId, heard: Heard, guests: Guests = tuple
-    ) -> None:
+    def __init__(self, code: BeaconCode, me: NodeId, heard: Heard, guests: Guests = tuple) -> None:
         self.addresses: tuple[str, ...] = ()
         """Where this node can be dialled; while empty, its beacons are queries."""
-        self._codec = codec
+        self._code = code
         self._me = me
         self._heard = heard
         self._guests = guests
@@ -98,13 +194,13 @@ class Beacon(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, source: tuple[str, int]) -> None:
         """Handle a beacon; only one from this machine may name addresses of this machine."""
-        match self._codec.read(data):
+        match self._code.read(data):
             case (node, ()) if node != self._me:
-                self._answer(self._codec)
+                self._answer(self._code, node)
             case (node, addresses) if node != self._me:
                 if node not in self._known and len(self._known) < MAX_KNOWN and self.addresses:
                     self._known.add(node)
-                    self.send()
+                    self.send(to=(node,))
                 local = Local.YES if source[0].partition("%")[0] in own_hosts() else Local.NO
                 self._heard(node, tuple(filter(is_literal, permitted(addresses, local))))
             case None:
@@ -115,25 +211,25 @@ class Beacon(asyncio.DatagramProtocol):
         now = asyncio.get_running_loop().time()
         if self.addresses and data.startswith(MAGIC) and now >= self._looked + ANSWER_S:
             self._looked = now
-            codecs = (BeaconCodec(psk) for psk in self._guests())
-            if asked := next((codec for codec in codecs if codec.read(data)), None):
+            codes = (GuestBeacons(psk, self._me) for psk in self._guests())
+            if asked := next((code for code in codes if code.read(data)), None):
                 self._answer(asked)
 
-    def _answer(self, codec: BeaconCodec) -> None:
+    def _answer(self, code: BeaconCode, *to: NodeId) -> None:
         now = asyncio.get_running_loop().time()
         if self.addresses and now >= self._answered + ANSWER_S:
             self._answered = now
-            self.send(codec)
+            self.send(code, to)
 
     def error_received(self, exc: Exception) -> None:
         """Log that an interface cannot send multicast."""
         logger.debug("cannot send a beacon: %s", exc)
 
-    def send(self, codec: BeaconCodec | None = None) -> None:
-        """Send one beacon on every interface."""
-        beacon = (codec or self._codec).write(self._me, self.addresses)
-        for transport, group in self._transports.items():
-            transport.sendto(beacon, group)
+    def send(self, code: BeaconCode | None = None, to: Sequence[NodeId] = ()) -> None:
+        """Send one beacon on every interface, also to these nodes."""
+        for beacon in (code or self._code).seal(self.addresses, to):
+            for transport, group in self._transports.items():
+                transport.sendto(beacon, group)
 
     async def run(self, longest_s: float = LAST_S) -> None:
         """Send beacons until cancelled."""
@@ -146,11 +242,11 @@ class Beacon(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def open_beacon(
-    psk: bytes, me: NodeId, heard: Heard, guests: Guests = tuple
+    code: BeaconCode, me: NodeId, heard: Heard, guests: Guests = tuple
 ) -> AsyncIterator[Beacon]:
     """Listen for beacons on every multicast interface inside the context."""
     loop = asyncio.get_running_loop()
-    beacon = Beacon(BeaconCodec(psk), me, heard, guests)
+    beacon = Beacon(code, me, heard, guests)
     opened = []
     try:
         for group, listener, senders in _sockets():
@@ -163,6 +259,25 @@ async def open_beacon(
     finally:
         for transport in opened:
             transport.close()
+
+
+def _text(addresses: Sequence[str]) -> bytes:
+    """Encode as many addresses as fit."""
+    kept = list(addresses[:MAX_ADDRESSES])
+    while len(text := json.dumps(kept).encode()) > MAX_TEXT_BYTES:
+        kept.pop()
+    return text
+
+
+def _addresses(text: bytes) -> tuple[str, ...] | None:
+    """Decode addresses; None if they are malformed."""
+    try:
+        addresses = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(addresses, list) or not all(isinstance(at, str) for at in addresses):
+        return None
+    return tuple(addresses[:MAX_ADDRESSES])
 
 
 def _sockets() -> Iterator[tuple[str, socket.socket, list[socket.socket]]]:

@@ -13,7 +13,7 @@ from meshllm.names import NodeId
 from meshllm.node.membership import bootstrap as module
 from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, enter
 from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.beacon import Beacon, BeaconCodec
+from meshllm.node.net.beacon import Beacon, BeaconCode
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
@@ -301,9 +301,9 @@ def test_a_beacon_gives_the_address_of_the_inviter(
     heard: list[Any] = []
 
     @asynccontextmanager
-    async def fake(psk: bytes, me: NodeId, hear: Any) -> Any:
+    async def fake(code: BeaconCode, me: NodeId, hear: Any) -> Any:
         heard.append(hear)
-        yield Beacon(BeaconCodec(psk), me, hear)
+        yield Beacon(code, me, hear)
 
     monkeypatch.setattr(module, "open_beacon", fake)
 

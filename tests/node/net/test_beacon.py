@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,9 +22,13 @@ from meshllm.node.net.beacon import (
     MAX_BEACON_BYTES,
     Beacon,
     BeaconCodec,
+    GuestBeacons,
     Guests,
+    MemberBeacons,
     open_beacon,
 )
+from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
 
 MESH = MeshId(b"m" * 16)
@@ -47,7 +52,7 @@ class FakeTransport(asyncio.DatagramTransport):
 def beacon_of(
     heard: Heard, *addresses: str, guests: Guests = tuple
 ) -> tuple[Beacon, FakeTransport]:
-    beacon = Beacon(CODE, ME, lambda node, at: heard.append((node, at)), guests)
+    beacon = Beacon(GuestBeacons(MESH, ME), ME, lambda node, at: heard.append((node, at)), guests)
     beacon.addresses = addresses
     transport = FakeTransport()
     beacon.add(transport, "239.255.77.77")
@@ -301,7 +306,10 @@ async def test_two_nodes_on_one_network_discover_each_other(
         if len(heard) == 2:
             both.set()
 
-    async with open_beacon(MESH, ME, note) as one, open_beacon(MESH, PEER, note) as other:
+    async with (
+        open_beacon(GuestBeacons(MESH, ME), ME, note) as one,
+        open_beacon(GuestBeacons(MESH, PEER), PEER, note) as other,
+    ):
         if not (one._transports and other._transports):
             pytest.skip("no interface of this machine takes multicast")
         one.addresses, other.addresses = ("ws://10.9.9.1",), ("ws://10.9.9.2",)
@@ -330,7 +338,7 @@ async def test_a_port_in_use_is_logged(
         v4.bind(("", 0))
         monkeypatch.setattr(module, "PORT", v4.getsockname()[1])
         v6.bind(("::", module.PORT))
-        async with open_beacon(MESH, ME, lambda *_: None) as beacon:
+        async with open_beacon(GuestBeacons(MESH, ME), ME, lambda *_: None) as beacon:
             beacon.send()
 
             assert beacon._transports == {}
@@ -343,3 +351,111 @@ async def test_interfaces_without_multicast_are_left_out(monkeypatch: pytest.Mon
         assert module._join_v4(listener, "203.0.113.7") is None  # not of this machine
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as listener:
         assert module._join_v6(listener, "no such interface") is None
+
+
+A, B, C, D = (NodeKey(bytes([number]) * 32) for number in range(1, 5))
+FOUNDED = found(A, bytes(16))
+OF_B, OF_C = (issue(A, FOUNDED, each.node, Role.NODE) for each in (B, C))
+CLIENT = issue(A, FOUNDED, D.node, Role.CLIENT)
+GONE = {C.node: remove(A, FOUNDED.mesh, C.node, 1)}
+
+
+def beacons(
+    key: NodeKey, credential: Credential, *members: NodeKey, removals: Removals | None = None
+) -> MemberBeacons:
+    known = [each.node for each in members]
+    return MemberBeacons(key, credential, lambda: known, removals or {})
+
+
+def test_members_read_the_beacons_of_members() -> None:
+    (data,) = beacons(A, FOUNDED, A, B, C).seal(AT, ())
+
+    assert beacons(B, OF_B).read(data) == (A.node, AT)
+    assert beacons(C, OF_C).read(data) == (A.node, AT)
+    assert beacons(D, CLIENT).read(data) is None
+    assert beacons(A, FOUNDED).read(data) is None
+    assert BeaconCodec(FOUNDED.mesh).read(data) is None
+    assert len(data) <= MAX_BEACON_BYTES
+
+
+def test_a_removed_member_reads_no_beacon_and_is_not_heard() -> None:
+    a = beacons(A, FOUNDED, B, C, removals=GONE)
+    (data,) = a.seal(AT, (C.node,))
+    (query,) = beacons(C, OF_C, A, B).seal((), ())
+
+    assert beacons(B, OF_B).read(data) == (A.node, AT)
+    assert beacons(C, OF_C).read(data) is None
+    assert a.read(query) is None
+    assert beacons(B, OF_B).read(query) == (C.node, ())  # it has not heard of the removal
+
+
+def test_a_node_that_knows_nobody_sends_nothing() -> None:
+    assert beacons(A, FOUNDED, A).seal(AT, ()) == []
+
+
+def test_the_query_of_a_client_is_read_by_nodes_that_do_not_know_it() -> None:
+    (query,) = beacons(D, CLIENT, A).seal((), ())
+
+    assert beacons(B, OF_B).read(query) == (D.node, ())
+    (answer,) = beacons(B, OF_B).seal(AT, (D.node,))
+    assert beacons(D, CLIENT).read(answer) == (B.node, AT)
+
+
+def test_many_members_share_as_many_datagrams_as_needed() -> None:
+    crowd = [NodeKey(number.to_bytes(32, "big")) for number in range(100, 163)]
+
+    parts = beacons(A, FOUNDED, *crowd).seal(["ws://" + "x" * 60] * 16, ())
+
+    assert len(parts) <= 5
+    assert all(len(each) <= MAX_BEACON_BYTES for each in parts)
+    reader = beacons(crowd[62], issue(A, FOUNDED, crowd[62].node, Role.NODE))
+    assert sum(reader.read(each) is not None for each in parts) == 1
+
+
+def test_a_credential_that_is_too_long_is_left_out() -> None:
+    credential, issuer = OF_B, B
+    for number in range(100, 104):
+        key = NodeKey(number.to_bytes(32, "big"))
+        credential, issuer = issue(issuer, credential, key.node, Role.NODE), key
+
+    (data,) = beacons(issuer, credential, A).seal(AT, ())
+
+    assert beacons(A, FOUNDED, issuer).read(data) == (issuer.node, AT)
+    assert beacons(A, FOUNDED).read(data) is None
+
+
+def test_only_members_are_heard() -> None:
+    stranger = issue(D, found(D, bytes(16)), D.node, Role.NODE)
+    odd = MemberBeacons(D, replace(stranger, mesh=FOUNDED.mesh), lambda: [B.node], {})
+    for code in (odd, beacons(D, OF_B, B)):
+        (data,) = code.seal(AT, ())
+        assert beacons(B, OF_B).read(data) is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"\1", b"\1\0x[]", b"\0\0", b"\0\0{}", b"\0\0[1]"])
+def test_malformed_content_of_a_member_is_ignored(payload: bytes) -> None:
+    data = beacons(A, FOUNDED)._sealed((B.node,), payload)
+
+    assert beacons(B, OF_B, A).read(data) is None
+
+
+@given(st.binary(max_size=MAX_BEACON_BYTES + 9))
+def test_noise_is_no_beacon_of_a_member(noise: bytes) -> None:
+    assert beacons(B, OF_B).read(noise) is beacons(B, OF_B).read(MAGIC + noise) is None
+
+
+def test_a_query_of_a_member_is_answered_to_it() -> None:
+    async def story() -> list[bytes]:
+        beacon = Beacon(beacons(A, FOUNDED), A.node, lambda *_: None)
+        beacon.addresses = AT
+        transport = FakeTransport()
+        beacon.add(transport, "239.255.77.77")
+        for code in (beacons(D, CLIENT), beacons(B, OF_B, A)):
+            beacon.datagram_received(code.seal((), ())[0], ("10.0.0.7", 7701))
+            await asyncio.sleep(ANSWER_S)
+        return [data for _, data, _ in transport.sent]
+
+    first, second = run_virtual(story())
+
+    assert beacons(D, CLIENT).read(first) == beacons(B, OF_B).read(second) == (A.node, AT)
+    assert beacons(D, CLIENT).read(second) is None
