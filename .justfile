@@ -94,7 +94,15 @@ sbom:
     dist/tools/bin/cyclonedx-py environment dist/sbom/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
     @echo "dist/sbom.json"
 
-# known vulnerabilities of those packages; asks a public database
+# known vulnerabilities of those packages, by a public database; files of all pinned versions (700 MB)
+# that are not those of tests/hashes.txt
 audit: sbom
     dist/tools/bin/pip install -q pip-audit
     dist/tools/bin/pip-audit --path "$(dist/sbom/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" --skip-editable
+    rm -rf dist/verified
+    dist/tools/bin/pip download -q --no-deps --no-cache-dir --require-hashes -d dist/verified -r tests/hashes.txt
+
+# the hashes of the files of the pinned versions, after a change of tests/constraints.txt
+hashes:
+    python -m venv dist/tools && dist/tools/bin/pip install -q uv
+    dist/tools/bin/uv pip compile -q --upgrade --no-deps --universal --python-version 3.11 --generate-hashes --no-header --no-annotate tests/constraints.txt -o tests/hashes.txt
