@@ -5,22 +5,12 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from meshllm.errors import MeshError
-from meshllm.node.membership.state_store import StateStore
-from meshllm.node.net.secure import secure_dial
-from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import Credential
-from meshllm.protocol.trust.handshake import Own, Purpose
-from meshllm.protocol.trust.identity import parse_node, show
-from meshllm_websocket.transport import WebsocketTransport
 from tests.processes.fleet import ALONE, Fleet, Node, free_address, meshllm, open_fleet, until
-from tests.security.member import join
+from tests.security.removal import heard_by_a_former_member
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -158,7 +148,9 @@ def test_a_removal_shuts_out_one_member_and_no_other() -> None:
         until(lambda: "away" in founder.states(), fleet.told)
         away.send(signal.SIGTERM)
         away.ended()
-        heard = asyncio.run(heard_by_a_former_member(founder, fleet.folder / "member"))
+        heard = asyncio.run(
+            heard_by_a_former_member(founder, ticket(founder), fleet.folder / "member")
+        )
 
         away.start(*ALONE)  # with its own credential, issued before the removal
         fleet.node("later").start("--join", ticket(founder), *ALONE)
@@ -172,34 +164,3 @@ def test_a_removal_shuts_out_one_member_and_no_other() -> None:
 def names(node: Node, *states: str) -> set[str]:
     """Return the nodes that a node knows in one of these states."""
     return {name for name, state in node.states().items() if state in states}
-
-
-async def heard_by_a_former_member(founder: Node, state: Path) -> tuple[bool, int]:
-    """Join, dial, be removed, dial; return whether the first was answered, and bytes of the last.
-
-    What it knows is all that it needs to greet as a member: the mesh id, the key of the founder,
-    credentials.
-    """
-    async with join(ticket(founder), state) as member:
-        store, credential = member.store, member.credential
-        first = await bytes_heard(founder, store, credential)
-        removal = "ring", "remove", "--yes", show(store.key.node)
-        now = asyncio.get_running_loop().time()
-        member.links.act(member.machine.publish(profile=Profile("member", "1", (), 0), now=now))
-        await asyncio.to_thread(until, lambda: "member" in founder.states())
-        done = await asyncio.to_thread(lambda: meshllm(*removal, state=founder.state))
-        assert done.returncode == 0, done.stderr
-    return first > 0, await bytes_heard(founder, store, credential)
-
-
-async def bytes_heard(founder: Node, store: StateStore, credential: Credential) -> int:
-    """Dial with a credential; return how many bytes came back."""
-    link = await WebsocketTransport().dial(f"ws://{founder.address}")
-    own, to = Own(store.key, 1 << 20, credential), parse_node(founder.status()["node"])
-    with suppress(MeshError):
-        dialled = await secure_dial(
-            link, own, Purpose.WEIGHTS, expect=to, now_s=time.time(), removals={}
-        )
-        await dialled.close()
-    await link.close()
-    return link.statistics.bytes_received

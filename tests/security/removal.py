@@ -1,15 +1,20 @@
-"""A member that fills the list of removals, and one that returns with a new key."""
+"""A member that fills the list of removals, and ones that return after theirs."""
 
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
+from meshllm.node.membership.state_store import StateStore
+from meshllm.node.net.secure import secure_dial
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import remove
-from meshllm.protocol.trust.identity import show
+from meshllm.protocol.trust.credential import Credential, remove
+from meshllm.protocol.trust.handshake import Own, Purpose
+from meshllm.protocol.trust.identity import parse_node, show
+from meshllm_websocket.transport import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import Member, join
@@ -39,6 +44,49 @@ def return_with_a_new_key() -> Outcome:
         is_back = asyncio.run(_return(ticket, fleet.folder, owner))
     effect = "it returned" if is_back else "refused"
     return Outcome(effect, "one use; closed by a removal", held=not is_back)
+
+
+def greet_after_a_removal() -> Outcome:
+    """Join, be removed, and dial again with the key and all that a member knows."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        state = fleet.folder / "attacker"
+        was_answered, heard = asyncio.run(heard_by_a_former_member(owner, ticket, state))
+    effect = f"{heard} bytes in reply"
+    return Outcome(effect, "no byte, no node id", held=was_answered and heard == 0)
+
+
+async def heard_by_a_former_member(founder: Node, invitation: str, state: Path) -> tuple[bool, int]:
+    """Join, dial, be removed, dial; return whether the first was answered, and bytes of the last.
+
+    What it knows is all that it needs to greet as a member: the mesh id, the key of the founder,
+    credentials.
+    """
+    async with join(invitation, state) as member:
+        store, credential = member.store, member.credential
+        first = await bytes_heard(founder, store, credential)
+        removal = "ring", "remove", "--yes", show(store.key.node)
+        now = asyncio.get_running_loop().time()
+        member.links.act(member.machine.publish(profile=Profile("member", "1", (), 0), now=now))
+        await asyncio.to_thread(until, lambda: "member" in founder.states())
+        done = await asyncio.to_thread(lambda: meshllm(*removal, state=founder.state))
+        assert done.returncode == 0, done.stderr
+    return first > 0, await bytes_heard(founder, store, credential)
+
+
+async def bytes_heard(founder: Node, store: StateStore, credential: Credential) -> int:
+    """Dial with a credential; return how many bytes came back."""
+    link = await WebsocketTransport().dial(f"ws://{founder.address}")
+    own, to = Own(store.key, 1 << 20, credential), parse_node(founder.status()["node"])
+    with suppress(MeshError):
+        dialled = await secure_dial(
+            link, own, Purpose.WEIGHTS, expect=to, now_s=time.time(), removals={}
+        )
+        await dialled.close()
+    await link.close()
+    return link.statistics.bytes_received
 
 
 async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int]:
@@ -80,6 +128,7 @@ def _remove(member: Member, owner: Node) -> int:
 
 ATTACKS = (
     Attack("1,024 removals of made-up keys", "nobody can be removed any more", fill_the_removals),
+    Attack("a removed member greets", "handshake message 2, node ids", greet_after_a_removal),
     Attack(
         "a removed member, a new key", "back in the same second, same ticket", return_with_a_new_key
     ),
