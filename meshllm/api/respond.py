@@ -26,6 +26,7 @@ from meshllm.strict_json import MAX_DIGITS, build, parse
 T = TypeVar("T")
 
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
+DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
 
 
 class BodyTooLarge(UserError):
@@ -156,20 +157,29 @@ async def read_body(request: Request) -> bytes:
     Raises:
         BodyTooLarge: it is longer than `REQUEST_BYTES`, or announces that it is.
         BodyTooSlow: it takes longer than `BODY_S`.
+
+    A client that has its connection closed after the response reads that once it has sent the body:
+    if the rest were not read, a reset would reach it instead. The others keep theirs, and uvicorn
+    discards the rest.
     """
-    too_large = BodyTooLarge(f"The body is longer than {REQUEST_BYTES} bytes")
+    closes = "close" in request.headers.get("connection", "").lower()
+    longest = DRAIN_BYTES if closes else REQUEST_BYTES
     announced = request.headers.get("content-length", "0")
-    if len(announced) > MAX_DIGITS or int(announced) > REQUEST_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > REQUEST_BYTES:
-                    raise too_large
-    except TimeoutError:
-        raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
+    is_too_large = len(announced) > MAX_DIGITS or int(announced) > REQUEST_BYTES
+    body, size = bytearray(), 0
+    if closes or not is_too_large:
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > longest:
+                        break
+                    if size <= REQUEST_BYTES:
+                        body += chunk
+        except TimeoutError:
+            raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
+    if is_too_large or size > REQUEST_BYTES:
+        raise BodyTooLarge(f"The body is longer than {REQUEST_BYTES} bytes")
     return bytes(body)
 
 

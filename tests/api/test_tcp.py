@@ -9,10 +9,11 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api import connection
+from meshllm.api import connection, respond
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
 from meshllm.errors import UserError
+from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Piece
 from tests.builders.certificates import certificate
 from tests.builders.fake_node import FakeNode
@@ -271,6 +272,40 @@ async def test_connections_that_are_accepted_at_once_make_room_for_others(
             writer.close()
         for each in idle[9:]:
             each.close()
+
+
+@pytest.mark.parametrize("closing", [b"connection: close\r\n", b""])
+async def test_a_client_that_reads_behind_a_body_that_is_too_large_sees_why(
+    door: FakeNode, accounts: Accounts, closing: bytes
+) -> None:
+    size = 8 * REQUEST_BYTES
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        writer.write(head + closing + b"content-length: %d\r\n\r\n" % size)
+        for _ in range(size >> 16):
+            writer.write(bytes(1 << 16))
+            await writer.drain()
+        said = await reader.readline()
+        writer.close()
+
+    assert said.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_what_is_read_of_a_refused_body_is_bounded(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(respond, "DRAIN_BYTES", 2 * REQUEST_BYTES)
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        writer.write(head + b"content-length: %d\r\n\r\n" % (1 << 40))
+        with suppress(ConnectionError):
+            while True:  # until the server closes the connection
+                writer.write(bytes(1 << 16))
+                await writer.drain()
+
+    assert await closed(reader)
 
 
 async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:

@@ -23,6 +23,7 @@ MAX_STOPS = 4  # OpenAI API reference, as the next two
 MAX_BIASES = 1024
 DEFAULT_TEMPERATURE = 1.0
 SEEDS = 1 << 63
+DRAWN_SEEDS = (1 << 53) - MAX_CHOICES  # JavaScript reads those of all choices exactly
 
 HARMLESS = frozenset(
     {
@@ -120,7 +121,7 @@ class Generating:
             for each in fields(Sampling)
             if (value := getattr(self, each.name)) is not None
         }
-        drawn = secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS
+        drawn = secrets.randbelow(DRAWN_SEEDS) if self.seed is None else self.seed % SEEDS
         return Sampling(**{"temperature": DEFAULT_TEMPERATURE, **given, "seed": drawn})
 
 

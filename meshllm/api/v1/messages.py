@@ -17,7 +17,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.generating import MAX_STOPS, SEEDS, read_fields
+from meshllm.api.v1.generating import DRAWN_SEEDS, MAX_STOPS, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import STREAM
 from meshllm.api.v1.service import Choices, Service
@@ -167,7 +167,7 @@ class Messages(MessagesPrompt):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if self.top_k is None else self.top_k,
-            seed=secrets.randbelow(SEEDS),
+            seed=secrets.randbelow(DRAWN_SEEDS),
         )
         thinking = self.thinking
         if thinking and (thinking.budget_tokens or 0) < 0:

@@ -18,7 +18,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
 from meshllm.api.respond import Stream, with_keep_alive
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, SEEDS, read_fields
+from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, DRAWN_SEEDS, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
@@ -131,7 +131,7 @@ class Responses:
         sampling = Sampling(
             temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=secrets.randbelow(SEEDS),
+            seed=secrets.randbelow(DRAWN_SEEDS),
         )
         effort = self.reasoning.effort if self.reasoning else None
         return Asked(

@@ -142,6 +142,21 @@ def assert_refused(said: tuple[object, ...], route: DocumentedRoute, field: str)
     assert route.name in {"messages", "count_tokens"} or f'"param":"{field}"' in str(text)
 
 
+@pytest.mark.parametrize("route", ROUTES[:3] + ROUTES[4:5], ids=lambda each: each.name)
+async def test_a_seed_that_is_drawn_is_exact_in_javascript(
+    route: DocumentedRoute,
+    client: httpx2.AsyncClient,
+    door: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(secrets, "randbelow", lambda bound: bound - 1)
+    more = {"n": 16} if "n" in route.honoured else {}
+
+    await client.post(route.path, json={"model": "builtin", **BODIES[route.name], **more})
+
+    assert 0 < max(each.sampling.seed for each in door.requests) < 2**53
+
+
 @pytest.mark.parametrize("route", ROUTES, ids=lambda each: each.name)
 def test_every_field_is_explained(route: DocumentedRoute) -> None:
     explained = set(re.findall(r"`([a-z_]+)`", topics()["api"].partition(HEADING)[0]))
