@@ -104,7 +104,7 @@ def messages_error(error: MeshError) -> bytes:
     """Write Anthropic's error object; a hint becomes part of the message."""
     kind = _KINDS.get(failure_of(error).status, "api_error")
     message = f"{error}; {error.hint}" if error.hint else str(error)
-    fields = {"type": "error", "error": {"type": kind, "message": message}}
+    fields = {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
     return json.dumps(fields, separators=(",", ":")).encode()
 
 

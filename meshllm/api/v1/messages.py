@@ -63,6 +63,8 @@ class Block:
     """Accepted, ignored: models do not read the reasoning behind earlier answers."""
     signature: str | None = None
     data: str | None = None
+    caller: dict[str, str] | None = None
+    """Accepted, ignored, as our own calls have it."""
     cache_control: dict[str, str] | None = None
 
     def part(self, role: str, where: str) -> str | ToolCall | Turn:
@@ -206,7 +208,7 @@ class _MessagesReply:
             thought = {"type": "thinking", "thinking": happened.reasoning, "signature": ""}
             content.append(thought)
         if happened.text:
-            content.append({"type": "text", "text": happened.text})
+            content.append(_text_block(happened.text))
         content += (
             {**_tool_use(call.name), "input": _object(call.arguments)} for call in happened.calls
         )
@@ -238,9 +240,8 @@ class _MessagesReply:
         if self.is_begun:
             return b""
         self.is_begun = True
-        usage = {"input_tokens": self.read, "output_tokens": 0}
-        nothing = {"stop_reason": None, "stop_sequence": None}
-        message = {**self._head(), "content": [], **nothing, "usage": usage}
+        usage = _usage_fields(self.read, 0, 0)
+        message = {**self._head(), "content": [], **_end_fields(None, None), "usage": usage}
         return _event("message_start", message=message)
 
     def _deltas(self, piece: Piece) -> Iterator[bytes]:
@@ -249,7 +250,7 @@ class _MessagesReply:
             yield self._opened(("thinking", 0), empty)
             yield self._delta("thinking_delta", thinking=piece.reasoning)
         if piece.text:
-            yield self._opened(("text", 0), {"type": "text", "text": ""})
+            yield self._opened(("text", 0), _text_block(""))
             yield self._delta("text_delta", text=piece.text)
         for call in piece.calls:
             yield self._opened(("tool_use", call.index), {**_tool_use(call.name), "input": {}})
@@ -330,11 +331,23 @@ def _end(answer: Answer) -> dict[str, Any]:
         reason = "max_tokens"
     if answer.stop_text:
         reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": answer.stop_text or None}
+    return _end_fields(reason, answer.stop_text or None)
+
+
+def _end_fields(reason: str | None, sequence: str | None) -> dict[str, Any]:
+    nothing = {"stop_details": None, "container": None}
+    return {"stop_reason": reason, "stop_sequence": sequence, **nothing}
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
 
 
 def _tool_use(name: str) -> dict[str, Any]:
-    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name}
+    caller = {"type": "direct"}
+    return {
+        "type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "caller": caller
+    }  # fmt: skip
 
 
 def _object(arguments: str) -> object:
@@ -345,13 +358,19 @@ def _object(arguments: str) -> object:
         return {"invalid": arguments}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
-        "cache_read_input_tokens": answer.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": answer.completion_tokens,
-    }
+def _usage(answer: Answer) -> dict[str, Any]:
+    read = answer.prompt_tokens - answer.cached_tokens
+    return _usage_fields(read, answer.cached_tokens, answer.completion_tokens)
+
+
+def _usage_fields(read: int, cached: int, written: int) -> dict[str, Any]:
+    """Lay out a usage; what a mesh has nothing of is null."""
+    counts = {"input_tokens": read, "cache_read_input_tokens": cached, "output_tokens": written}
+    nothing = (
+        "cache_creation", "inference_geo", "output_tokens_details", "server_tool_use",
+        "service_tier",
+    )  # fmt: skip
+    return {**counts, "cache_creation_input_tokens": 0, **dict.fromkeys(nothing)}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -15,6 +15,7 @@ from tests.builders.tool_calls import MESSAGES_TOOL, ONE_CALL
 PATH = "/v1/messages"
 HI = {"role": "user", "content": "hi"}
 USED = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+END = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
 BODY: dict[str, Any] = {"model": "builtin", "max_tokens": 9, "messages": [HI]}
 
 
@@ -32,14 +33,21 @@ async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
         "type": "message",
         "role": "assistant",
         "model": "builtin",
-        "content": [{"type": "text", "text": "hello"}],
+        "content": [{"type": "text", "text": "hello", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
         "usage": {
             "input_tokens": 2,
+            "cache_creation": None,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
+            "inference_geo": None,
             "output_tokens": 5,
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "service_tier": None,
         },
     }
     assert door.requests[0].turns == ({"role": "user", "content": "hi"},)
@@ -80,7 +88,7 @@ async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> Non
     assert all(data["type"] == name for name, data in events)
     assert events[0][1]["message"]["content"] == []
     assert "".join(data["delta"]["text"] for _, data in events[2:4]) == "hello w\u2028rld"
-    assert events[5][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[5][1]["delta"] == END | {"stop_reason": "end_turn"}
     assert events[5][1]["usage"]["output_tokens"] == 5
 
 
@@ -125,7 +133,7 @@ async def test_what_is_not_supported_is_refused(
     assert (said.status_code, said.json()["error"]["type"]) == (
         404 if "model" in change else 400, kind,
     )  # fmt: skip
-    assert said.json()["type"] == "error"
+    assert (said.json()["type"], said.json()["request_id"]) == ("error", None)
     assert door.requests == []
 
 
@@ -167,7 +175,7 @@ async def test_an_error_in_the_middle_is_an_event(
 def test_the_reason_of_an_end(finish: FinishReason, stop_text: str, reason: str) -> None:
     answer = replace(answer_of("hi", 1), finish_reason=finish, stop_text=stop_text)
 
-    assert _end(answer) == {"stop_reason": reason, "stop_sequence": stop_text or None}
+    assert _end(answer) == END | {"stop_reason": reason, "stop_sequence": stop_text or None}
 
 
 @pytest.mark.parametrize(
@@ -202,10 +210,24 @@ async def test_calls_and_thoughts_are_blocks(client: httpx2.AsyncClient, door: F
 
     thought, text, call = said["content"]
     assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    assert text == {"type": "text", "text": "I see."}
+    assert text == {"type": "text", "text": "I see.", "citations": None}
     assert call.pop("id").startswith("toolu_")
-    assert call == {"type": "tool_use", "name": "f", "input": {"x": 1}}
+    caller = {"type": "direct"}
+    assert call == {"type": "tool_use", "name": "f", "input": {"x": 1}, "caller": caller}
     assert said["stop_reason"] == "tool_use"
+
+
+async def test_the_content_of_an_answer_can_be_sent_back(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.said = ONE_CALL
+    said = (await client.post(PATH, json=BODY)).json()
+
+    turn = {"role": "assistant", "content": said["content"]}
+    again = await client.post(PATH, json=BODY | {"messages": [HI, turn, HI]})
+
+    assert again.status_code == 200
+    assert door.requests[1].turns[1]["content"] == "I see."
 
 
 async def test_calls_and_thoughts_stream(client: httpx2.AsyncClient, door: FakeNode) -> None:
