@@ -71,6 +71,10 @@ film:
 clients:
     python -m tests.clients
 
+# the published specifications of OpenAI and Anthropic, driven against a ring by schemathesis
+schema:
+    python -m tests.clients.schema
+
 # real engines as providers, each in a virtual environment of its own (downloads them)
 engines *names:
     python -m tests.engines {{names}}

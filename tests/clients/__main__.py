@@ -9,16 +9,16 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshllm.model.locate import find_folder
-from tests.processes.fleet import ALONE, environment, free_address, open_fleet
+from tests.processes.fleet import ALONE, Fleet, environment, free_address, open_fleet
 
 FOLDER = Path(__file__).parent
 INSTALL_S = 600
-CALLS_S = 300
 NODES = "attic", "bench", "cellar"
 
 Report = tuple[str, list[dict[str, str]]]
@@ -34,6 +34,8 @@ class Client:
     """Further packages."""
     needs_torch: bool = False
     """Whether it uses the packages of this environment that it does not install itself."""
+    calls_s: int = 300
+    """Most seconds that its calls take."""
 
 
 CLIENTS = (
@@ -60,7 +62,8 @@ def run_python(client: Client, home: Path, variables: Mapping[str, str]) -> Repo
     _call((python, "-m", "pip", "install", "--quiet", *packages), home, INSTALL_S)
     ask = f"from importlib.metadata import version; print(version({client.package!r}))"
     version = _call((python, "-c", ask), home).strip()
-    return version, _calls(_call((python, str(FOLDER / client.script)), home, CALLS_S, variables))
+    words = (python, str(FOLDER / client.script))
+    return version, _calls(_call(words, home, client.calls_s, variables))
 
 
 def run_node(client: Client, home: Path, variables: Mapping[str, str]) -> Report:
@@ -72,14 +75,27 @@ def run_node(client: Client, home: Path, variables: Mapping[str, str]) -> Report
     manifest = (home / "node_modules" / client.package / "package.json").read_text()
     for name in ("calls.mjs", client.script):  # packages are found from the script's own folder
         shutil.copy(FOLDER / name, home)
-    said = _call(("node", client.script), home, CALLS_S, variables)
+    said = _call(("node", client.script), home, client.calls_s, variables)
     return json.loads(manifest)["version"], _calls(said)
 
 
 def main(names: list[str]) -> int:
     """Run the clients."""
     failed = 0
-    print(f"{'client':18} {'script':20} {'version':10} {'calls':>5} {'passed':>6}")
+    show_head()
+    with open_door() as (fleet, address):
+        variables = _variables(address)
+        for client in CLIENTS:
+            if names and client.package not in names:
+                continue
+            run = run_node if client.script.endswith(".mjs") else run_python
+            failed += show(client, run(client, fleet.folder / client.script, variables))
+    return 1 if failed else 0
+
+
+@contextmanager
+def open_door() -> Iterator[tuple[Fleet, str]]:
+    """Run a ring of three; yield it with the address of its API."""
     with open_fleet() as fleet:
         address = free_address()
         ticket = fleet.found(NODES[0])
@@ -89,20 +105,24 @@ def main(names: list[str]) -> int:
         door = ("--members", str(len(NODES)), "--serve", address)
         fleet.node(NODES[0]).start(*door, *options)
         fleet.form()
-        variables = _variables(address)
-        for client in CLIENTS:
-            if names and client.package not in names:
-                continue
-            run = run_node if client.script.endswith(".mjs") else run_python
-            version, calls = run(client, fleet.folder / client.script, variables)
-            wrong = [each for each in calls if each["problem"]]
-            passed = len(calls) - len(wrong)
-            row = f"{client.package:18} {client.script:20} {version:10} {len(calls):5} {passed:6}"
-            print(row, flush=True)
-            for each in wrong:
-                print(f"  {each['call']}: {each['problem']}")
-            failed += len(wrong) + (not calls)
-    return 1 if failed else 0
+        yield fleet, address
+
+
+def show_head() -> None:
+    """Print the head of the table."""
+    print(f"{'client':18} {'script':20} {'version':10} {'calls':>5} {'passed':>6}")
+
+
+def show(client: Client, report: Report) -> int:
+    """Print the row of a client and what was wrong; return how many calls failed."""
+    version, calls = report
+    wrong = [each for each in calls if each["problem"]]
+    passed = len(calls) - len(wrong)
+    row = f"{client.package:18} {client.script:20} {version:10} {len(calls):5} {passed:6}"
+    print(row, flush=True)
+    for each in wrong:
+        print(f"  {each['call']}: {each['problem']}")
+    return len(wrong) + (not calls)
 
 
 def _variables(address: str) -> dict[str, str]:
