@@ -227,13 +227,13 @@ def _finish(rng: random.Random, text: str, mark: str) -> str:
 
 
 def _disturb(rng: random.Random, text: str, swap: bool) -> str:
-    if swap and rng.random() < 0.35:
+    if swap and rng.random() < 0.5:
         text = _reword(rng, text)
     if rng.random() < 0.18:
         text = _thin(rng, text)
-    if swap and rng.random() < 0.06:
+    if swap and rng.random() < 0.08:
         text = _keywords(rng, text)
-    if swap and rng.random() < 0.04:
+    if swap and rng.random() < 0.12:
         text = _intrude(rng, text)
     return text
 

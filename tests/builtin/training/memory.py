@@ -16,17 +16,18 @@ from tests.builtin.training.grammar import (
     section,
     words,
 )
+from tests.builtin.training.name_like import name_like
 
 PET = "¤"  # stands for the kind of animal
 
 
 def _person(rng: random.Random) -> str:
-    return rng.choice(names()[0]) if rng.random() < 0.7 else made_up(rng).capitalize()
+    return rng.choice(names()[0]) if rng.random() < 0.4 else name_like(rng)
 
 
 def _pet_name(rng: random.Random) -> str:
     people, pets = names()
-    return rng.choice(pets + people) if rng.random() < 0.7 else made_up(rng).capitalize()
+    return rng.choice(pets + people) if rng.random() < 0.5 else name_like(rng)
 
 
 def _of(kind: str) -> Callable[[random.Random], str]:
@@ -34,7 +35,7 @@ def _of(kind: str) -> Callable[[random.Random], str]:
 
 
 def _city(rng: random.Random) -> str:
-    return rng.choice(words("city")) if rng.random() < 0.7 else made_up(rng).capitalize()
+    return rng.choice(words("city")) if rng.random() < 0.5 else name_like(rng)
 
 
 def _word(rng: random.Random) -> str:
@@ -75,10 +76,6 @@ def _say(rng: random.Random, text: str, *, mark: str = ".") -> str:
     return rough(rng, text, mark=mark, swap=False)
 
 
-def _small(rng: random.Random, value: str) -> str:
-    return value.lower() if rng.random() < 0.15 else value
-
-
 @dataclass(slots=True)
 class Told:
     """One fact as it appears in a conversation."""
@@ -94,10 +91,11 @@ def fact(rng: random.Random, kind: str) -> Told:
         return _pet(rng)
     known = _wordings(kind)
     value = DRAW[kind](rng)
+    value = value.lower() if rng.random() < 0.15 else value
     ask = _say(rng, _pick(rng, known["A"]), mark="?")
     tell = _pick(rng, known["T"])
     return Told(
-        tell.replace(SLOT, _small(rng, value)),
+        tell.replace(SLOT, value),
         known["C"].replace(SLOT, value),
         [(ask, known["R"].replace(SLOT, value))],
     )
@@ -107,7 +105,7 @@ def _pet(rng: random.Random) -> Told:
     known = _wordings("pet")
     kind = rng.choice(known["K"].split()) if rng.random() < 0.75 else rng.choice(words("animal"))
     name = _pet_name(rng)
-    tell = _pick(rng, known["T"]).replace(PET, kind).replace(SLOT, _small(rng, name))
+    tell = _pick(rng, known["T"]).replace(PET, kind).replace(SLOT, name)
     ask = _pick(rng, known["A"]).replace(SLOT, "").replace(PET, kind)
     asks = [(_say(rng, ask, mark="?"), f"Your {kind} is called {name}.")]
     ask = _say(rng, _pick(rng, known["B"]), mark="?")

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LAYERS, WIDTH, HEADS, HEAD, INNER = 8, 192, 4, 64, 576  # one key-value head
+LAYERS, WIDTH, HEADS, HEAD, INNER = 8, 256, 4, 64, 704  # one key-value head
 BASE, EPSILON = 10000.0, 1e-6
-CHUNK = 192  # rows of logits at a time: 5 MB in fp32
 MATRICES = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (HEAD, WIDTH),
@@ -84,17 +83,17 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
 
 
-def _angles(length: int) -> tuple[Tensor, Tensor]:
-    speed = BASE ** (-torch.arange(0, HEAD, 2) / HEAD)
-    angle = torch.outer(torch.arange(length).float(), speed)  # [T, K/2]
+def _angles(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    speed = BASE ** (-torch.arange(0, HEAD, 2, device=device) / HEAD)
+    angle = torch.outer(torch.arange(length, device=device).float(), speed)  # [T, K/2]
     return angle.cos().bfloat16(), angle.sin().bfloat16()
 
 
-def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
-    """Run tokens [B, T] under mask [B, 1, T, T] (0 or -inf, bf16); return [B, T, D], bf16."""
+def forward(weights: dict[str, Tensor], tokens: Tensor, seen: Tensor) -> Tensor:
+    """Run tokens [B, T], where `seen` [B, 1, T, T] lets them see; return [B, T, D], bf16."""
     batch, length = tokens.shape
     half = {name: weight.bfloat16() for name, weight in weights.items()}
-    cosine, sine = _angles(length)
+    cosine, sine = _angles(length, tokens.device)
     x = F.embedding(tokens, half["model.embed_tokens.weight"])
     for layer in range(LAYERS):
         at = {name: half[f"model.layers.{layer}.{name}.weight"] for name in (*MATRICES, *VECTORS)}
@@ -103,12 +102,9 @@ def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
         q, k, v = torch.split(y, [HEADS * HEAD, HEAD, HEAD], -1)
         q = _norm(q.view(batch, length, HEADS, HEAD), at["self_attn.q_norm"]).transpose(1, 2)
         k = _norm(k.view(batch, length, 1, HEAD), at["self_attn.k_norm"]).transpose(1, 2)
-        q, k = _turn(q, cosine, sine), _turn(k, cosine, sine)
-        # one key-value head: one product for all query heads
-        q = q.reshape(batch, HEADS * length, HEAD) * HEAD**-0.5
-        scores = torch.bmm(q, k[:, 0].mT).view(batch, HEADS, length, length) + mask
-        chance = scores.softmax(-1).view(batch, HEADS * length, length)
-        y = torch.bmm(chance, v).view(batch, HEADS, length, HEAD)
+        q, k = _turn(q, cosine, sine), _turn(k, cosine, sine).expand_as(q)
+        v = v.view(batch, 1, length, HEAD).expand_as(q)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         y = y.transpose(1, 2).reshape(batch, length, HEADS * HEAD)
         x = x + F.linear(y, at["self_attn.o_proj"])
         fused = torch.cat([at["mlp.gate_proj"], at["mlp.up_proj"]])
@@ -117,27 +113,11 @@ def forward(weights: dict[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
     return _norm(x, half["model.norm.weight"])
 
 
-def learn(weights: dict[str, Tensor], hidden: Tensor, where: Tensor, target: Tensor) -> float:
-    """Backpropagate the mean cross entropy into the gradients; return its value.
+def loss(weights: dict[str, Tensor], hidden: Tensor, where: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy of the targets.
 
-    `where` [N] are flat positions in hidden [B, T, D], `target` [N] the tokens that follow. The
-    LM head is computed by hand in chunks of rows: all logits at once would not fit the cache.
+    `where` [N] are flat positions in hidden [B, T, D], `target` [N] the tokens that follow.
     """
-    table = weights["model.embed_tokens.weight"]
-    half = table.detach().bfloat16()
-    rows = hidden.detach().reshape(-1, WIDTH)[where]
-    back = torch.zeros_like(hidden).reshape(-1, WIDTH)
-    grown = torch.zeros_like(table, requires_grad=False)
-    total = 0.0
-    for at in range(0, len(rows), CHUNK):
-        some, right = rows[at : at + CHUNK], target[at : at + CHUNK, None]
-        chance = F.linear(some, half).float().log_softmax(-1)
-        total -= chance.gather(1, right).sum().item()
-        slope = chance.exp_().scatter_add_(1, right, -torch.ones(right.shape)).div_(len(rows))
-        slope = slope.bfloat16()
-        back[where[at : at + CHUNK]] = slope @ half
-        grown += slope.mT @ some
-    torch.autograd.backward(hidden, back.view(hidden.shape))
-    assert table.grad is not None
-    table.grad += grown
-    return total / len(rows)
+    half = weights["model.embed_tokens.weight"].bfloat16()
+    logits = F.linear(hidden.flatten(0, 1)[where], half)
+    return F.cross_entropy(logits.float(), target)

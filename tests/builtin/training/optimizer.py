@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 MOMENTUM, BETAS, EPSILON = 0.95, (0.9, 0.98), 1e-10
-SPEED = {"matrix": 0.016, "embedding": 0.004, "vector": 0.004}  # best of short runs
+SPEED = {"matrix": 0.02, "embedding": 0.004, "vector": 0.004}
 DECAY = 0.01  # of matrices, times their speed
 NEWTON = (3.4445, -4.7750, 2.0315)  # quintic of the Muon page
 
@@ -23,6 +23,11 @@ def orthogonal(x: Tensor) -> Tensor:
         square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
     return (x.mT if tall else x).float()
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
 
 
 class Optimizer:
@@ -53,18 +58,17 @@ class Optimizer:
             weight.grad = None
 
     def _muon(self, group: list[str], speed: float) -> None:
-        ahead: list[Tensor] = []
-        for name in group:
-            gradient, first = self.weights[name].grad, self.state[f"first.{name}"]
-            assert gradient is not None
-            first.lerp_(gradient, 1 - MOMENTUM)
-            ahead.append(gradient.lerp(first, MOMENTUM))
-        for name, change in zip(group, orthogonal(torch.stack(ahead)), strict=True):
-            self.weights[name].mul_(1 - speed * DECAY).add_(change, alpha=-speed)
+        weights = [self.weights[name] for name in group]
+        gradient = torch.stack([_gradient(weight) for weight in weights])
+        first = torch.stack([self.state[f"first.{name}"] for name in group])
+        first.lerp_(gradient, 1 - MOMENTUM)
+        for name, moment in zip(group, first, strict=True):
+            self.state[f"first.{name}"] = moment
+        for weight, change in zip(weights, orthogonal(gradient.lerp(first, MOMENTUM)), strict=True):
+            weight.mul_(1 - speed * DECAY).add_(change, alpha=-speed)
 
     def _adam(self, name: str, number: int, speed: float) -> None:
-        gradient = self.weights[name].grad
-        assert gradient is not None
+        gradient = _gradient(self.weights[name])
         first, second = self.state[f"first.{name}"], self.state[f"second.{name}"]
         first.lerp_(gradient, 1 - BETAS[0])
         second.lerp_(gradient.square(), 1 - BETAS[1])

@@ -141,13 +141,13 @@ def _wanted(rng: random.Random, who: Cast) -> str:
     )
 
 
-def _about_theme(rng: random.Random, who: Cast) -> tuple[str, str]:
+def _theme(rng: random.Random) -> str:
     theme = rng.choice(words("thing"))
     if rng.random() < 0.3:
         theme = rng.choice([made_up(rng), rng.choice(vocabulary())])
     if rng.random() < 0.4:
         theme = f"{rng.choice(['the', 'my', 'the first', 'a'])} {theme}"
-    return theme, f"This is a story about {theme}. {tell(rng, who)}"
+    return theme
 
 
 def story(rng: random.Random) -> list[Turn]:
@@ -157,11 +157,9 @@ def story(rng: random.Random) -> list[Turn]:
     if roll < 0.1:
         ask = expand(rng, rng.choice(section("asks.txt", "any story")))
         return [("user", rough(rng, ask, mark=".")), ("assistant", tell(rng, who))]
-    if roll < 0.25:
-        want, text = _about_theme(rng, who)
-    else:
-        want, text = _wanted(rng, who), tell(rng, who)
+    want = _theme(rng) if roll < 0.25 else _wanted(rng, who)
     if rng.random() < 0.15:
         want = want.lower()
     ask = rough(rng, expand(rng, rng.choice(section("asks.txt", "story"))), mark=".", swap=False)
+    text = f"A story about {want}. {tell(rng, who)}"
     return [("user", ask.replace(SLOT, want)), ("assistant", text)]

@@ -19,7 +19,7 @@ PAD, SYSTEM, USER, ASSISTANT, END = range(5)
 SPECIAL = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 ROLE = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 SIZE = 6144
-ROWS, LONG_ROWS = (13, 192), (3, 768)  # rows and their length
+ROWS, LONG_ROWS = (128, 256), (40, 800)  # rows and their length
 PIECES = r" ?[A-Za-zÀ-ɏ]+|[0-9]| ?[^\sA-Za-zÀ-ɏ0-9]+|\s+"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] | trim"
@@ -84,8 +84,8 @@ def encode(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[boo
 class Batch:
     """Rows of packed conversations, each of which attends only to itself.
 
-    tokens [B, T], mask [B, 1, T, T] bf16; where [N] flat positions with a wanted next token,
-    target [N] those tokens.
+    tokens [B, T], owner [B, T] the number of the conversation; where [N] flat positions with a
+    wanted next token, target [N] those tokens.
     """
 
     def __init__(self, rows: int, length: int) -> None:
@@ -108,25 +108,28 @@ class Batch:
         return False
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Pad the rows and build tokens, mask, where and target."""
+        """Pad the rows and build tokens, owner, where and target."""
         size = self.length
         tokens = torch.tensor([row + [PAD] * (size - len(row)) for row in self.ids])
         wanted = torch.tensor([row + [False] * (size - len(row)) for row in self.wanted])
         owner = torch.tensor([row + [0] * (size - len(row)) for row in self.owner])
-        seen = (owner[:, :, None] == owner[:, None, :]).tril()[:, None]
-        mask = torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill(~seen, float("-inf"))
         before = torch.zeros_like(wanted)
         before[:, :-1] = wanted[:, 1:]
         where = before.flatten().nonzero()[:, 0]
-        return tokens, mask, where, tokens.flatten()[where + 1]
+        return tokens, owner, where, tokens.flatten()[where + 1]
+
+
+def visible(owner: Tensor) -> Tensor:
+    """Return [B, 1, T, T]: which earlier positions of its own conversation a token sees."""
+    return (owner[:, :, None] == owner[:, None, :]).tril()[:, None]
 
 
 def batch(tokenizer: Tokenizer, seed: str, *, phase: int, long: bool) -> Batch:
-    """Fill one batch of about 2500 tokens, deterministic for its seed."""
+    """Fill one batch of about 32,000 tokens, deterministic for its seed."""
     rng = random.Random(seed)
     made = Batch(*LONG_ROWS) if long else Batch(*ROWS)
     misses = 0
-    while misses < 4:
+    while misses < 12:
         turns = conversation(rng, phase=phase, long=long and rng.random() < 0.6)
         ids, wanted = encode(tokenizer, turns)
         if (len(ids) > ROWS[1]) == long and len(ids) <= made.length:

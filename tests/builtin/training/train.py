@@ -1,14 +1,20 @@
 """Train the embedded model from scratch: `python -m tests.builtin.training.train --out DIR`.
 
-Every batch depends on the seed and its number only, and the schedule on tokens only, so a run may
-be stopped, resumed from its state file, or slowed down without changing the result.
+Every batch depends on the seed and its number only, so a run may be stopped and resumed from its
+state file. It takes a GPU if there is one; worker processes make the batches meanwhile.
 """
 
 import argparse
 import json
 import logging
+import math
+import multiprocessing
+import os
+import random
 import time
-from itertools import pairwise
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -17,34 +23,72 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from meshllm.model.files.source import resolve
+from tests.builtin.score import WEIGHTS
 from tests.builtin.training import network
 from tests.builtin.training.optimizer import Optimizer
-from tests.builtin.training.tokens import END, PAD, batch, save_tokenizer, train_tokenizer
+from tests.builtin.training.tokens import (
+    END,
+    PAD,
+    ROWS,
+    batch,
+    save_tokenizer,
+    train_tokenizer,
+    visible,
+)
 
 logger = logging.getLogger(__name__)
-STEP = 2496  # tokens per step, padding included
-STEPS = 6300  # of the run that made the weights
-PHASES = (1200, 2200, 2800, 4200)  # steps at which the shares of the lessons change
-WARMUP = 60  # steps
-# (step, speed) knots of the cool-down, which was extended twice while the loss still improved.
-BENDS = ((0, 1.0), (2800, 1.0), (3600, 15 / 23), (4800, 75 / 253), (STEPS, 0.0))
+STEPS = 14_000  # of the run that made the weights
+WARMUP = 200  # steps
+LATER = 0.08  # share of the steps after which the lessons change
+REUSE = 3  # steps for each new batch; the others take an earlier one
 LONG = 12  # every twelfth batch has long conversations
-KEPT = resolve("builtin").folder / "tokenizer.json"  # of an early corpus; fixed since
-SAVE = 200  # steps between two saves
-REFRESH = 0.2  # speed at the start of a refresh, which then cools down to 0
+KEPT = WEIGHTS / "tokenizer.json"  # of an early corpus; fixed since
+SAVE = 1000  # steps between two saves
+AHEAD = 4  # batches that each worker prepares
 
 
-def factor(at: float) -> float:
-    """Speed at a step of the run: warm up, stay, then cool down along the bends."""
-    (left, high), (right, low) = next(pair for pair in pairwise(BENDS) if at < pair[1][0])
-    return min((at + 1) / WARMUP, high + (low - high) * (at - left) / (right - left))
+def factor(step: int, steps: int) -> float:
+    """Speed at a step of the run: warm up, then a cosine down to 0."""
+    return min((step + 1) / WARMUP, 1.0) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def source(step: int, seed: int) -> int:
+    """Return the number of the batch of a step: every third one is new, the others are reused."""
+    newest = step // REUSE
+    return newest if step % REUSE == 0 else random.Random(f"{seed} {step}").randint(0, newest)
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(KEPT)) if KEPT.exists() else train_tokenizer(7)
+
+
+def draw(seed: int, batches: int, number: int) -> tuple[Tensor, ...]:
+    """Make one batch in small integers."""
+    torch.set_num_threads(1)
+    phase = int(number >= LATER * batches)
+    made = batch(_tokenizer(), f"{seed} {number}", phase=phase, long=number % LONG == LONG - 1)
+    tokens, owner, where, target = made.tensors()
+    return tokens.short(), owner.short(), where.int(), target.short()
+
+
+def drawn(seed: int, batches: int, first: int, workers: int) -> Iterator[tuple[Tensor, ...]]:
+    """Draw the batches from a number on, some of them ahead, in other processes."""
+    make = partial(draw, seed, batches)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        ahead = range(first, min(first + workers * AHEAD, batches))
+        waiting = [pool.submit(make, number) for number in ahead]
+        for number in range(first, batches):
+            yield waiting.pop(0).result()
+            if number + workers * AHEAD < batches:
+                waiting.append(pool.submit(make, number + workers * AHEAD))
+        pool.shutdown(cancel_futures=True)
 
 
 def save_model(weights: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -> None:
     """Write a model folder for transformers; each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    half = {name: weight.detach().bfloat16().contiguous() for name, weight in weights.items()}
+    half = {name: weight.detach().bfloat16().cpu() for name, weight in weights.items()}
     save_file(half, folder / "model.tmp", metadata={"format": "pt"})
     (folder / "model.tmp").chmod(0o644)
     (folder / "model.tmp").replace(folder / "model.safetensors")
@@ -59,7 +103,9 @@ def save_model(weights: dict[str, Tensor], tokenizer: Tokenizer, folder: Path) -
 def save_state(optimizer: Optimizer, step: int, path: Path) -> None:
     """Write the state that a run needs to resume."""
     state = {f"weight.{name}": weight.detach() for name, weight in optimizer.weights.items()}
-    save_file(state | optimizer.state, path.with_suffix(".tmp"), metadata={"step": str(step)})
+    state |= optimizer.state
+    kept = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+    save_file(kept, path.with_suffix(".tmp"), metadata={"step": str(step)})
     path.with_suffix(".tmp").replace(path)
 
 
@@ -73,56 +119,58 @@ def load_state(optimizer: Optimizer, path: Path) -> int:
         return int(file.metadata()["step"])
 
 
-def train(out: Path, seed: int, tokens: int) -> None:
-    """Train for ``tokens`` tokens; resume if `out` contains a state file."""
-    tokenizer = Tokenizer.from_file(str(KEPT)) if KEPT.exists() else train_tokenizer(seed)
-    optimizer = Optimizer(network.start(tokenizer.get_vocab_size(), seed))
-    state = out / "state.safetensors"
+class Trainer:
+    """Weights, optimizer and the batches so far, on the fastest device."""
+
+    def __init__(self, seed: int, steps: int, workers: int) -> None:
+        """Start with untrained weights."""
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.seed, self.steps, self.workers = seed, steps, workers
+        made = network.start(_tokenizer().get_vocab_size(), seed)
+        weights = {n: w.detach().to(self.device).requires_grad_() for n, w in made.items()}
+        self.optimizer = Optimizer(weights)
+        self.forward = network.forward
+        if self.device.type == "cuda":
+            self.forward = torch.compile(network.forward, dynamic=False)
+
+    def learn(self, made: tuple[Tensor, ...], step: int) -> Tensor:
+        """Do one step; return the loss before it."""
+        tokens, owner, where, target = (each.to(self.device).long() for each in made)
+        hidden = self.forward(self.optimizer.weights, tokens, visible(owner))
+        loss = network.loss(self.optimizer.weights, hidden, where, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step(step + 1, factor(step, self.steps))
+        return loss.detach()
+
+    def run(self, first: int, out: Path, seconds: float) -> None:
+        """Do the steps from ``first`` on, saving now and then; stop after ``seconds``."""
+        batches = -(-self.steps // REUSE)
+        fresh = drawn(self.seed, batches, 0, self.workers)
+        seen = [next(fresh) for _ in range(-(-first // REUSE))]
+        began, mean = time.monotonic(), torch.zeros((), device=self.device)
+        for step in range(first, self.steps):
+            if step % REUSE == 0:
+                seen.append(next(fresh))
+            loss = self.learn(seen[source(step, self.seed)], step)
+            mean = loss if step == first else mean * 0.98 + loss * 0.02
+            if step % 500 == 0:
+                pace = (step + 1 - first) * ROWS[0] * ROWS[1] / (time.monotonic() - began)
+                logger.info("step %d loss %.4f pace %.0f tokens/s", step, mean, pace)
+            over = step + 1 == self.steps or time.monotonic() - began > seconds
+            if over or (step + 1) % SAVE == 0:
+                save_state(self.optimizer, step + 1, out / "state.safetensors")
+                save_model(self.optimizer.weights, _tokenizer(), out / "model")
+            if over:
+                return
+
+
+def train(out: Path, seed: int, steps: int, *, workers: int = 1, seconds: float = 1e9) -> None:
+    """Train for ``steps``; resume if `out` contains a state file."""
     out.mkdir(parents=True, exist_ok=True)
-    steps = tokens // STEP
-    first = load_state(optimizer, state) if state.exists() else 0
-    began, mean = time.monotonic(), 0.0
-    for step in range(first, steps):
-        value = _step(optimizer, tokenizer, f"{seed} {step}", step, steps)
-        mean = value if step == first else mean * 0.98 + value * 0.02
-        if step % 25 == 0:
-            pace = (step + 1 - first) * STEP / (time.monotonic() - began)
-            logger.info("step %d of %d loss %.4f pace %.0f tokens/s", step, steps, mean, pace)
-        if (step + 1) % SAVE == 0 or step + 1 == steps:
-            save_state(optimizer, step + 1, state)
-            save_model(optimizer.weights, tokenizer, out / "model")
-
-
-def refresh(out: Path, seed: int, steps: int) -> None:
-    """Fine-tune the shipped model on a changed corpus, without a full run."""
-    tokenizer = Tokenizer.from_file(str(KEPT))
-    optimizer = Optimizer(network.start(tokenizer.get_vocab_size(), seed))
-    with safe_open(KEPT.parent / "model.safetensors", "pt") as file, torch.no_grad():
-        for name, weight in optimizer.weights.items():
-            weight.copy_(file.get_tensor(name))
-    for step in range(steps):
-        speed = REFRESH * min((step + 1) / 10, (steps - step) / steps)
-        loss = _learn(optimizer, tokenizer, f"{seed} refresh {step}", len(PHASES), step, speed)
-        if step % 25 == 0:
-            logger.info("step %d of %d loss %.4f", step, steps, loss)
-    save_model(optimizer.weights, tokenizer, out / "model")
-
-
-def _step(optimizer: Optimizer, tokenizer: Tokenizer, name: str, step: int, steps: int) -> float:
-    at = step * STEPS / steps  # a run of another length has the same phases
-    phase = sum(at >= begin for begin in PHASES)
-    return _learn(optimizer, tokenizer, name, phase, step, factor(at))
-
-
-def _learn(
-    optimizer: Optimizer, tokenizer: Tokenizer, name: str, phase: int, step: int, speed: float
-) -> float:
-    made = batch(tokenizer, name, phase=phase, long=step % LONG == LONG - 1)
-    ids, mask, where, target = made.tensors()
-    hidden = network.forward(optimizer.weights, ids, mask)
-    loss = network.learn(optimizer.weights, hidden, where, target)
-    optimizer.step(step + 1, speed)
-    return loss
+    trainer = Trainer(seed, steps, workers)
+    state = out / "state.safetensors"
+    first = load_state(trainer.optimizer, state) if state.exists() else 0
+    trainer.run(first, out, seconds)
 
 
 def main() -> None:
@@ -130,16 +178,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for state and model")
     parser.add_argument("--seed", type=int, default=7, help="seed of weights and corpus")
-    parser.add_argument("--tokens", type=int, default=STEPS * STEP, help="tokens to train on")
-    parser.add_argument("--refresh", type=int, metavar="STEPS", help="fine-tune the shipped model")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps to train")
+    parser.add_argument("--seconds", type=float, default=1e9, help="save and stop after this time")
+    workers = max(1, (os.cpu_count() or 1) - 1)
+    parser.add_argument("--workers", type=int, default=workers, help="processes that make batches")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if options.refresh:
-        refresh(options.out, options.seed, options.refresh)
-    else:
-        train(options.out, options.seed, options.tokens)
+    train(
+        options.out, options.seed, options.steps, workers=options.workers, seconds=options.seconds
+    )
 
 
 if __name__ == "__main__":
