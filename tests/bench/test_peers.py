@@ -53,6 +53,23 @@ def test_seconds_are_of_a_prompt_or_a_step() -> None:
     assert seconds_of(SESSIONS, lines) == 0.25
 
 
+def test_cpu_time_is_what_a_longer_run_takes_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(_: Llama, command: list[str]) -> tuple[str, float]:
+        given = dict(zip(command[1::2], command[2::2], strict=True))
+        return "", 7.0 + int(given["-n"]) * 0.5 + int(given["-p"]) * int(given["-r"]) * 0.25
+
+    for program in ("llama-bench", "llama-batched-bench"):
+        (tmp_path / program).touch()
+    monkeypatch.setattr(Llama, "_run", run)
+    peer = Llama("none", tmp_path / "model.gguf", tmp_path, has_cpu_time=True)
+
+    assert peer.seconds(STEP, 1) == 0.5
+    assert peer.seconds(PROMPT, 1) == 64.0
+    assert peer.seconds(SESSIONS, 1) is None
+
+
 def test_a_program_that_is_missing_takes_no_task(tmp_path: Path) -> None:
     script = tmp_path / "llama-bench"
     script.write_text(f"#!{sys.executable}\nprint('[{{\"avg_ts\": 64.0}}]')\n")
