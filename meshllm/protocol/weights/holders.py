@@ -1,11 +1,10 @@
 """Which parts of a model a node needs, which digests they have, and who has them.
 
 Parts are numbered as in a manifest: the layers, then embedding and head. A digest in a profile is a
-claim of its node. Of each part the founder's digest counts, or while the founder does not have the
-part that of most nodes, of equally many that of the lowest id; what arrives is compared with it.
+claim of its node. Of each part the founder's digest counts, or that of the node with the lowest id
+while the founder does not have the part; what arrives is compared with it.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,13 +27,11 @@ def digests_in_force(
     charter: Charter, profiles: Mapping[NodeId, Profile], author: NodeId
 ) -> tuple[bytes, ...]:
     """Return the digest of each part, `ABSENT` if no node has it."""
-    parts = range(charter.shape.layers + ENDS - 1)
-    able = [node for node in sorted(profiles) if has_model(charter, profiles[node])]
-    first = profiles[author].weights if author in able else (ABSENT,) * len(parts)
-    known = [profiles[node].weights for node in able]
+    nodes = sorted(profiles, key=lambda node: (node != author, node))
+    known = [profiles[node].weights for node in nodes if has_model(charter, profiles[node])]
     return tuple(
-        first[part] if first[part] != ABSENT else _most_common([each[part] for each in known])
-        for part in parts
+        next((each[part] for each in known if each[part] != ABSENT), ABSENT)
+        for part in range(charter.shape.layers + ENDS - 1)
     )
 
 
@@ -96,12 +93,6 @@ def has_model(charter: Charter, profile: Profile) -> bool:
     weights = profile.weights
     is_whole = len(weights) == charter.shape.layers + ENDS
     return is_whole and weights[-1] == charter.config_digest[:DIGEST_PART_BYTES]
-
-
-def _most_common(digests: Iterable[bytes]) -> bytes:
-    """Return the digest that most nodes claim, the first of equally many; `ABSENT` for none."""
-    counts = Counter(each for each in digests if each != ABSENT)
-    return max(counts, key=counts.__getitem__, default=ABSENT)
 
 
 def is_bare(weights: Sequence[bytes]) -> bool:

@@ -47,18 +47,6 @@ def test_the_digests_of_the_founder_count_then_those_of_low_ids() -> None:
     assert digests_in_force(CHARTER, {}, author=C) == (ABSENT,) * PARTS
 
 
-def test_without_the_founder_the_digest_of_most_nodes_counts() -> None:
-    profiles = {A: having(0, 1, other=True), B: having(0, 1), C: having(0)}
-
-    assert digests_in_force(CHARTER, profiles, author=D)[:3] == (
-        WHOLE[0],
-        profiles[A].weights[1],
-        ABSENT,
-    )
-    founder = {**profiles, D: having(0, other=True)}
-    assert digests_in_force(CHARTER, founder, author=D)[0] == profiles[A].weights[0]
-
-
 def test_a_node_with_another_model_has_no_say_and_no_parts() -> None:
     wrong = replace(having(0), weights=(*having(0).weights[:-1], b"y" * 16))
     short = replace(having(0), weights=WHOLE[1:])
