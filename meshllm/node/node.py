@@ -309,8 +309,9 @@ class MeshNode:
                 code = MemberBeacons(
                     self.store.key,
                     self._own.credential,
-                    lambda: {*self.machine.profiles, *self.store.peers},
+                    lambda: self.machine.profiles,
                     self.machine.removals,
+                    lambda: () if self.links.by_peer else self.store.peers,
                 )
                 beacon = await stack.enter_async_context(
                     open_beacon(code, self.me, self.links.hint, self._gate.guests)

@@ -8,7 +8,7 @@ when it starts, then at doubling intervals, and in reply to the first beacon of 
 The beacons of members are sealed to the members that the sender knows, signed, and show its
 credential (`protocol.trust.announcement`): a removed member, which knows the mesh id, reads none
 and gets no answer. The queries of clients, which know few nodes, can be read by all who know the
-mesh id.
+mesh id. To read one takes half a millisecond, so none is read twice, and only so many in a second.
 
 A beacon without addresses is a query, and is answered to its sender. A guest sends queries under
 the key of its ticket, which the inviter can decrypt while the ticket is open.
@@ -21,7 +21,14 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -33,7 +40,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.node.net.peer_address import Local, is_literal, own_hosts, permitted
-from meshllm.protocol.trust.announcement import announce, read_announcement, sealed_bytes
+from meshllm.protocol.trust.announcement import (
+    announce,
+    is_announcement,
+    read_announcement,
+    sealed_bytes,
+)
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check
 from meshllm.protocol.trust.identity import NodeKey
 
@@ -45,7 +57,10 @@ NONCE_BYTES = 12
 MAX_BEACON_BYTES = 1200  # fits every link without fragmentation
 MAX_TEXT_BYTES = MAX_BEACON_BYTES // 2  # of the addresses
 MAX_SHOWN_BYTES = 320  # of a credential: two invitations; leaves room for readers
+MAX_QUERY_BYTES = 960  # of the credential of a client, whose query has no readers or addresses
 MAX_ADDRESSES = 16
+MAX_SEEN = 4096  # beacons that were read, by their nonces
+READS_PER_S, MAX_READS = 50.0, 200.0  # beacons that are read, in the long run and at once
 MAX_KNOWN = 1024  # nodes that got a reply; a member may invent some
 ANSWER_S = 0.2  # s between two answers, and between two decryptions of unknown datagrams
 FIRST_S, LAST_S = 0.5, 30.0  # s between beacons, doubling; a new node sends one at its start
@@ -86,8 +101,8 @@ class BeaconCodec:
 class BeaconCode(Protocol):
     """Encodes and decodes the beacons of a node."""
 
-    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
-        """Encode a beacon for those who may read it, and for these nodes."""
+    def seal(self, addresses: Sequence[str], to: NodeId | None) -> list[bytes]:
+        """Encode a beacon for all who may read it, or for one node."""
         ...
 
     def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
@@ -101,7 +116,7 @@ class GuestBeacons:
     def __init__(self, psk: bytes, me: NodeId) -> None:
         self._codec, self._me = BeaconCodec(psk), me
 
-    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
+    def seal(self, addresses: Sequence[str], to: NodeId | None) -> list[bytes]:
         """Encode a beacon for all who know the ticket."""
         return [self._codec.write(self._me, addresses)]
 
@@ -110,23 +125,51 @@ class GuestBeacons:
         return self._codec.read(beacon)
 
 
+class ReadLimit:
+    """Limits how many beacons are read."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, None] = {}
+        self._reads, self._at = MAX_READS, time.monotonic()
+
+    def admits(self, nonce: bytes) -> bool:
+        """Return whether to read the beacon with a nonce: it is new, and not one too many."""
+        now = time.monotonic()
+        self._reads = min(MAX_READS, self._reads + (now - self._at) * READS_PER_S)
+        self._at = now
+        if nonce in self._seen or self._reads < 1:
+            return False
+        self._reads -= 1
+        self._seen[nonce] = None
+        if len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return True
+
+
 class MemberBeacons:
-    """Beacons among the members of a mesh; ``members`` returns those that are known here."""
+    """Beacons among the members of a mesh.
+
+    ``members`` returns those that are known here, and ``met`` those that were members when they
+    were met, in case nobody else is known.
+    """
 
     def __init__(
         self,
         key: NodeKey,
         credential: Credential,
-        members: Callable[[], Iterable[NodeId]],
+        members: Callable[[], Collection[NodeId]],
         removals: Removals,
+        met: Callable[[], Collection[NodeId]] = tuple,
     ) -> None:
         self._key, self._credential = key, credential
-        self._members, self._removals = members, removals
+        self._members, self._removals, self._met = members, removals, met
+        self._limit = ReadLimit()
 
-    def seal(self, addresses: Sequence[str], to: Sequence[NodeId]) -> list[bytes]:
-        """Encode a beacon for the known members and these nodes, in as many parts as needed."""
+    def seal(self, addresses: Sequence[str], to: NodeId | None) -> list[bytes]:
+        """Encode a beacon for the known members, in as many parts as needed, or for one node."""
         gone = {*self._removals, self._key.node}
-        readers = [each for each in dict.fromkeys((*self._members(), *to)) if each not in gone]
+        known = (*self._members(), *self._met()) if to is None else (to,)
+        readers = [each for each in dict.fromkeys(known) if each not in gone]
         payload = self._payload(addresses)
         if self._credential.role is Role.CLIENT:
             return [self._sealed((), payload)]
@@ -140,6 +183,10 @@ class MemberBeacons:
         if len(beacon) > MAX_BEACON_BYTES or not beacon.startswith(MAGIC):
             return None
         nonce, sealed = beacon[len(MAGIC) :][:NONCE_BYTES], beacon[len(MAGIC) + NONCE_BYTES :]
+        if not is_announcement(self._credential.mesh, nonce, sealed):
+            return None
+        if not self._limit.admits(nonce):
+            return None
         read = read_announcement(self._key, self._credential.mesh, nonce, sealed)
         if read is None:
             return None
@@ -157,7 +204,8 @@ class MemberBeacons:
     def _payload(self, addresses: Sequence[str]) -> bytes:
         """Return the credential, unless it is too long, and as many addresses as fit."""
         shown, text = self._credential.encode(), _text(addresses)
-        if len(shown) > MAX_SHOWN_BYTES:
+        is_client = self._credential.role is Role.CLIENT
+        if len(shown) > (MAX_QUERY_BYTES if is_client else MAX_SHOWN_BYTES):
             shown = b""  # those who know this node believe it without
         return len(shown).to_bytes(2, "little") + shown + text
 
@@ -200,7 +248,7 @@ class Beacon(asyncio.DatagramProtocol):
             case (node, addresses) if node != self._me:
                 if node not in self._known and len(self._known) < MAX_KNOWN and self.addresses:
                     self._known.add(node)
-                    self.send(to=(node,))
+                    self.send(to=node)
                 local = Local.YES if source[0].partition("%")[0] in own_hosts() else Local.NO
                 self._heard(node, tuple(filter(is_literal, permitted(addresses, local))))
             case None:
@@ -215,7 +263,7 @@ class Beacon(asyncio.DatagramProtocol):
             if asked := next((code for code in codes if code.read(data)), None):
                 self._answer(asked)
 
-    def _answer(self, code: BeaconCode, *to: NodeId) -> None:
+    def _answer(self, code: BeaconCode, to: NodeId | None = None) -> None:
         now = asyncio.get_running_loop().time()
         if self.addresses and now >= self._answered + ANSWER_S:
             self._answered = now
@@ -225,8 +273,8 @@ class Beacon(asyncio.DatagramProtocol):
         """Log that an interface cannot send multicast."""
         logger.debug("cannot send a beacon: %s", exc)
 
-    def send(self, code: BeaconCode | None = None, to: Sequence[NodeId] = ()) -> None:
-        """Send one beacon on every interface, also to these nodes."""
+    def send(self, code: BeaconCode | None = None, to: NodeId | None = None) -> None:
+        """Send one beacon on every interface, to all who may read it or to one node."""
         for beacon in (code or self._code).seal(self.addresses, to):
             for transport, group in self._transports.items():
                 transport.sendto(beacon, group)

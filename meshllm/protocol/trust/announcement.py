@@ -43,7 +43,8 @@ def announce(
 ) -> bytes:
     """Seal a payload for these nodes, `MAX_READERS` at most; ``random`` is 60 bytes, used once.
 
-    The first 12 bytes are those of the nonce, which the reader must know.
+    The first 12 bytes are those of the nonce, which the reader must know. Readers whose node id is
+    a point of small order are left out.
     """
     nonce, ephemeral, content = random[:12], random[12:44], random[44:60]
     if not readers:
@@ -52,12 +53,25 @@ def announce(
     point = private.public_key().public_bytes_raw()
     entries = []
     for reader in readers:
-        mark, pad = _slot(private.exchange(agreement_key(reader)), nonce + point)
+        try:
+            shared = private.exchange(agreement_key(reader))
+        except ValueError:
+            continue
+        mark, pad = _slot(shared, nonce + point)
         entries.append(mark + _xor(pad, content))
     signed = key.node + key.sign(_signed(nonce + point, payload)) + payload
     head = point + bytes([len(entries)]) + b"".join(entries)
     body = AESGCM(content).encrypt(nonce, signed, head)
     return AESGCM(_outer(psk)).encrypt(nonce, head + body, None)
+
+
+def is_announcement(psk: bytes, nonce: bytes, sealed: bytes) -> bool:
+    """Return whether an announcement is sealed under a pre-shared key; that takes microseconds."""
+    try:
+        AESGCM(_outer(psk)).decrypt(nonce, sealed, None)
+    except (InvalidTag, ValueError):
+        return False
+    return True
 
 
 def read_announcement(

@@ -214,21 +214,21 @@ def check(
     founder = founder_of(credential, node)
     if credential.mesh != mesh or _mesh_of(founder, credential.salt) != mesh:
         raise NotAuthorised(f"Node `{short(node)}` is a member of another mesh")
+    if node in removals:  # before the signatures, whose verification costs a former member nothing
+        raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
     holder, role = founder, Role.NODE
     for certificate in credential.chain:
         if role is not Role.NODE:
             raise NotAuthorised(f"Node `{short(holder)}` is a client and cannot invite")
-        _check_link(certificate, holder, mesh, now_s)
         if (removal := removals.get(holder)) and certificate.subject not in removal.spared:
             raise NotAuthorised(
                 f"Node `{short(certificate.subject)}` was invited by `{short(holder)}`,"
                 " which was removed"
             )
+        _check_link(certificate, holder, mesh, now_s)
         holder, role = certificate.subject, certificate.role
     if holder != node:
         raise NotAuthorised(f"Node `{short(node)}` shows the credential of `{short(holder)}`")
-    if node in removals:
-        raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
     return role
 
 

@@ -22,6 +22,8 @@ from meshllm.names import NODE_ID_BYTES, NodeId
 SIGNATURE_BYTES = 64
 
 _PRIME = 2**255 - 19  # of the field of Curve25519
+_ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
+_SMALL_ORDER = {0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8}  # the `y` of points of order <= 8
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # RFC 4648
 _GROUP = 7  # characters between two dashes
 _CHECKED = 13  # characters before their check digit
@@ -47,7 +49,13 @@ class NodeKey:
 
 
 def verify(node: NodeId, data: bytes, signature: bytes) -> bool:
-    """Return whether ``node`` signed ``data``; False if ``node`` is not a valid public key."""
+    """Return whether ``node`` signed ``data``; False if ``node`` is not a valid public key.
+
+    A point of small order is none: without a private key, signatures of it can be made (RFC 8032,
+    5.1.7, accepts them; "Taming the many EdDSAs", Chalkias and others, 2020).
+    """
+    if _y(node) % _PRIME in _SMALL_ORDER:
+        return False
     try:
         Ed25519PublicKey.from_public_bytes(node).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -60,9 +68,13 @@ def agreement_key(node: NodeId) -> X25519PublicKey:
 
     It depends on ``y`` only: a node id that is not a valid point gives a key that nobody holds.
     """
-    y = int.from_bytes(node, "little") & (1 << 255) - 1
+    y = _y(node)
     u = (1 + y) * pow(1 - y, _PRIME - 2, _PRIME) % _PRIME
     return X25519PublicKey.from_public_bytes(u.to_bytes(32, "little"))
+
+
+def _y(node: NodeId) -> int:
+    return int.from_bytes(node, "little") & (1 << 255) - 1
 
 
 def show(node: NodeId) -> str:

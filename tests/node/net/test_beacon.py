@@ -20,11 +20,14 @@ from meshllm.node.net.beacon import (
     MAGIC,
     MAX_ADDRESSES,
     MAX_BEACON_BYTES,
+    MAX_READS,
+    READS_PER_S,
     Beacon,
     BeaconCodec,
     GuestBeacons,
     Guests,
     MemberBeacons,
+    ReadLimit,
     open_beacon,
 )
 from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
@@ -368,7 +371,7 @@ def beacons(
 
 
 def test_members_read_the_beacons_of_members() -> None:
-    (data,) = beacons(A, FOUNDED, A, B, C).seal(AT, ())
+    (data,) = beacons(A, FOUNDED, A, B, C).seal(AT, None)
 
     assert beacons(B, OF_B).read(data) == (A.node, AT)
     assert beacons(C, OF_C).read(data) == (A.node, AT)
@@ -380,31 +383,32 @@ def test_members_read_the_beacons_of_members() -> None:
 
 def test_a_removed_member_reads_no_beacon_and_is_not_heard() -> None:
     a = beacons(A, FOUNDED, B, C, removals=GONE)
-    (data,) = a.seal(AT, (C.node,))
-    (query,) = beacons(C, OF_C, A, B).seal((), ())
+    (data,) = a.seal(AT, None)
+    (query,) = beacons(C, OF_C, A, B).seal((), None)
 
     assert beacons(B, OF_B).read(data) == (A.node, AT)
     assert beacons(C, OF_C).read(data) is None
+    assert a.seal(AT, C.node) == []
     assert a.read(query) is None
     assert beacons(B, OF_B).read(query) == (C.node, ())  # it has not heard of the removal
 
 
 def test_a_node_that_knows_nobody_sends_nothing() -> None:
-    assert beacons(A, FOUNDED, A).seal(AT, ()) == []
+    assert beacons(A, FOUNDED, A).seal(AT, None) == []
 
 
 def test_the_query_of_a_client_is_read_by_nodes_that_do_not_know_it() -> None:
-    (query,) = beacons(D, CLIENT, A).seal((), ())
+    (query,) = beacons(D, CLIENT, A).seal((), None)
 
     assert beacons(B, OF_B).read(query) == (D.node, ())
-    (answer,) = beacons(B, OF_B).seal(AT, (D.node,))
+    (answer,) = beacons(B, OF_B).seal(AT, D.node)
     assert beacons(D, CLIENT).read(answer) == (B.node, AT)
 
 
 def test_many_members_share_as_many_datagrams_as_needed() -> None:
     crowd = [NodeKey(number.to_bytes(32, "big")) for number in range(100, 163)]
 
-    parts = beacons(A, FOUNDED, *crowd).seal(["ws://" + "x" * 60] * 16, ())
+    parts = beacons(A, FOUNDED, *crowd).seal(["ws://" + "x" * 60] * 16, None)
 
     assert len(parts) <= 5
     assert all(len(each) <= MAX_BEACON_BYTES for each in parts)
@@ -418,17 +422,80 @@ def test_a_credential_that_is_too_long_is_left_out() -> None:
         key = NodeKey(number.to_bytes(32, "big"))
         credential, issuer = issue(issuer, credential, key.node, Role.NODE), key
 
-    (data,) = beacons(issuer, credential, A).seal(AT, ())
+    (data,) = beacons(issuer, credential, A).seal(AT, None)
 
     assert beacons(A, FOUNDED, issuer).read(data) == (issuer.node, AT)
     assert beacons(A, FOUNDED).read(data) is None
+
+
+def test_a_client_shows_a_longer_credential_in_its_query() -> None:
+    credential, issuer = OF_B, B
+    for number in range(100, 104):
+        key = NodeKey(number.to_bytes(32, "big"))
+        credential, issuer = issue(issuer, credential, key.node, Role.NODE), key
+    client = issue(issuer, credential, D.node, Role.CLIENT)
+
+    (query,) = beacons(D, client).seal((), None)
+
+    assert beacons(A, FOUNDED).read(query) == (D.node, ())
+    assert len(query) <= MAX_BEACON_BYTES
+
+
+def test_who_was_met_reads_beacons_but_is_not_believed_without_a_credential(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met = [B.node]
+    a = MemberBeacons(A, FOUNDED, tuple, {}, lambda: met)
+    (data,) = a.seal(AT, None)
+    silent = MemberBeacons(B, OF_B, lambda: [A.node], {})
+    monkeypatch.setattr(silent, "_payload", lambda _: b"\0\0[]")  # it shows nothing
+    (query,) = silent.seal((), None)
+
+    assert beacons(B, OF_B).read(data) == (A.node, AT)
+    assert a.read(query) is None
+    assert beacons(A, FOUNDED, B).read(query) == (B.node, ())
+
+
+def test_no_beacon_is_read_twice() -> None:
+    (data,) = beacons(A, FOUNDED, B).seal(AT, None)
+    reader = beacons(B, OF_B)
+
+    assert [reader.read(data) for _ in range(3)] == [(A.node, AT), None, None]
+
+
+def test_a_flood_of_beacons_is_read_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("meshllm.node.net.beacon.time.monotonic", lambda: now)
+    limit = ReadLimit()
+
+    def read(first: int) -> int:
+        return sum(limit.admits(number.to_bytes(12)) for number in range(first, first + 1000))
+
+    assert read(0) == MAX_READS
+    now += 2.0
+    assert read(1000) == 2 * READS_PER_S
+    now += 1e6
+    monkeypatch.setattr(module, "MAX_SEEN", 10)
+    assert read(5000) == MAX_READS
+    now += 1e6
+    assert read(0) == MAX_READS  # long ago: forgotten
+
+
+def test_a_member_that_is_a_point_of_small_order_does_no_harm() -> None:
+    odd = NodeId((1).to_bytes(32, "little"))
+    code = MemberBeacons(A, FOUNDED, lambda: [odd, B.node], {})
+
+    (data,) = code.seal(AT, None)
+
+    assert beacons(B, OF_B).read(data) == (A.node, AT)
+    assert len(code.seal(AT, odd)) <= 1
 
 
 def test_only_members_are_heard() -> None:
     stranger = issue(D, found(D, bytes(16)), D.node, Role.NODE)
     odd = MemberBeacons(D, replace(stranger, mesh=FOUNDED.mesh), lambda: [B.node], {})
     for code in (odd, beacons(D, OF_B, B)):
-        (data,) = code.seal(AT, ())
+        (data,) = code.seal(AT, None)
         assert beacons(B, OF_B).read(data) is None
 
 
@@ -451,7 +518,7 @@ def test_a_query_of_a_member_is_answered_to_it() -> None:
         transport = FakeTransport()
         beacon.add(transport, "239.255.77.77")
         for code in (beacons(D, CLIENT), beacons(B, OF_B, A)):
-            beacon.datagram_received(code.seal((), ())[0], ("10.0.0.7", 7701))
+            beacon.datagram_received(code.seal((), None)[0], ("10.0.0.7", 7701))
             await asyncio.sleep(ANSWER_S)
         return [data for _, data, _ in transport.sent]
 

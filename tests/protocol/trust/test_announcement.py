@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 
 from meshllm.names import NodeId
 from meshllm.protocol.trust import announcement as module
-from meshllm.protocol.trust.announcement import announce, read_announcement, sealed_bytes
+from meshllm.protocol.trust.announcement import (
+    announce,
+    is_announcement,
+    read_announcement,
+    sealed_bytes,
+)
 from meshllm.protocol.trust.identity import NodeKey
 
 PSK, RANDOM = b"m" * 16, bytes(range(60))
@@ -34,6 +39,20 @@ def test_readers_and_only_they_read_it(count: int, payload: bytes) -> None:
 def test_without_the_pre_shared_key_nothing_is_read() -> None:
     for data in (sealed(), sealed(ONE)):
         assert read_announcement(ONE, b"x" * 16, NONCE, data) is None
+
+
+def test_it_is_known_as_one_by_the_pre_shared_key() -> None:
+    assert is_announcement(PSK, NONCE, sealed(ONE))
+    assert not is_announcement(b"x" * 16, NONCE, sealed(ONE))
+    assert not is_announcement(PSK, b"", sealed(ONE))
+
+
+def test_a_reader_that_is_a_point_of_small_order_is_left_out() -> None:
+    odd = NodeId((1).to_bytes(32, "little"))
+
+    data = announce(AUTHOR, PSK, [odd, ONE.node], b"here", RANDOM)
+
+    assert read_announcement(ONE, PSK, NONCE, data) == (AUTHOR.node, b"here")
 
 
 def test_a_former_member_finds_no_node_in_it() -> None:

@@ -1,6 +1,7 @@
 """Node ids: the text form round-trips, and typing errors are detected."""
 
 import string
+from hashlib import sha512
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId
+from meshllm.protocol.trust import identity as module
 from meshllm.protocol.trust.identity import (
     NodeKey,
     agreement_key,
@@ -18,6 +20,7 @@ from meshllm.protocol.trust.identity import (
 )
 from tests.property.strategies import nodes
 
+ORDER = 2**252 + 27742317777372353535851937790883648493  # of the base point
 KEY = NodeKey(bytes(range(32)))
 SHOWN = "aoqqpp7-tzyil4d-hlq3umo-os6atfm-t6jvrqt-osq2xy2-53sdgie-svgg4a3"
 
@@ -84,6 +87,18 @@ def test_a_signature_is_valid_for_one_key_and_one_text() -> None:
 def test_garbage_does_not_verify(node: NodeId, signature: bytes) -> None:
     assert not verify(node, b"words", signature)
     assert not verify(NodeId(node[:-1]), b"words", signature)
+
+
+@pytest.mark.parametrize("sign", [0, 1])
+@pytest.mark.parametrize("y", sorted({*module._SMALL_ORDER, module._PRIME, module._PRIME + 1}))
+def test_nobody_signs_as_a_point_of_small_order(y: int, sign: int) -> None:
+    node = NodeId((y | sign << 255).to_bytes(32, "little"))
+    # With R = sB, the equation of the verification holds if hA is the identity.
+    seed = sha512(bytes(32)).digest()[:32]
+    clamped = int.from_bytes(seed, "little") & (2**254 - 8) | 2**254
+    forged = NodeKey(bytes(32)).node + (clamped % ORDER).to_bytes(32, "little")
+
+    assert not any(verify(node, b"message %d" % number, forged) for number in range(64))
 
 
 def test_two_keys_agree_on_a_secret() -> None:
