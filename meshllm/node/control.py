@@ -13,7 +13,7 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
-from meshllm.node.requests.router import MAX_OF_CLIENTS, Counts
+from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
@@ -187,12 +187,12 @@ class NodeControl:
                 "`concurrency` and `tokens_per_day` limit clients, not nodes",
                 hint="make a ticket with `--role client`",
             )
-        is_valid = 0 <= limits.concurrency <= MAX_OF_CLIENTS
+        is_valid = 0 <= limits.concurrency <= MAX_PER_CLIENT
         if not (is_valid and 0 <= limits.tokens_per_day <= MAX_TOKENS_PER_DAY):
             raise UserError(
                 f"Invalid limits of a client: {limits.concurrency} requests at a time,"
                 f" {limits.tokens_per_day} tokens per day",
-                hint=f"at most {MAX_OF_CLIENTS} requests at a time; 0 means the default",
+                hint=f"at most {MAX_PER_CLIENT} requests at a time; 0 means the default",
             )
         return self.create_ticket(Role(role), expires_s or None, uses or None, limits)
 

@@ -12,7 +12,7 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
-from meshllm.node.requests.router import MAX_OF_CLIENTS, Counts
+from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED, Lifecycle, Profile
@@ -334,7 +334,7 @@ def test_invalid_limits_of_a_ticket_are_refused(
 
 
 def test_a_ticket_limits_its_clients(node: Owned) -> None:
-    limits = ClientLimits(MAX_OF_CLIENTS, 1)
+    limits = ClientLimits(MAX_PER_CLIENT, 1)
 
     node.control.invite("client", 60, 1, limits)
 
@@ -346,7 +346,7 @@ def test_a_ticket_limits_its_clients(node: Owned) -> None:
     [
         ("node", ClientLimits(1)),
         ("node", ClientLimits(0, 1)),
-        ("client", ClientLimits(MAX_OF_CLIENTS + 1)),
+        ("client", ClientLimits(MAX_PER_CLIENT + 1)),
         ("client", ClientLimits(-1)),
         ("client", ClientLimits(0, -1)),
         ("client", ClientLimits(0, MAX_TOKENS_PER_DAY + 1)),

@@ -47,7 +47,9 @@ def ticket(
     uses: Annotated[int, typer.Option(min=1, metavar="N", help="Admit up to N machines.")] = 1,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, max=4, metavar="N", help="Most requests of a client at a time."),
+        typer.Option(
+            min=1, max=2, metavar="N", help="Most requests of a client at a time, per node."
+        ),
     ] = None,
     tokens_per_day: Annotated[
         int | None,

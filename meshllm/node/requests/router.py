@@ -58,7 +58,7 @@ from meshllm.node.requests.request_json import (
     event_to_lines,
     request_from_json,
 )
-from meshllm.protocol.membership.client_quota import ClientQuota, SpentTokens
+from meshllm.protocol.membership.client_quota import ClientQuota, SpentTokens, places
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.planning.plan import Plan
@@ -461,7 +461,7 @@ class RequestRouter:
         """Return why there is no place for a request; empty if there is."""
         held = Counter(asker for asker, _ in self._served)[peer]
         limits = self.limits_of(peer) if is_client else NO_LIMITS
-        most = limits.concurrency or (MAX_PER_CLIENT if is_client else MAX_PER_PEER)
+        most = places(limits, MAX_PER_CLIENT) if is_client else MAX_PER_PEER
         if held >= most or (peer, request_id) in self._served:
             return f"{held} requests of this node are in progress"
         if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:

@@ -14,6 +14,11 @@ TOKEN_BYTES = 4  # of a request, for one token of a prompt whose length is not k
 MAX_TOKENS_PER_DAY = 1 << 48
 
 
+def places(limits: ClientLimits, most: int) -> int:
+    """Return how many requests a client may have at a time: a ticket only lowers ``most``."""
+    return min(limits.concurrency or most, most)
+
+
 class ClientQuota:
     """The tokens of the clients on the current day; ``wall_s`` is the time of day since 1970."""
 

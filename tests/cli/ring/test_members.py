@@ -4,7 +4,7 @@ import pytest
 
 from meshllm.cli.ring.members import find, lay_out
 from meshllm.errors import UserError
-from meshllm.node.requests.router import MAX_OF_CLIENTS
+from meshllm.node.requests.router import MAX_PER_CLIENT
 from meshllm.status import Named, Removed, to_json
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import member, node_id
@@ -50,7 +50,7 @@ def test_a_ticket_limits_a_client(meshllm: Invoke, node: FakeClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("--concurrency", "0"), ("--concurrency", "5"), ("--tokens-per-day", "0")]
+    "words", [("--concurrency", "0"), ("--concurrency", "3"), ("--tokens-per-day", "0")]
 )
 def test_limits_out_of_range_are_refused(
     meshllm: Invoke, node: FakeClient, words: tuple[str, ...]
@@ -64,7 +64,7 @@ def test_limits_out_of_range_are_refused(
 def test_the_most_requests_of_a_client_are_those_of_the_node(
     meshllm: Invoke, node: FakeClient
 ) -> None:
-    for most, code in ((MAX_OF_CLIENTS, 0), (MAX_OF_CLIENTS + 1, 2)):
+    for most, code in ((MAX_PER_CLIENT, 0), (MAX_PER_CLIENT + 1, 2)):
         words = "--role", "client", "--concurrency", str(most)
         assert meshllm("ring", "ticket", *words).exit_code == code
 

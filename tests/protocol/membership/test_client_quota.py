@@ -1,5 +1,6 @@
 """Tokens of clients, by day."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from meshllm.protocol.membership.client_quota import (
     MAX_TOKENS_PER_DAY,
     ClientQuota,
     SpentTokens,
+    places,
 )
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Interruption, Piece
@@ -74,3 +76,8 @@ def test_a_cancelled_answer_counts_what_was_written_and_the_size_of_its_prompt()
         spent.take(event)
 
     assert spent.total == 100 + 2 + 1
+
+
+@pytest.mark.parametrize(("asked", "most"), [(0, 2), (1, 1), (2, 2), (3, 2), (65_535, 2)])
+def test_a_ticket_only_lowers_the_requests_of_a_client(asked: int, most: int) -> None:
+    assert places(ClientLimits(asked), 2) == most
