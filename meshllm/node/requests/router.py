@@ -58,7 +58,7 @@ from meshllm.node.requests.request_json import (
     event_to_lines,
     request_from_json,
 )
-from meshllm.protocol.membership.client_quota import ClientQuota, SpentTokens, places
+from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.planning.plan import Plan
@@ -475,7 +475,7 @@ class RequestRouter:
             request = await self._read(peer, data)
             async with AsyncExitStack() as stack:
                 if is_client:
-                    answer = self._limited(request, peer, len(data))
+                    answer = self._limited(request, peer)
                 else:
                     ring = self._ring.backend(peer, request.model)
                     backend = await stack.enter_async_context(ring)
@@ -493,20 +493,22 @@ class RequestRouter:
                 AnswerEvent(request_id, error_to_json(MeshError(f"Bug: {type(error).__name__}"))),
             )
 
-    async def _limited(
-        self, request: Request, client: NodeId, size: int
-    ) -> AsyncGenerator[Event, None]:
-        """Answer a client, and count the tokens, also of an answer that it does not wait for."""
-        left = self._quota.left(client, self.limits_of(client), time.time())
-        request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS, left))
-        spent = SpentTokens(size)
+    async def _limited(self, request: Request, client: NodeId) -> AsyncGenerator[Event, None]:
+        """Answer a client within its limits; count the tokens, also if it does not wait for them.
+
+        Raises:
+            MeshError: the request exceeds what is left of the day, or fails.
+        """
+        request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS))
+        limits = self.limits_of(client)
+        reservation = self._quota.reserve(client, limits, request, time.time())
         try:
-            async with aclosing(self.generate(request, client)) as events:
+            async with aclosing(self.generate(reservation.request, client)) as events:
                 async for event in events:
-                    spent.take(event)
+                    reservation.take(event, time.time())
                     yield event
         finally:
-            self._quota.spend(client, spent.total, time.time())
+            reservation.end(time.time())
 
     async def _read(self, peer: NodeId, data: bytes) -> Request:
         """Parse a request, off the event loop unless it is short; count an invalid one."""

@@ -1,16 +1,29 @@
-"""How many tokens each client used today, as its ticket may limit.
+"""What clients may ask of this node today, as their tickets may limit.
 
-Each node counts what is asked through it, from 00:00 UTC or its start on.
+Each node counts the tokens that are asked through it, from 00:00 UTC or its start on.
+
+Theory of operation
+-------------------
+A request reserves the estimated tokens of its prompt and all of its answer, which is limited to
+what is left. So requests at the same time share what is left, in the order in which they begin.
+When the ring reports the length of the prompt, or pieces exceed the reservation, it grows; once
+nothing is left, the request ends. When it ends, it pays for what was computed, and no more.
+
+The answer of an earlier ring that a request continues was counted by whom it was asked. Its tokens
+do not have to fit into what is left, so that no answer is cut, but they count as read.
 """
 
 from collections import Counter
+from dataclasses import replace
 
+from meshllm.errors import Busy
 from meshllm.names import NodeId
 from meshllm.protocol.trust.credential import ClientLimits
-from meshllm.request import Answer, Event, Piece
+from meshllm.request import Answer, Event, Piece, Prefilled, Request
 
 DAY_S = 86_400
-TOKEN_BYTES = 4  # of a request, for one token of a prompt whose length is not known yet
+TOKEN_BYTES = 4  # of a text, for one token of a prompt whose length is not known yet
+TURN_TOKENS = 8  # that a chat template adds to a turn, about
 MAX_TOKENS_PER_DAY = 1 << 48
 
 
@@ -19,32 +32,70 @@ def places(limits: ClientLimits, most: int) -> int:
     return min(limits.concurrency or most, most)
 
 
+def estimate(request: Request) -> int:
+    """Estimate the tokens of a prompt; 0 if the request only counts them."""
+    if not (request.max_tokens or request.embeds or request.scores_prompt):
+        return 0
+    texts = [request.raw or "", *(turn["content"] for turn in request.turns)]
+    texts += [request.tools.functions] if request.tools else []
+    text_bytes = sum(len(text.encode(errors="replace")) for text in texts)
+    return len(request.ids) + text_bytes // TOKEN_BYTES + TURN_TOKENS * len(request.turns)
+
+
 class ClientQuota:
-    """The tokens of the clients on the current day; ``wall_s`` is the time of day since 1970."""
+    """The tokens of the clients on the current day; ``wall_s`` is in seconds since 1970."""
 
     def __init__(self) -> None:
         self._day = 0
         self._used: Counter[NodeId] = Counter()  # as many as members invite
-
-    def used(self, client: NodeId, wall_s: float) -> int:
-        """Return how many tokens a client used today."""
-        return self._today(wall_s)[client]
+        self._reserved: Counter[NodeId] = Counter()
 
     def left(self, client: NodeId, limits: ClientLimits, wall_s: float) -> int:
-        """Return how many tokens a client has left today, 1 at least."""
-        most = limits.tokens_per_day or MAX_TOKENS_PER_DAY
-        return max(1, most - self.used(client, wall_s))
-
-    def spend(self, client: NodeId, tokens: int, wall_s: float) -> None:
-        """Count tokens of a client."""
-        self._today(wall_s)[client] += tokens
+        """Return how many tokens of today a client has neither used nor reserved."""
+        return max(0, _most(limits) - self._taken(client, wall_s))
 
     def objection(self, client: NodeId, limits: ClientLimits, wall_s: float) -> str:
         """Return why a client may not ask now; empty if it may."""
-        used, most = self.used(client, wall_s), limits.tokens_per_day
-        if 0 < most <= used:
-            return f"{used} of {most} tokens of today (UTC) are used, the limit of the ticket"
-        return ""
+        if self.left(client, limits, wall_s):
+            return ""
+        return (
+            f"{self._taken(client, wall_s)} of {_most(limits)} tokens of today (UTC) are used or"
+            " reserved, the limit of the ticket"
+        )
+
+    def reserve(
+        self, client: NodeId, limits: ClientLimits, request: Request, wall_s: float
+    ) -> "Reservation":
+        """Reserve the tokens of a request, to be ended; its answer is limited to what is left.
+
+        Raises:
+            Busy: nothing is left for an answer.
+        """
+        left, prompt, given = self.left(client, limits, wall_s), estimate(request), request.given
+        wanted = max(0, request.max_tokens - len(given))
+        room = left - prompt
+        if room < min(1, wanted):
+            raise Busy(
+                f"The prompt has about {prompt} tokens; {left} of {_most(limits)} tokens of today"
+                " (UTC) are left, the limit of the ticket",
+                hint="ask less, or after 00:00 UTC",
+            )
+        limited = replace(request, max_tokens=min(request.max_tokens, len(given) + room))
+        tokens = prompt + len(given) + min(wanted, room)
+        return Reservation(self, client, limits, limited, tokens)
+
+    def hold(self, client: NodeId, tokens: int) -> None:
+        """Reserve tokens; negative ones are returned."""
+        self._reserved[client] += tokens
+        if not self._reserved[client]:
+            del self._reserved[client]
+
+    def spend(self, client: NodeId, tokens: int, wall_s: float) -> None:
+        """Count tokens of a client as used."""
+        self._today(wall_s)[client] += tokens
+
+    def _taken(self, client: NodeId, wall_s: float) -> int:
+        return self._today(wall_s)[client] + self._reserved[client]
 
     def _today(self, wall_s: float) -> Counter[NodeId]:
         if (day := int(wall_s // DAY_S)) != self._day:
@@ -52,26 +103,97 @@ class ClientQuota:
         return self._used
 
 
-class SpentTokens:
-    """The tokens of one request, whether its answer ends or is cancelled."""
+class Reservation:
+    """The tokens of one request, from its begin to its end."""
 
-    def __init__(self, request_bytes: int) -> None:
+    def __init__(
+        self,
+        quota: ClientQuota,
+        client: NodeId,
+        limits: ClientLimits,
+        request: Request,
+        tokens: int,
+    ) -> None:
+        self.request = request
+        """With the answer that fits."""
+        self._quota, self._client, self._limits = quota, client, limits
+        self._spent = SpentTokens(request)
+        self._tokens = 0
+        self._grow(tokens)
+
+    def take(self, event: Event, wall_s: float) -> None:
+        """Count an event of the answer.
+
+        Raises:
+            Busy: prompt and answer exceed what is left.
+        """
+        self._spent.take(event)
+        more = self._spent.needed - self._tokens
+        if isinstance(event, Answer) or more <= 0:
+            return
+        if more > self._quota.left(self._client, self._limits, wall_s):
+            raise Busy(
+                f"The request exceeds what is left of the {_most(self._limits)} tokens of today"
+                " (UTC), the limit of the ticket",
+                hint="ask less, or after 00:00 UTC",
+            )
+        self._grow(more)
+
+    def end(self, wall_s: float) -> None:
+        """Return what is reserved, and count what was computed; once."""
+        self._grow(-self._tokens)
+        self._quota.spend(self._client, self._spent.total, wall_s)
+
+    def _grow(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._quota.hold(self._client, tokens)
+
+
+class SpentTokens:
+    """The tokens of one request that were computed, whether its answer ends or is cancelled."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._length = len(request.given)  # of what is read before the answer
+        if not request.scores_prompt:  # else the prompt is part of the answer
+            self._length += estimate(request)
+        self._read = 0  # of it
         self._written = 0
-        self._prompt = request_bytes // TOKEN_BYTES
-        self._answered = 0
+        self._texts = 0  # pieces without tokens
+        self._total: int | None = None  # of a whole answer
 
     def take(self, event: Event) -> None:
         """Count an event of the answer."""
         match event:
+            case Prefilled(done, total):
+                self._read, self._length = max(self._read, done), max(0, total)
             case Piece():
-                self._written += max(len(event.tokens), event.has_text)
+                self._read = self._length
+                self._written += len(event.tokens)
+                self._texts += event.has_text
             case Answer():
-                self._answered += event.prompt_tokens + event.completion_tokens
-                self._written = self._prompt = 0
+                written = event.written_for(self._request)
+                is_computed = self.total or event.completion_tokens or event.embedding
+                whole = event.prompt_tokens + len(self._request.given) + written
+                self._total = max(0, whole) if is_computed else 0
             case _:
                 pass
 
     @property
+    def needed(self) -> int:
+        """The tokens of the whole prompt, which may be an estimate, and those written."""
+        return self._length + self._answered
+
+    @property
     def total(self) -> int:
-        """The tokens read and written; estimated for the prompt of an answer that did not end."""
-        return self._prompt + self._written + self._answered
+        """The tokens read and written; the length of a prompt may be an estimate."""
+        return self._read + self._answered if self._total is None else self._total
+
+    @property
+    def _answered(self) -> int:
+        """The tokens of the answer; an engine that does not tell them sends one in a piece."""
+        return self._written or self._texts
+
+
+def _most(limits: ClientLimits) -> int:
+    return limits.tokens_per_day or MAX_TOKENS_PER_DAY

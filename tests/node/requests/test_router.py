@@ -728,6 +728,85 @@ def test_the_ticket_of_a_client_limits_its_tokens_of_a_day(world: World) -> None
     assert f"{most} of {most} tokens of today (UTC) are used" in str(refusal)
 
 
+async def asks(router: RequestRouter, *requests: Request) -> None:
+    """Send requests of a client, at once."""
+    for number, request in enumerate(requests):
+        message = Generate(bytes([number]) * 16, request_to_json(request))
+        router.receive(OTHER, message, is_client=True)
+    await asyncio.sleep(1)
+
+
+def test_requests_of_a_client_at_the_same_time_share_what_is_left_of_the_day(
+    world: World,
+) -> None:
+    router = world.add(ME, FakeRing(attempts=[[None]] * 2))
+    router.limits_of = lambda _: ClientLimits(0, 100)
+    prompt, wishes = len(REQUEST.raw or "") // 4, (60, 512)
+
+    async def story() -> None:
+        await asks(router, *(replace(REQUEST, max_tokens=each) for each in wishes))
+        router.lost(OTHER)
+
+    world.run(story)
+    asked = [request.max_tokens for request in world.rings[ME].asked]
+    assert asked == [60, 100 - 60 - 2 * prompt]
+
+
+def test_a_prompt_beyond_what_is_left_of_the_day_is_not_asked(world: World) -> None:
+    router = world.add(ME, FakeRing())
+    router.limits_of = lambda _: ClientLimits(0, 100)
+
+    async def story() -> None:
+        await asks(router, Request(raw="x" * 400))
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert isinstance(told, Busy)
+    assert world.rings[ME].asked == []
+
+
+def test_a_prompt_that_proves_too_long_for_the_day_is_cancelled(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[[Prefilled(50, 200), None]]))
+    router.limits_of = lambda _: ClientLimits(0, 100)
+
+    async def story() -> None:
+        await asks(router, REQUEST)
+        assert world.rings[ME].closed == 1
+
+    world.run(story)
+    (told,) = world.said(OTHER)
+    assert isinstance(told, Busy)
+
+
+def test_a_request_that_fails_at_once_costs_a_client_nothing(world: World) -> None:
+    failing = [[UserError("the prompt is too long")]] * 3
+    router = world.add(ME, FakeRing(attempts=[*failing, answer()]))
+    router.limits_of = lambda _: ClientLimits(0, 1000)
+    request = Request(raw="x" * 3900)
+
+    async def story() -> None:
+        for _ in range(4):
+            await asks(router, request)
+
+    world.run(story)
+    assert [type(each) for each in world.said(OTHER)[:3]] == [UserError] * 3
+    assert text_of(world.said(OTHER)) == TEXT
+
+
+def test_a_resumed_answer_of_a_client_is_not_cut(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[[None]]))
+    router.limits_of = lambda _: ClientLimits(0, 301)
+    given = tuple(range(400))
+
+    async def story() -> None:
+        await asks(router, replace(REQUEST, given=given, max_tokens=2000))
+        router.lost(OTHER)
+
+    world.run(story)
+    (asked,) = world.rings[ME].asked
+    assert asked.max_tokens == 400 + 300
+
+
 @pytest.mark.parametrize("is_client", [True, False])
 def test_the_ring_learns_which_peer_asks(world: World, is_client: bool) -> None:
     router = world.add(ME, FakeRing(attempts=[answer(), answer()]))
