@@ -59,7 +59,7 @@ def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
     assert not world.wrong, told(world)
 
 
-@pytest.mark.parametrize(("seed", "what"), [(5, "answered"), (35, "has a ticket"), (2, "removes")])
+@pytest.mark.parametrize(("seed", "what"), [(6, "answered"), (35, "has a ticket"), (2, "removes")])
 def test_a_seed_reproduces_a_history(seed: int, what: str) -> None:
     histories = [simulate(seed).history for _ in range(2)]
 
