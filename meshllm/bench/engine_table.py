@@ -19,6 +19,7 @@ from torch import Tensor
 from meshllm.bench.engines import Engine, EngineTask, Forward, line_up
 from meshllm.bench.ring_table import random_model
 from meshllm.model.device import CPU, to_host
+from meshllm.model.pages import huge_zeros
 from meshllm.names import Quant
 
 PROMPTS = (32, 256, 1024)
@@ -117,8 +118,7 @@ def take_turns(
     first = contestants[0].name
     exact = [each.name for each in contestants if task.kind in each.exact]
     result = Rounds({each.name: [] for each in contestants}, dict.fromkeys(exact, True))
-    size = PROBE_BYTES if device == CPU else PROBE_BYTES_OF_GPU
-    memory = torch.ones(size // 8, dtype=torch.int64, device=device)
+    memory = probe(device)
     steps: dict[str, Forward] = {}
     first_round = 1 if task.rows > LONG else 0  # long steps are warmed up by the shorter ones
     for number in range(first_round, rounds + 1):
@@ -137,6 +137,13 @@ def take_turns(
         if number:
             result.gb_per_s.append(read_memory(memory))
     return result
+
+
+def probe(device: torch.device = CPU) -> Tensor:
+    """Make a tensor that is too large for a cache, in memory that is as fast as that of weights."""
+    if device == CPU:
+        return huge_zeros(PROBE_BYTES // 8, dtype=torch.int64).fill_(1)
+    return torch.ones(PROBE_BYTES_OF_GPU // 8, dtype=torch.int64, device=device)
 
 
 def read_memory(memory: Tensor) -> float:

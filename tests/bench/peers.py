@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from meshllm.bench.engine_table import PROBE_BYTES, read_memory
+from meshllm.bench.engine_table import probe, read_memory
 from meshllm.bench.engines import CONTEXT, Engine, EngineTask, Forward, open_node, open_stock
 from meshllm.bench.ring_table import DIMENSIONS, TRANSFORMERS, random_model
 from meshllm.model.device import CPU
@@ -217,7 +217,7 @@ def take_turns(
     """Let every contestant do every task in every round; return GB/s by threads, too."""
     times: Times = {}
     speeds: dict[int, list[float]] = {threads: [] for threads in options.threads}
-    memory = torch.ones(PROBE_BYTES // 8, dtype=torch.int64)
+    memory = probe()
     for number in range(options.rounds):
         for threads in options.threads:
             for task in tasks:

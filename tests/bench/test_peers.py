@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshllm.bench import engine_table
 from meshllm.bench.engines import EngineTask
 from meshllm.bench.ring_table import TRANSFORMERS, random_model
 from meshllm.names import Quant
@@ -131,7 +132,7 @@ def test_a_run_without_llama_prints_a_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(peers, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(engine_table, "PROBE_BYTES", 1 << 20)
     threads, file = torch.get_num_threads(), tmp_path / "table.json"
     options = "--model tiny --threads 1 --prompts 8 --sessions 1,2 --rounds 1 --quants none,int8"
 
