@@ -7,6 +7,7 @@ from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     ExitStack,
+    aclosing,
     asynccontextmanager,
     contextmanager,
 )
@@ -25,8 +26,9 @@ from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.requests.router import RequestRouter
+from meshllm.node.requests.router import MAX_PER_CLIENT, RequestRouter
 from meshllm.node.supervisor import Supervisor
+from meshllm.protocol.membership.client_quota import places
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
@@ -57,10 +59,13 @@ class MeshClient:
         )
         self.links = MeshLinks(dialer, machine, _NoAdmission(), self)
         self.router = RequestRouter(self._me, self, self.links.post, asks_ingress=True)
+        self._places = asyncio.Semaphore(places(credential.limits, MAX_PER_CLIENT))
 
-    def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Send a request to a node of the mesh; see `Backend`."""
-        return self.router.generate(request)
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Send a request to a node of the mesh, once the ticket allows one more; see `Backend`."""
+        async with self._places, aclosing(self.router.generate(request)) as events:
+            async for event in events:
+                yield event
 
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""

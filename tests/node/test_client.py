@@ -22,7 +22,7 @@ from meshllm.node.net import beacon
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.credential import Role, remove
+from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
@@ -139,6 +139,23 @@ def test_a_client_gets_an_answer(run: Run) -> None:
         async with client(town, ticket(a)) as thin:
             assert await ask(thin) == ANSWER
         assert a.talked[0][2] is True
+
+    run(story)
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(0, 2), (1, 1), (2, 2)])
+def test_a_client_asks_no_more_at_once_than_its_ticket_allows(
+    run: Run, concurrency: int, most: int
+) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        limits = ClientLimits(concurrency)
+        made = a.store.invite([a.address], Role.CLIENT, lasts_s=None, uses=1, limits=limits)
+        async with client(town, made.encode()) as thin:
+            asking = [asyncio.ensure_future(ask(thin)) for _ in range(4)]
+            await asyncio.sleep(0.15)  # the first are being answered
+            assert a.asked == most
+            assert await asyncio.gather(*asking) == [ANSWER] * 4
 
     run(story)
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
-from meshllm.cli.chat.backends import open_ticket
 from meshllm.cli.shared.local import Opener
 from meshllm.config import Settings
 from meshllm.errors import UserError
@@ -56,11 +55,9 @@ def outlined(opener: Opener, mode: "OutlineMode | None") -> Opener:
 
     @asynccontextmanager
     async def opened(settings: Settings) -> AsyncIterator[Backend]:
-        from meshllm.node.requests.router import MAX_PER_CLIENT
-        from meshllm.outline.backend import TOGETHER, OutlineBackend
+        from meshllm.outline.backend import OutlineBackend
 
-        together = MAX_PER_CLIENT if opener is open_ticket else TOGETHER
         async with opener(settings) as backend:
-            yield OutlineBackend(backend, mode, together)
+            yield OutlineBackend(backend, mode)
 
     return opened

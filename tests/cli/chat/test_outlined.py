@@ -4,10 +4,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from meshllm.cli.app import app
-from meshllm.cli.chat.outlined import outlined
-from meshllm.config import Settings
-from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import OutlineMode
 from tests.builders.writer import Writer
 
 WHOLE = "1. Parks\n\ntext of 1\n\n2. Work\n\ntext of 2\n\n3. Friends\n\ntext of 3"
@@ -74,14 +70,3 @@ def test_what_cannot_be_outlined_is_refused(
 
     assert (result.exit_code, result.stdout, writer.requests) == (2, "", [])
     assert result.stderr.startswith(f"error: {message}\n")
-
-
-async def test_a_client_expands_no_more_points_at_once_than_it_may_ask(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("meshllm.cli.chat.outlined.open_ticket", writer)
-
-    for opener, together in ((writer, 2), (Writer(), 8)):
-        async with outlined(opener, OutlineMode.ON)(Settings()) as backend:
-            assert isinstance(backend, OutlineBackend)
-            assert backend.together == together
