@@ -80,6 +80,7 @@ def locked(folder: Path, *key: str | float) -> Iterator[None]:
 
 
 def _wait_for(file: int) -> None:
+    """Wait `WAIT_S` at most for a lock, on the compute thread: `flock` itself has no time limit."""
     until = time.monotonic() + WAIT_S
     while not try_lock(file) and time.monotonic() <= until:
         time.sleep(_POLL_S)

@@ -28,15 +28,10 @@ from typing import TYPE_CHECKING, TypeVarTuple
 
 from meshllm import __version__
 from meshllm.config import cache_path
-from meshllm.errors import (
-    MeshError,
-    NotAuthorised,
-)
+from meshllm.errors import MeshError, NotAuthorised
 from meshllm.names import MeshId, NodeId
 from meshllm.node.charter_editor import CharterEditor
-from meshllm.node.founding import (
-    with_own_entry,
-)
+from meshllm.node.founding import with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records

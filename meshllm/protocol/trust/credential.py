@@ -214,7 +214,7 @@ def check(
     founder = founder_of(credential, node)
     if credential.mesh != mesh or _mesh_of(founder, credential.salt) != mesh:
         raise NotAuthorised(f"Node `{short(node)}` is a member of another mesh")
-    if node in removals:  # before the signatures, whose verification costs a former member nothing
+    if node in removals:  # first: a former member must not make us verify a chain of signatures
         raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
     holder, role = founder, Role.NODE
     for certificate in credential.chain:

@@ -21,10 +21,10 @@ its ticket; the inviter knows it as long as the ticket is open.
 ``[]`` is sent by members only, and only the listener that the dialer expects can read it: it is
 sealed under the X25519 secret of the dialer's fresh key and the listener's node id, and the
 signature covers both. A removed member knows the mesh id and everybody's credential, but it has the
-key of nobody else, so it receives no byte. A member that was away while others were removed needs
-nothing new to return, and neither removals at the same time nor restarts leave anything to agree
-on: that a shared secret would have to be renewed for. The price: a thief of the listener's key who
-recorded first messages learns who dialled it, though nothing that they said.
+key of nobody else, so it receives no byte. No secret is shared that a removal would have to renew:
+a member that was away while others were removed needs nothing new to return, and neither removals
+at the same time nor restarts leave anything to agree on. The price: a thief of the listener's key
+who recorded first messages learns who dialled it, though nothing that they said.
 
 ``{}`` is sealed with AES-256-GCM under a single-use key: HKDF-SHA256 of the X25519 secret and the
 PSK, salted with the transcript hash and labelled with the sender. The Ed25519 signatures cover this
@@ -33,18 +33,18 @@ to an altered one does not decrypt and is a fault. The session keys cover all fo
 low-order X25519 point is refused (RFC 7748, 6.1).
 
 The first byte is the major version. A dialer that knows the PSK but speaks another version receives
-ours, and both sides report the mismatch; once a member was removed, only holders of tickets do, as
-the mesh id proves nothing then. Within a major version, each side declares its minor
+ours, and both sides report the mismatch. Once a member was removed, only holders of tickets receive
+it, since the mesh id proves nothing then. Within a major version, each side declares its minor
 version and `Features`, encrypted and signed, so that a man in the middle cannot remove any. A side
 never receives what it did not declare, and ignores appended fields that it does not know.
 
-What each side reveals, in this order. A dialer without a valid PSK, such as one with an expired
-ticket, or with that of members but no valid membership receives no byte: the listener closes the
-link. One that replays the first message of another receives a reply that it cannot decrypt. A
-dialer that is a member or holds an open ticket learns the listener's node id. The listener learns
-that of a joiner, and its proof, only after it proved to be its inviter. The proof of a ticket is a
-MAC under its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner
-learns the mesh id with the welcome.
+What each side reveals, in this order. A dialer receives no byte, and the listener closes the link,
+if it has no valid PSK, such as one with an expired ticket, or that of members and no membership.
+One that replays the first message of another receives a reply that it cannot decrypt. A dialer that
+is a member or holds an open ticket learns the listener's node id. The listener learns that of a
+joiner, and its proof, only after it proved to be its inviter. The proof of a ticket is a MAC under
+its secret over this handshake and the joiner's key, and is useless elsewhere. A joiner learns the
+mesh id with the welcome.
 
 The driver of the listener decides on the proof (`Judge`) and calls `admit` or `refuse`; the text of
 a refusal is sent encrypted. The dialer itself checks the listener, which must be a member in the
