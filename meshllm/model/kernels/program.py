@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 from llvmlite import ir
@@ -17,7 +18,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.ir import INT, WORD, Code
 from meshllm.model.kernels.jit import JitFunction
 
-_FIELDS = "*calls", "count", "parallel"
+_FIELDS = "*calls", "count", "parallel", "times"
 _EACH = 3  # integers per call
 _VOID, _PLACE = ir.VoidType(), ir.PointerType()
 _WORK = ir.FunctionType(_VOID, [_PLACE])
@@ -65,16 +66,31 @@ class Program:
 
     def run(self) -> None:
         """Run all calls in order."""
-        _runner()(1, 1, *self._fields)
+        _runner()(1, 1, *self._fields, 0)
+
+    def run_timed(self) -> list[tuple[Call, int]]:
+        """Run all calls in order; return each with the ticks of the CPU's counter that it took."""
+        times = (ctypes.c_int64 * (len(self._kept) + 1))()
+        _runner()(1, 1, *self._fields, ctypes.addressof(times))
+        ticks = (after - before for before, after in pairwise(times))
+        return list(zip(self._kept, ticks, strict=True))
 
 
 @cache
 def _runner() -> JitFunction:
+    def note_time(code: Code, times: ir.Value, number: ir.Value) -> None:
+        do, kind = code.do, ir.FunctionType(INT, [])
+        name = "llvm.readcyclecounter"
+        counter = do.module.globals.get(name) or ir.Function(do.module, kind, name)
+        with do.if_then(do.icmp_unsigned("!=", times, code.index(0)), likely=False):
+            code.store(INT, do.call(counter, []), do.inttoptr(times, _PLACE), number)
+
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         do = code.do
         start = do.inttoptr(fields["parallel"], _START.as_pointer())
         is_one = do.icmp_unsigned("==", fields["parallel"], code.index(0))
         with code.loop(fields["count"]) as call:
+            note_time(code, fields["times"], call.index)
             first = do.mul(call.index, code.index(_EACH))
             address, given, threads = (
                 code.load(INT, fields["calls"], do.add(first, code.index(at)))
@@ -91,5 +107,6 @@ def _runner() -> JitFunction:
                     work = do.inttoptr(address, _PLACE)
                     count, flags = do.trunc(threads, WORD), ir.Constant(WORD, 0)
                     do.call(start, [work, place, count, flags])
+        note_time(code, fields["times"], fields["count"])
 
     return JitFunction(_FIELDS, write)

@@ -1,0 +1,191 @@
+"""Where the time of a decode step goes: ``python -m tests.bench.step [--threads 1,2]``.
+
+Published dimensions, random weights, one session. Each row is a kind of kernel call, or an
+operation that torch runs: calls per step, lower quartile over the steps, share, and for matrices
+the bandwidth at which their weights are read, beside what a probe reads.
+"""
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from meshllm.bench.engine_table import probe, read_memory
+from meshllm.bench.engines import EngineTask, open_node
+from meshllm.bench.ring_table import DIMENSIONS, random_model
+from meshllm.model.device import CPU
+from meshllm.model.files.source import open_folder
+from meshllm.model.kernels.gemm_bf16 import GEMV_LANES
+from meshllm.model.kernels.gemm_int4 import GROUP
+from meshllm.model.kernels.ir import LANES
+from meshllm.model.kernels.program import Call, Program
+from meshllm.model.steps import compiled_step
+from meshllm.model.steps.lowering import calls_for
+from meshllm.names import Quant
+from tests.bench.peers import load_of_others, lower_quartile, processor
+from tests.bench.report import Report, counts, parser_of
+
+STEPS = 40
+WHOLE, OTHER = "step", "Python, and between calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of call in a step."""
+
+    width: str
+    threads: int
+    part: str
+    calls: int
+    us: float
+    """All calls of a step, in microseconds, lower quartile."""
+    share: float
+    """Of the step."""
+    gb_per_s: float | None
+    """At which the weights are read."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Times the parts of a step."""
+
+    ticks_per_us: float
+    us: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[str] = field(default_factory=Counter[str])
+    bytes: Counter[str] = field(default_factory=Counter[str])
+    """Of the weights that each part reads."""
+
+    def run(self, program: Program) -> None:
+        """Run a program, timed."""
+        for call, ticks in program.run_timed():
+            part, size = part_of(call)
+            self._add(part, ticks / self.ticks_per_us)
+            self.bytes[part] += size
+
+    def run_eagerly(self, function: Any, *args: Any) -> None:
+        """Run an operation of torch, timed."""
+        begin = time.perf_counter_ns()
+        _run_eagerly(function, *args)
+        self._add(f"torch {function}", (time.perf_counter_ns() - begin) / 1e3)
+
+    def _add(self, part: str, us: float) -> None:
+        self.us[part] += us
+        self.calls[part] += 1
+
+
+_run_eagerly = compiled_step._eager
+
+
+def part_of(call: Call) -> tuple[str, int]:
+    """Name the kind of a call; return the bytes of the weights that it reads, too."""
+    fields = dict(zip(call.native.fields, list(call.given)[3:], strict=True))
+    if "*weights" in fields:
+        outputs = fields["outputs"]
+        if "parts" in fields:
+            inputs, bits = fields["parts"] * GROUP, 4 + 2 * 16 / GROUP  # scale and zero point
+        elif "pairs" in fields:
+            inputs, bits = 2 * fields["pairs"], 8
+        else:
+            inputs, bits = fields["steps"] * (2 * LANES if "count" in fields else GEMV_LANES), 16
+        return f"matrix {inputs} to {outputs}", int(inputs * outputs * bits / 8)
+    for name, part in (("*mixed", "attention"), ("*normed", "norm"), ("*table", "activation")):
+        if name in fields:
+            return part, 0
+    return ("elementwise" if "planes" in fields else "quantise rows"), 0
+
+
+def ticks_per_us() -> float:
+    """Measure the CPU's counter against the clock; what interrupts that makes the rate smaller."""
+    x = torch.zeros(1 << 16)
+    (call,) = calls_for(torch.ops.aten.add.Tensor, (x, x), {}, [x]) or []
+    program, rates = Program([call] * 100), list[float]()
+    for _ in range(STEPS):
+        begin = time.perf_counter_ns()
+        ticks = sum(spent for _, spent in program.run_timed())
+        rates.append(1e3 * ticks / (time.perf_counter_ns() - begin))
+    return max(rates)
+
+
+def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
+    """Time the parts of decode steps, one session behind the usual context."""
+    torch.set_num_threads(threads)
+    rate, step = ticks_per_us(), Step(1.0)
+    found = defaultdict[str, list[float]](list)
+
+    def run(program: Program) -> None:
+        step.run(program)
+
+    def eagerly(function: Any, *args: Any) -> None:
+        step.run_eagerly(function, *args)
+
+    with patch.object(Program, "run", run), patch.object(compiled_step, "_eager", eagerly):
+        engine = next(open_node(open_folder(folder.name, folder), width, CPU))
+        forward = engine.begin(EngineTask("decode", 1))
+        for _ in range(STEPS):
+            step, begin = Step(rate), time.perf_counter_ns()
+            forward(torch.randint(3, 500, (1, 1)))
+            whole = (time.perf_counter_ns() - begin) / 1e3
+            step.us[OTHER] = whole - sum(step.us.values())
+            for part, us in step.us.items():
+                found[part].append(us)
+            found[WHOLE].append(whole)
+    best = {part: lower_quartile(spent) for part, spent in found.items()}
+    return [
+        Row(
+            *(width, threads, part, step.calls[part], us, us / best[WHOLE]),
+            step.bytes[part] / us / 1e3 if step.bytes[part] else None,
+        )
+        for part, us in sorted(best.items(), key=lambda item: -item[1])
+    ]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lay out rows."""
+    lines = [f"{'width':<6} {'threads':>7} {'part':<28} {'calls':>5} {'us':>9} {'share':>6} GB/s"]
+    for row in rows:
+        speed = f"{row.gb_per_s:.1f}" if row.gb_per_s else ""
+        text = f"{row.width:<6} {row.threads:7} {row.part:<28} {row.calls:5} {row.us:9.1f}"
+        lines.append(f"{text} {row.share:6.1%} {speed}".rstrip())
+    return lines
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = parser_of("step", __doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=DIMENSIONS)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--threads", type=counts, default=(1, 2))
+    parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
+    options = parser.parse_args(args)
+    report, threads, memory = Report(options, 0), torch.get_num_threads(), probe()
+    limits, rows = dict[int, float](), list[Row]()
+    with (
+        random_model(options.model, torch.bfloat16, options.layers) as folder,
+        torch.inference_mode(),
+        load_of_others() as others,
+    ):
+        for count in options.threads:
+            for quant in options.quants or list(Quant):
+                rows += measure(folder, quant, count)
+            limits[count] = max(read_memory(memory) for _ in range(STEPS))
+    torch.set_num_threads(threads)
+    about = {
+        "processor": processor(),
+        "others": round(others[0], 2) if others else None,
+        "gb_per_s": limits,
+        "model": options.model,
+        "layers": options.layers,
+    }
+    report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
+    report.write(rows, **about)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
