@@ -84,7 +84,7 @@ _run_eagerly = compiled_step._eager
 
 def part_of(call: Call) -> tuple[str, int]:
     """Name the kind of a call; return the bytes of the weights that it reads, too."""
-    fields = dict(zip(call.native.fields, list(call.given)[3:], strict=True))
+    fields = call.fields
     if "*weights" in fields:
         outputs = fields["outputs"]
         if "parts" in fields:

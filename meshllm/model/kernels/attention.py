@@ -71,7 +71,7 @@ def attend(
     return mixed
 
 
-KEYS, SCORES, SEEN = slice(6, 12), slice(13, 15), slice(17, 19)
+KEYS, SCORES, SEEN = slice(7, 13), slice(14, 16), slice(18, 20)
 """Places in the arguments (`JitFunction.given`) of `prepare`: address, head stride and row stride
 of the keys and of the values; address and size of a score buffer; number of keys, and of a
 window."""

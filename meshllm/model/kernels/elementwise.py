@@ -21,9 +21,9 @@ DTYPES = {torch.bfloat16: HALF, torch.float32: FLOAT}
 NUMBERS = 1 << 16
 """Values of bfloat16; a table has one entry for each, in the order of their bits."""
 
-TARGET = slice(6, 9)
+TARGET = slice(7, 10)
 """Place of the target's address and strides in the arguments of `copy_lines`."""
-SOURCE = 10
+SOURCE = 11
 """Place of the source's address in the arguments of `copy_lines`."""
 
 _DIMS = 3

@@ -35,6 +35,12 @@ from meshllm.config import cache_path
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.ir import INT, Code
 
+CLAIMED, STARTED, FINISHED, BLOCKS = range(4)
+"""Places in the arguments of a kernel (`JitFunction.given`): of blocks how many are claimed, of
+threads how many came, how many blocks are finished by threads that left, and blocks in all."""
+FIELDS = 4
+"""Place of the first field in the arguments."""
+
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
 _NOT_EXECUTABLE = "this system forbids executable memory"
 _NO_OPENMP = f"torch {torch.__version__} is not linked to an OpenMP library with `{_PARALLEL}`"
@@ -64,11 +70,11 @@ class JitFunction:
         self.address: int = self._engine.get_function_address("work")
         self.fields = tuple(fields)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
-        self._fields = ctypes.c_int64 * (3 + len(fields))
+        self._fields = ctypes.c_int64 * (FIELDS + len(fields))
 
     def given(self, blocks: int, *values: int) -> "ctypes.Array[ctypes.c_int64]":
-        """Return the argument array; its first two items are counters that must start at 0."""
-        return self._fields(0, 0, blocks, *values)
+        """Return the argument array; its counters must be 0 before each call."""
+        return self._fields(0, 0, 0, blocks, *values)
 
     def __call__(self, blocks: int, threads: int, *values: int) -> None:
         """Run ``blocks`` blocks on ``threads`` threads of torch; on one if these are not found."""
@@ -131,28 +137,31 @@ def registers() -> int:
 
 
 def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
-    """Compile a loop that claims blocks until none are left; return the engine and a digest.
-
-    Its argument points to integers: blocks claimed, threads started, blocks in all, the fields.
-    """
+    """Compile a loop that claims blocks until none are left; return the engine and a digest."""
     module = ir.Module("native")
     work = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), "work")
     do = ir.IRBuilder(work.append_basic_block("entry"))
     code, (given,) = Code(do), work.args
-    numbers = [
-        do.load(code.at(given, code.index(2 + at), INT), typ=INT) for at in range(1 + len(fields))
-    ]
-    came = code.at(given, code.index(1), INT)
-    thread = do.atomic_rmw("add", came, code.index(1), "monotonic")
-    take, body, end = (work.append_basic_block(name) for name in ("take", "body", "end"))
+    blocks, *numbers = (
+        code.load(INT, given, code.index(BLOCKS + at)) for at in range(1 + len(fields))
+    )
+    claimed, started, finished = (
+        code.at(given, code.index(place), INT) for place in (CLAIMED, STARTED, FINISHED)
+    )
+    thread = do.atomic_rmw("add", started, code.index(1), "monotonic")
+    entry, (take, body, end) = do.block, [work.append_basic_block() for _ in range(3)]
     do.branch(take)
     do.position_at_end(take)
-    block = do.atomic_rmw("add", given, code.index(1), "monotonic")
-    do.cbranch(do.icmp_unsigned("<", block, numbers[0]), body, end)
+    done = do.phi(INT)
+    done.add_incoming(code.index(0), entry)
+    block = do.atomic_rmw("add", claimed, code.index(1), "monotonic")
+    do.cbranch(do.icmp_unsigned("<", block, blocks), body, end)
     do.position_at_end(body)
-    write(code, dict(_named(do, fields, numbers[1:])), block, thread)
+    write(code, dict(_named(do, fields, numbers)), block, thread)
+    done.add_incoming(do.add(done, code.index(1)), do.block)
     do.branch(take)
     do.position_at_end(end)
+    do.atomic_rmw("add", finished, done, "release")  # see `meshllm.model.kernels.program`
     do.ret_void()
     if not jit_available():
         raise RuntimeError(_NOT_EXECUTABLE)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.elementwise import SOURCE, TARGET, copy_lines
+from meshllm.model.kernels.jit import FIELDS
 from meshllm.model.kernels.program import Program
 from meshllm.model.steps.lowering import calls_for
 
@@ -124,7 +125,7 @@ def test_lines_are_copied_to_an_address_set_later() -> None:
     given[SOURCE] = x.data_ptr()
     given[TARGET] = [target[:, :, 7:].data_ptr(), *target.stride()[1:3]]
 
-    function(1, 1, *given[3:])
+    function(1, 1, *given[FIELDS:])
 
     expected = torch.zeros_like(target)
     expected[:, :, 7:12] = x
