@@ -15,6 +15,7 @@
       PluginError        1  a transport plugin is missing or broken
       Busy               8  no capacity now; retry later
         Leaving          8  this node is leaving the mesh; ask another
+        QuotaUsed        8  the tokens of a day are used or reserved
 
 The number is the exit code of the command. A bug is not a ``MeshError`` and keeps its traceback.
 """
@@ -101,3 +102,12 @@ class Busy(MeshError):
 
 class Leaving(Busy):
     """This node is leaving the mesh; other nodes serve on."""
+
+
+class QuotaUsed(Busy):
+    """The tokens that a client may use in a day are used or reserved."""
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_s: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_s = retry_s
+        """Seconds until tokens are free, if no request ends early."""

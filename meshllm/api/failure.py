@@ -18,6 +18,7 @@ from meshllm.errors import (
     LinkLost,
     MeshError,
     NotAuthorised,
+    QuotaUsed,
     TimedOut,
     UserError,
 )
@@ -87,6 +88,8 @@ def failure_of(error: MeshError) -> Failure:
             return error.failure
         case WrongField():
             return Failure(400, INVALID, error.code, error.name or None)
+        case QuotaUsed():
+            return Failure(429, "tokens", "rate_limit_exceeded", retry_s=error.retry_s)
         case _:
             return next(_FAILURES[each] for each in type(error).__mro__ if each in _FAILURES)
 

@@ -15,6 +15,7 @@ from meshllm.errors import (
     ModelError,
     NotAuthorised,
     PeerFault,
+    QuotaUsed,
     TimedOut,
     UserError,
 )
@@ -34,6 +35,7 @@ CHAT = "/v1/chat/completions"
         (BodyTooLarge("x"), 413, "request_too_large"),
         (BodyTooSlow("x"), 408, "request_timeout"),
         (Busy("x"), 429, "rate_limit_exceeded"),
+        (QuotaUsed("x", retry_s=9), 429, "rate_limit_exceeded"),
         (Leaving("x"), 503, "service_unavailable"),
         (LinkLost("x"), 503, "service_unavailable"),
         (TimedOut("x"), 503, "service_unavailable"),
@@ -65,9 +67,10 @@ def test_the_object_has_the_four_fields_of_openai_and_no_other() -> None:
 
 
 def test_only_what_may_succeed_later_says_when_to_retry() -> None:
-    responses = [response_of(each) for each in (Busy("x"), Leaving("x"), UserError("x"))]
+    errors = (Busy("x"), Leaving("x"), QuotaUsed("x", retry_s=99), UserError("x"))
+    responses = [response_of(each) for each in errors]
 
-    assert [each.headers.get("retry-after") for each in responses] == ["2", "2", None]
+    assert [each.headers.get("retry-after") for each in responses] == ["2", "2", "99", None]
 
 
 def test_a_refused_key_names_the_scheme() -> None:

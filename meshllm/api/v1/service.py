@@ -6,22 +6,22 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from meshllm.api.access.accounts import Accounts, ApiKey, KeyUsage
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
 from meshllm.errors import MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.protocol.membership.client_quota import ClientQuota, Reservation
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
 from meshllm.traces.recorder import Recorder
 
-DAY_S = 86_400
 MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
 
 Choices: TypeAlias = tuple[int, Event]
@@ -62,6 +62,7 @@ class Service:
     recorder: Recorder | None = None
     """Of the trace of its requests, if there is one."""
     _running: Counter[str] = field(default_factory=Counter)
+    _quota: ClientQuota = field(default_factory=lambda: ClientQuota("key"))
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
         """List the models that a key may use."""
@@ -93,18 +94,20 @@ class Service:
 
         Raises:
             Refused: the key has reached a limit.
+            QuotaUsed: it has no tokens left today, for all of this.
         """
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
-            await self._check_quota(key)
-            with self._counted(key):
+            await self._learn_usage(key)
+            with self._counted(key), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one
-                streams = [backend.generate(replace(each, model=name)) for each in asked]
+                streams = [backend.generate(replace(each.request, model=name)) for each in reserved]
                 async with aclosing(merge(streams, MAX_TOGETHER)) as events:
                     async for place, event in events:
                         tallies[place].take(event)
+                        reserved[place].take(event, time.time())
                         yield place, event
         except MeshError:
             errors = 1
@@ -116,18 +119,28 @@ class Service:
             )
             await self._record(key, model, KeyUsage(1, errors, read, cached, written))
 
-    async def _check_quota(self, key: ApiKey | None) -> None:
-        most = key.limits.tokens_per_day if key else None
-        if key is None or most is None or self.accounts is None:
+    async def _learn_usage(self, key: ApiKey | None) -> None:
+        """Count what a key with a limit has used today, before this door opened or at another."""
+        if key is None or key.limits.tokens_per_day is None or self.accounts is None:
             return
         now = time.time()
         used = await asyncio.to_thread(self.accounts.tokens, day_of(now), key.name)
-        if used >= most:
-            wait_s = DAY_S - int(now) % DAY_S
-            raise Refused(
-                f"The key `{key.name}` has used {used} of {most} tokens of today (UTC)",
-                Failure(429, "tokens", "rate_limit_exceeded", retry_s=wait_s),
-            )
+        self._quota.learn(key.name, used, now)
+
+    @contextmanager
+    def _reserved(
+        self, key: ApiKey | None, asked: Sequence[Request]
+    ) -> Iterator[Sequence[Reservation]]:
+        """Reserve the tokens of a key for requests; count what was computed at the end."""
+        name, limits, now = (key.name, key.limits, time.time()) if key else ("", KeyLimits(), 0.0)
+        if error := self._quota.objection(name, limits, now):
+            raise error
+        with ExitStack() as stack:
+            reserved = []
+            for each in asked:
+                reserved.append(self._quota.reserve(name, limits, each, time.time()))
+                stack.callback(lambda made: made.end(time.time()), reserved[-1])
+            yield reserved
 
     def _recorded(self, model: ModelStatus, asked: Sequence[Request]) -> Backend:
         """Return what answers; it records requests in the trace, but for embeddings."""

@@ -33,6 +33,7 @@ from meshllm.errors import (
     NotAuthorised,
     PeerFault,
     PluginError,
+    QuotaUsed,
     TimedOut,
     UserError,
 )
@@ -61,6 +62,7 @@ TOKEN_LIMIT = 1 << 32  # vocabularies have less than a million
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
 MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
 MESSAGE_CHARS = 4096
+MAX_RETRY_S = 86_400
 
 _ERRORS: dict[str, type[MeshError]] = {
     "mesh_error": MeshError,
@@ -75,6 +77,7 @@ _ERRORS: dict[str, type[MeshError]] = {
     "busy": Busy,
     "context_too_long": ContextTooLong,
     "leaving": Leaving,
+    "quota_used": QuotaUsed,
 }
 _CODES = {kind: code for code, kind in _ERRORS.items()}
 
@@ -89,6 +92,7 @@ class _Failure:
     param: str | None = None
     hint: str | None = None
     exit_code: int = 1
+    retry_s: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +299,8 @@ def error_to_fields(error: MeshError) -> dict[str, Any]:
         exit_code=error.exit_code,
     )
     fields: dict[str, Any] = lay_out(failure)
-    return fields
+    del fields["retry_s"]
+    return fields | ({"retry_s": error.retry_s} if isinstance(error, QuotaUsed) else {})
 
 
 def error_from_fields(fields: object) -> MeshError:
@@ -313,6 +318,9 @@ def _error_of(failure: _Failure) -> MeshError:
     message = failure.message[:MESSAGE_CHARS]
     if kind is UserError and failure.param is not None:
         return WrongField(failure.param[:MESSAGE_CHARS], message, hint=hint)
+    if kind is QuotaUsed:
+        retry_s = min(max(0, failure.retry_s or 0), MAX_RETRY_S)
+        return QuotaUsed(message, hint=hint, retry_s=retry_s)
     return kind(message, hint=hint)
 
 

@@ -446,8 +446,7 @@ class RequestRouter:
         )
 
     def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
-        if why := self._objection(peer, request_id, is_client=is_client):
-            error = Busy(why, hint="retry later")
+        if error := self._objection(peer, request_id, is_client=is_client):
             self._send(peer, AnswerEvent(request_id, error_to_json(error)))
             return
         task = self._jobs.create_task(self._serve(peer, request_id, data, is_client=is_client))
@@ -457,16 +456,17 @@ class RequestRouter:
             self._of_clients.add(task)
             task.add_done_callback(self._of_clients.discard)
 
-    def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> str:
-        """Return why there is no place for a request; empty if there is."""
+    def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> Busy | None:
+        """Return why there is no place for a request; None if there is."""
         held = Counter(asker for asker, _ in self._served)[peer]
         limits = self.limits_of(peer) if is_client else NO_LIMITS
         most = places(limits, MAX_PER_CLIENT) if is_client else MAX_PER_PEER
         if held >= most or (peer, request_id) in self._served:
-            return f"{held} requests of this node are in progress"
+            return Busy(f"{held} requests of this node are in progress", hint="retry later")
         if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:
-            return f"{MAX_OF_CLIENTS} requests of clients are in progress"
-        return self._quota.objection(peer, limits, time.time()) if is_client else ""
+            text = f"{MAX_OF_CLIENTS} requests of clients are in progress"
+            return Busy(text, hint="retry later")
+        return self._quota.objection(peer, limits, time.time()) if is_client else None
 
     async def _serve(
         self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool

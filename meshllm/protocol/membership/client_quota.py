@@ -1,6 +1,7 @@
-"""What clients may ask of this node today, as their tickets may limit.
+"""What clients of a mesh and keys of the API may ask today, as a ticket or the key may limit.
 
-Each node counts the tokens that are asked through it, from 00:00 UTC or its start on.
+Each node counts the tokens that clients ask through it, from 00:00 UTC or its start on. Those of
+keys are also stored: `ClientQuota.learn` counts what was stored before, or by another process.
 
 Theory of operation
 -------------------
@@ -15,8 +16,9 @@ do not have to fit into what is left, so that no answer is cut, but they count a
 
 from collections import Counter
 from dataclasses import replace
+from typing import Protocol, TypeAlias
 
-from meshllm.errors import Busy
+from meshllm.errors import QuotaUsed
 from meshllm.names import NodeId
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Answer, Event, Piece, Prefilled, Request
@@ -25,6 +27,18 @@ DAY_S = 86_400
 TOKEN_BYTES = 4  # of a text, for one token of a prompt whose length is not known yet
 TURN_TOKENS = 8  # that a chat template adds to a turn, about
 MAX_TOKENS_PER_DAY = 1 << 48
+SOON_S = 2  # s until a request that holds tokens may have ended
+
+Client: TypeAlias = NodeId | str
+"""A client of the mesh, or the name of a key."""
+
+
+class DailyLimit(Protocol):
+    """The limits of a client, one of them on its tokens."""
+
+    @property
+    def tokens_per_day(self) -> int | None:
+        """Read and written, in a day of UTC; 0 and None mean no limit."""
 
 
 def places(limits: ClientLimits, most: int) -> int:
@@ -45,59 +59,76 @@ def estimate(request: Request) -> int:
 class ClientQuota:
     """The tokens of the clients on the current day; ``wall_s`` is in seconds since 1970."""
 
-    def __init__(self) -> None:
+    def __init__(self, limited_by: str = "ticket") -> None:
+        """Count; ``limited_by`` says in messages what has the limits."""
+        self._limited_by = limited_by
         self._day = 0
-        self._used: Counter[NodeId] = Counter()  # as many as members invite
-        self._reserved: Counter[NodeId] = Counter()
+        self._used: Counter[Client] = Counter()  # as many as members invite, or keys
+        self._reserved: Counter[Client] = Counter()
 
-    def left(self, client: NodeId, limits: ClientLimits, wall_s: float) -> int:
+    def left(self, client: Client, limits: DailyLimit, wall_s: float) -> int:
         """Return how many tokens of today a client has neither used nor reserved."""
         return max(0, _most(limits) - self._taken(client, wall_s))
 
-    def objection(self, client: NodeId, limits: ClientLimits, wall_s: float) -> str:
-        """Return why a client may not ask now; empty if it may."""
+    def objection(self, client: Client, limits: DailyLimit, wall_s: float) -> QuotaUsed | None:
+        """Return why a client may not ask now; None if it may."""
         if self.left(client, limits, wall_s):
-            return ""
-        return (
-            f"{self._taken(client, wall_s)} of {_most(limits)} tokens of today (UTC) are used or"
-            " reserved, the limit of the ticket"
+            return None
+        taken = self._taken(client, wall_s)
+        text = f"{taken} of {_most(limits)} tokens of today (UTC) are used or reserved"
+        return self.refusal(text, client, limits, 1, wall_s)
+
+    def refusal(
+        self, text: str, client: Client, limits: DailyLimit, wanted: int, wall_s: float
+    ) -> QuotaUsed:
+        """Return the error of a client that wants more tokens than are left."""
+        is_soon = wanted <= _most(limits) - self._today(wall_s)[client]  # once others have ended
+        return QuotaUsed(
+            f"{text}, the limit of the {self._limited_by}",
+            hint="retry soon" if is_soon else "ask less, or after 00:00 UTC",
+            retry_s=SOON_S if is_soon else DAY_S - int(wall_s) % DAY_S,
         )
 
     def reserve(
-        self, client: NodeId, limits: ClientLimits, request: Request, wall_s: float
+        self, client: Client, limits: DailyLimit, request: Request, wall_s: float
     ) -> "Reservation":
         """Reserve the tokens of a request, to be ended; its answer is limited to what is left.
 
         Raises:
-            Busy: nothing is left for an answer.
+            QuotaUsed: nothing is left for an answer.
         """
         left, prompt, given = self.left(client, limits, wall_s), estimate(request), request.given
         wanted = max(0, request.max_tokens - len(given))
         room = left - prompt
-        if room < min(1, wanted):
-            raise Busy(
+        if room < (least := min(1, wanted)):
+            text = (
                 f"The prompt has about {prompt} tokens; {left} of {_most(limits)} tokens of today"
-                " (UTC) are left, the limit of the ticket",
-                hint="ask less, or after 00:00 UTC",
+                " (UTC) are left"
             )
+            raise self.refusal(text, client, limits, prompt + least, wall_s)
         limited = replace(request, max_tokens=min(request.max_tokens, len(given) + room))
         tokens = prompt + len(given) + min(wanted, room)
         return Reservation(self, client, limits, limited, tokens)
 
-    def hold(self, client: NodeId, tokens: int) -> None:
+    def learn(self, client: Client, tokens: int, wall_s: float) -> None:
+        """Count at least so many tokens of today as used: they were stored."""
+        used = self._today(wall_s)
+        used[client] = max(used[client], tokens)
+
+    def hold(self, client: Client, tokens: int) -> None:
         """Reserve tokens; negative ones are returned."""
         self._reserved[client] += tokens
         if not self._reserved[client]:
             del self._reserved[client]
 
-    def spend(self, client: NodeId, tokens: int, wall_s: float) -> None:
+    def spend(self, client: Client, tokens: int, wall_s: float) -> None:
         """Count tokens of a client as used."""
         self._today(wall_s)[client] += tokens
 
-    def _taken(self, client: NodeId, wall_s: float) -> int:
+    def _taken(self, client: Client, wall_s: float) -> int:
         return self._today(wall_s)[client] + self._reserved[client]
 
-    def _today(self, wall_s: float) -> Counter[NodeId]:
+    def _today(self, wall_s: float) -> Counter[Client]:
         if (day := int(wall_s // DAY_S)) != self._day:
             self._day, self._used = day, Counter()
         return self._used
@@ -109,8 +140,8 @@ class Reservation:
     def __init__(
         self,
         quota: ClientQuota,
-        client: NodeId,
-        limits: ClientLimits,
+        client: Client,
+        limits: DailyLimit,
         request: Request,
         tokens: int,
     ) -> None:
@@ -125,18 +156,19 @@ class Reservation:
         """Count an event of the answer.
 
         Raises:
-            Busy: prompt and answer exceed what is left.
+            QuotaUsed: prompt and answer exceed what is left.
         """
         self._spent.take(event)
         more = self._spent.needed - self._tokens
         if isinstance(event, Answer) or more <= 0:
             return
         if more > self._quota.left(self._client, self._limits, wall_s):
-            raise Busy(
+            text = (
                 f"The request exceeds what is left of the {_most(self._limits)} tokens of today"
-                " (UTC), the limit of the ticket",
-                hint="ask less, or after 00:00 UTC",
+                " (UTC)"
             )
+            wanted = self._spent.needed
+            raise self._quota.refusal(text, self._client, self._limits, wanted, wall_s)
         self._grow(more)
 
     def end(self, wall_s: float) -> None:
@@ -195,5 +227,5 @@ class SpentTokens:
         return self._written or self._texts
 
 
-def _most(limits: ClientLimits) -> int:
+def _most(limits: DailyLimit) -> int:
     return limits.tokens_per_day or MAX_TOKENS_PER_DAY

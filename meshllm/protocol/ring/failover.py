@@ -20,7 +20,7 @@ client may turn to another ingress, with the tokens that it has.
 from dataclasses import replace
 from typing import assert_never
 
-from meshllm.errors import Busy, LinkLost
+from meshllm.errors import Busy, LinkLost, QuotaUsed
 from meshllm.request import (
     Answer,
     Event,
@@ -76,13 +76,15 @@ class Failover:
 
         Raises:
             LinkLost: ``error``, after the last attempt.
+            QuotaUsed: ``error``: no attempt would have more tokens.
             Busy: ``error``, if no ring has accepted the request yet, and all have refused it; later
                 ones may still hold the place of the attempt that was lost.
         """
         is_refused = self.is_new and isinstance(error, Busy)
         if is_refused and has_other:
             return 0.0
-        if is_refused or self._attempts == ATTEMPTS or isinstance(error, RetriesExhausted):
+        is_final = isinstance(error, RetriesExhausted | QuotaUsed)
+        if is_refused or is_final or self._attempts == ATTEMPTS:
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1

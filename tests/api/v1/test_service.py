@@ -12,10 +12,10 @@ import pytest
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
-from meshllm.api.failure import Refused
 from meshllm.api.v1.service import Service, day_of
+from meshllm.errors import QuotaUsed
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.request import Piece, Request
+from meshllm.request import Piece, Prefilled, Request
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
@@ -144,7 +144,7 @@ async def test_a_key_has_so_many_tokens_a_day(
 ) -> None:
     now = [NOON]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    key = accounts.create("laptop", KeyLimits(tokens_per_day=7), 0)
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=9), 0)  # 8 of them estimated
 
     statuses = [
         (await client.post(PATH, json=BODY, headers=bearer(key))).status_code for _ in range(2)
@@ -157,6 +157,64 @@ async def test_a_key_has_so_many_tokens_a_day(
     assert refused.json()["error"]["type"] == "tokens"
     assert refused.headers["retry-after"] == str(12 * 3600)
     assert later.status_code == 200
+
+
+async def test_requests_of_a_key_at_the_same_time_share_its_tokens(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=1000), 0)
+    door.waits_at = 1
+    body = BODY | {"max_tokens": 900}
+    first = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
+    await door.begun.wait()
+
+    second = asyncio.ensure_future(client.post(PATH, json=body, headers=bearer(key)))
+    while len(door.requests) < 2:  # noqa: ASYNC110  # polls until the door asks both
+        await asyncio.sleep(0)
+    third = await client.post(PATH, json=body, headers=bearer(key))
+    door.go.set()
+
+    assert [(await each).status_code for each in (first, second)] == [200, 200]
+    assert [each.max_tokens for each in door.requests] == [900, 1000 - 900 - 2 * 8]
+    assert (third.status_code, third.headers["retry-after"]) == (429, "2")
+    assert (await client.post(PATH, json=body, headers=bearer(key))).status_code == 200
+
+
+async def test_all_answers_of_a_request_have_to_fit_into_the_day(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=1000), 0)
+    body = BODY | {"max_tokens": 600}
+
+    several = await client.post(PATH, json=body | {"n": 3}, headers=bearer(key))
+    one = await client.post(PATH, json=body, headers=bearer(key))
+
+    assert (several.status_code, one.status_code) == (429, 200)
+    assert [each.max_tokens for each in door.requests] == [600]
+
+
+async def test_a_prompt_that_proves_too_long_for_the_day_ends_its_request(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=100), 0)
+    door.said = (Prefilled(50, 200), Piece("never"))
+
+    refused = await client.post(PATH, json=BODY, headers=bearer(key))
+
+    assert (refused.status_code, refused.json()["error"]["type"]) == (429, "tokens")
+    assert door.closed.is_set()
+
+
+async def test_the_tokens_of_another_door_are_counted(
+    client: httpx2.AsyncClient, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOON)
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=1000), 0)
+    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
+
+    accounts.record(day_of(time.time()), "laptop", "builtin", KeyUsage(1, 0, 990, 0, 3))
+
+    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 429
 
 
 async def test_an_answer_is_worth_more_than_its_account(
@@ -181,7 +239,7 @@ async def test_a_limit_is_checked_before_the_mesh_is_asked(
     accounts.record(day_of(time.time()), "laptop", "builtin", KeyUsage(1, 0, 1))
     (model,) = await service.models(key)
 
-    with pytest.raises(Refused, match="has used 1 of 1 tokens"):
+    with pytest.raises(QuotaUsed, match="1 of 1 tokens of today"):
         await anext(service.answer(key, model, [Request(raw="hi")]))
 
     assert door.requests == []

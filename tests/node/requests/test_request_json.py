@@ -17,6 +17,7 @@ from meshllm.errors import (
     NotAuthorised,
     PeerFault,
     PluginError,
+    QuotaUsed,
     TimedOut,
     UserError,
 )
@@ -256,6 +257,16 @@ def test_an_error_has_the_fields_of_openai_and_ours() -> None:
         "hint": "use 1",
         "exit_code": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"), [(7, 7), (None, 0), (-1, 0), (10**9, request_json.MAX_RETRY_S)]
+)
+def test_an_error_says_when_tokens_are_free_within_a_day(sent: int | None, read: int) -> None:
+    error = error_from_fields(error_to_fields(QuotaUsed("what")) | {"retry_s": sent})
+
+    assert isinstance(error, QuotaUsed)
+    assert error.retry_s == read
 
 
 def test_an_error_of_a_newer_version_keeps_its_message() -> None:

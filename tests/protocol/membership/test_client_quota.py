@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.errors import Busy
+from meshllm.errors import Busy, QuotaUsed
 from meshllm.names import LossCause, NodeId
 from meshllm.protocol.membership.client_quota import (
     DAY_S,
     MAX_TOKENS_PER_DAY,
+    SOON_S,
     TURN_TOKENS,
     ClientQuota,
     Reservation,
@@ -51,12 +52,16 @@ def quota() -> ClientQuota:
 def test_a_client_is_refused_once_its_tokens_are_used(quota: ClientQuota) -> None:
     used_up(quota, 999)
 
-    assert (quota.objection(ONE, LIMITS, NOON), left(quota)) == ("", 1)
+    assert (quota.objection(ONE, LIMITS, NOON), left(quota)) == (None, 1)
     used_up(quota, 1)
 
-    assert "1000 of 1000 tokens of today (UTC)" in quota.objection(ONE, LIMITS, NOON)
+    error = quota.objection(ONE, LIMITS, NOON)
+    assert "1000 of 1000 tokens of today (UTC)" in str(error)
+    assert error
+    assert error.retry_s == DAY_S / 2
     assert left(quota) == 0
-    assert quota.objection(OTHER, LIMITS, NOON) == quota.objection(ONE, NO_LIMITS, NOON) == ""
+    assert quota.objection(OTHER, LIMITS, NOON) is None
+    assert quota.objection(ONE, NO_LIMITS, NOON) is None
 
 
 def test_a_client_without_a_limit_has_tokens_left(quota: ClientQuota) -> None:
@@ -89,7 +94,10 @@ def test_requests_at_the_same_time_share_what_is_left(quota: ClientQuota) -> Non
     second = quota.reserve(ONE, LIMITS, replace(SHORT, max_tokens=50), NOON)
 
     assert (first.request.max_tokens, second.request.max_tokens) == (50, 30)
-    assert "1000 of 1000 tokens" in quota.objection(ONE, LIMITS, NOON)
+    error = quota.objection(ONE, LIMITS, NOON)
+    assert "1000 of 1000 tokens" in str(error)
+    assert error
+    assert error.retry_s == SOON_S
     with pytest.raises(Busy, match="about 10 tokens; 0 of 1000 tokens"):
         quota.reserve(ONE, LIMITS, SHORT, NOON)
     first.end(NOON)
@@ -183,7 +191,7 @@ def test_an_answer_never_exceeds_the_day_by_more_than_its_last_piece(quota: Clie
 
     asked.end(NOON)
     assert left(quota) == 0
-    assert "1001 of 1000 tokens" in quota.objection(ONE, LIMITS, NOON)
+    assert "1001 of 1000 tokens" in str(quota.objection(ONE, LIMITS, NOON))
 
 
 def test_a_complete_answer_is_never_refused(quota: ClientQuota) -> None:
@@ -311,3 +319,32 @@ def test_a_cancelled_answer_counts_what_was_computed(
 @pytest.mark.parametrize(("asked", "most"), [(0, 2), (1, 1), (2, 2), (3, 2), (65_535, 2)])
 def test_a_ticket_only_lowers_the_requests_of_a_client(asked: int, most: int) -> None:
     assert places(ClientLimits(asked), 2) == most
+
+
+@pytest.mark.parametrize(("chars", "retry_s"), [(3000, SOON_S), (3600, DAY_S / 2)])
+def test_a_refused_client_learns_when_to_ask_again(
+    quota: ClientQuota, chars: int, retry_s: float
+) -> None:
+    used_up(quota, 200)
+    quota.reserve(ONE, LIMITS, replace(SHORT, max_tokens=700), NOON)
+
+    with pytest.raises(QuotaUsed) as raised:
+        quota.reserve(ONE, LIMITS, Request(raw="x" * chars), NOON)
+
+    assert raised.value.retry_s == retry_s
+
+
+def test_the_limit_of_a_key_is_called_so() -> None:
+    quota = ClientQuota("key")
+    quota.learn("laptop", 1000, NOON)
+
+    assert "the limit of the key" in str(quota.objection("laptop", LIMITS, NOON))
+
+
+def test_what_was_stored_is_counted_once(quota: ClientQuota) -> None:
+    quota.learn(ONE, 100, NOON)
+    used_up(quota, 50)
+
+    for stored, expected in ((100, 150), (150, 150), (400, 400)):  # the last by another process
+        quota.learn(ONE, stored, NOON)
+        assert left(quota) == 1000 - expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.errors import Busy, LinkLost
+from meshllm.errors import Busy, LinkLost, QuotaUsed
 from meshllm.names import LossCause
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S, Failover, RetriesExhausted
 from meshllm.request import (
@@ -127,6 +127,14 @@ def test_what_is_no_part_of_the_answer_is_passed_on(told: Event) -> None:
 def test_a_request_that_no_ring_accepted_yet_is_not_retried_when_it_is_refused() -> None:
     with pytest.raises(Busy):
         Failover(REQUEST).failed(Busy("full"))
+
+
+def test_an_answer_beyond_the_tokens_of_the_day_is_not_retried() -> None:
+    failover = Failover(REQUEST)
+    failover.take(Piece("a", (1,)))
+
+    with pytest.raises(QuotaUsed):
+        failover.failed(QuotaUsed("used up"))
 
 
 def test_a_refused_request_goes_to_another_ring_at_once_and_that_is_no_attempt() -> None:
