@@ -365,6 +365,8 @@ class MeshStatus:
     """Every ring of the mesh, the reporting node's included."""
     models: tuple[ModelStatus, ...] = ()
     """The models of these rings, the first of the mesh first; `model` is that of the own ring."""
+    is_client: bool = field(default=False, metadata={"json": "client"})
+    """Whether a client of the mesh reports, which knows its models only."""
 
 
 @dataclass(frozen=True, slots=True)

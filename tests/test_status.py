@@ -43,7 +43,7 @@ MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerpr
          "providers", "precision", "aliases", "key", "replicas", "epoch", "exact"}  # fmt: skip
 STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions", "listening",
           "networks", "since_s", "memory", "warnings", "provided", "rings",
-          "models"}  # fmt: skip
+          "models", "client"}  # fmt: skip
 SERVED = {"model", "replica", "state", "reason", "own", "epoch", "entry", "stages", "standbys",
           "lacks_bytes"}  # fmt: skip
 

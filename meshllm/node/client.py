@@ -1,4 +1,7 @@
-"""A client of a mesh: sends requests, holds neither weights nor a tokenizer."""
+"""A client of a mesh: sends requests, holds neither weights nor a tokenizer.
+
+It is told no records of the mesh. Which models there are, it asks the node that it is linked to.
+"""
 
 import asyncio
 import time
@@ -16,7 +19,7 @@ from types import MappingProxyType
 
 from blake3 import blake3
 
-from meshllm.errors import LinkLost, NotAuthorised, UserError
+from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import StateStore
@@ -26,20 +29,25 @@ from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.requests.router import MAX_PER_CLIENT, RequestRouter
+from meshllm.node.requests.model_list import models_from_json
+from meshllm.node.requests.router import MAX_PER_CLIENT, MAX_WAITING, RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.protocol.membership.client_quota import places
-from meshllm.protocol.membership.codec import CloseReason, RequestMessage
+from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import Credential, Removals, Role
 from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.identity import short
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.request import Backend, Event, Request
+from meshllm.status import ModelStatus
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
+MODELS_S = 2.0  # s until the models are asked for again; a node answers 8 times in 10 s
+ASK_S = 10.0  # s to wait for them
 REDIAL_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
 
 
@@ -48,8 +56,10 @@ class MeshClient:
 
     def __init__(self, store: StateStore, credential: Credential, dialer: NodeDialer) -> None:
         self._me = store.key.node
+        self.mesh = credential.mesh
         self._linked = asyncio.Event()
-        self._bug: BaseException | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Holds the bug that ended the client; cancelled if it ends without one."""
         machine = Mesh(
             store.key,
             credential,
@@ -59,13 +69,73 @@ class MeshClient:
         )
         self.links = MeshLinks(dialer, machine, _NoAdmission(), self)
         self.router = RequestRouter(self._me, self, self.links.post, asks_ingress=True)
-        self._places = asyncio.Semaphore(places(credential.limits, MAX_PER_CLIENT))
+        self._most = places(credential.limits, MAX_PER_CLIENT)
+        self._places = asyncio.Semaphore(self._most)
+        self.waiting = 0
+        """Requests that wait until the ticket allows one more."""
+        self._models: tuple[ModelStatus, ...] = ()
+        self._asking = asyncio.Lock()
+        self._told = asyncio.Event()  # set by a list of models, and by the loss of a link
+        self._told_at = -MODELS_S
+
+    @property
+    def me(self) -> NodeId:
+        """The id of the key of this client."""
+        return self._me
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Send a request to a node of the mesh, once the ticket allows one more; see `Backend`."""
-        async with self._places, aclosing(self.router.generate(request)) as events:
+        async with self._place(), aclosing(self.router.generate(request)) as events:
             async for event in events:
                 yield event
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait for a place, and hold it inside the context.
+
+        Raises:
+            Busy: too many wait already.
+        """
+        if self._places.locked() and self.waiting >= MAX_WAITING:
+            raise Busy(
+                f"The queue is full: {self._most} requests are in progress, the limit of the"
+                f" ticket, and {self.waiting} are waiting",
+                hint="retry later",
+            )
+        self.waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self._places.release()
+
+    async def models(self) -> Sequence[ModelStatus]:
+        """List the models of the mesh, as a node of it told within the last `MODELS_S`.
+
+        Raises:
+            TimedOut: no node tells them within `ASK_S`.
+        """
+        async with self._asking:
+            until = self._told_at + MODELS_S
+            if _now() >= until:
+                await self._ask_models()
+        return self._models
+
+    async def _ask_models(self) -> None:
+        begin, node = _now(), None
+        try:
+            async with asyncio.timeout(ASK_S):
+                while self._told_at < begin:
+                    (node,) = await self.entries()
+                    self._told.clear()
+                    self.links.post(node, AskModels())
+                    await self._told.wait()
+        except TimeoutError:
+            silent = f"node {short(node)} does not list them" if node else self.reason()
+            raise TimedOut(f"The models of the mesh are unknown: {silent}") from None
 
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
@@ -80,8 +150,8 @@ class MeshClient:
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Fail the pending requests if a bug ended the client."""
-        if not running.cancelled() and (error := running.exception()):
-            self._bug = error
+        if not running.cancelled() and (error := running.exception()) and not self.failed.done():
+            self.failed.set_exception(error)
             self._linked.set()
             for peer in self.links.by_peer:
                 self.router.lost(peer)
@@ -97,8 +167,8 @@ class MeshClient:
         """Wait for a linked node; any can be the ingress for any model."""
         _ = model
         while True:
-            if self._bug is not None:
-                raise self._bug
+            if self.failed.done():
+                self.failed.result()
             if node := next(iter(self.links.by_peer), None):
                 return [node]
             self._linked.clear()
@@ -152,10 +222,15 @@ class MeshClient:
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message of a node about a request."""
         _ = is_client
-        self.router.receive(peer, message, is_client=False)
+        if isinstance(message, ModelList):
+            self._models, self._told_at = models_from_json(message.body), _now()
+            self._told.set()
+        else:
+            self.router.receive(peer, message, is_client=False)
 
     def lost(self, peer: NodeId) -> None:
         """Fail the requests that the node served."""
+        self._told.set()
         self.router.lost(peer)
 
     def dropped(self, peer: NodeId, why: CloseReason) -> None:
@@ -210,7 +285,7 @@ async def open_mesh_client(
         client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own))
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(ticket, link))
-        stack.push_async_callback(_ended, running)
+        stack.push_async_callback(_ended, running, client.failed)
         running.add_done_callback(client.ended)
         supervisor.failed.add_done_callback(client.ended)
         known = {ticket.inviter, *(each.issuer for each in credential.chain)}
@@ -246,9 +321,15 @@ def _too_many() -> UserError:
     )
 
 
-async def _ended(running: asyncio.Future[None]) -> None:
+async def _ended(running: asyncio.Future[None], failed: asyncio.Future[None]) -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    if not failed.cancel():
+        failed.exception()  # mark as retrieved
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:

@@ -13,6 +13,7 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
+from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
@@ -160,6 +161,10 @@ class NodeControl:
 
     async def models(self) -> list[ModelStatus]:
         """List the models that the mesh serves: those of rings, and those of providers."""
+        return self.listed()
+
+    def listed(self) -> list[ModelStatus]:
+        """Return what `models` does."""
         view = self.snapshot()
         return [*(_model(view, each) for each in _served(view)), *_provided(view)]
 
@@ -284,8 +289,8 @@ class NodeControl:
 
 
 def control_of(node: MeshNode) -> NodeControl:
-    """Build the control of a node."""
-    return NodeControl(
+    """Build the control of a node, which from now on tells clients of its models."""
+    control = NodeControl(
         node.view,
         node.store.key,
         node.invite,
@@ -297,6 +302,8 @@ def control_of(node: MeshNode) -> NodeControl:
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )
+    node.router.list_models = lambda: models_to_json(control.listed())
+    return control
 
 
 def _named(view: NodeView, node: NodeId) -> tuple[str, str]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import LinkLost, NotAuthorised, UserError
+from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node import client as thin_module
 from meshllm.node.client import (
+    ASK_S,
+    MODELS_S,
     REDIAL_S,
     MeshClient,
     _NoAdmission,
@@ -19,15 +21,18 @@ from meshllm.node.client import (
     open_mesh_client,
 )
 from meshllm.node.net import beacon
+from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.identity import short
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
+from tests.builders.fake_node import FOX
 from tests.builders.fake_ring import answer_of
 from tests.builders.mesh_members import House, Town, town
 
@@ -156,6 +161,96 @@ def test_a_client_asks_no_more_at_once_than_its_ticket_allows(
             await asyncio.sleep(0.15)  # the first are being answered
             assert a.asked == most
             assert await asyncio.gather(*asking) == [ANSWER] * 4
+
+    run(story)
+
+
+def test_no_more_requests_wait_than_the_queue_holds(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thin_module, "MAX_WAITING", 2)
+
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        limits = ClientLimits(1)
+        made = a.store.invite([a.address], Role.CLIENT, lasts_s=None, uses=1, limits=limits)
+        async with client(town, made.encode()) as thin:
+            asking = [asyncio.ensure_future(ask(thin)) for _ in range(3)]
+            await asyncio.sleep(0.15)  # the first is being answered
+            assert (a.asked, thin.waiting) == (1, 2)
+            with pytest.raises(Busy, match="1 requests are in progress, the limit of the ticket"):
+                await ask(thin)
+            assert await asyncio.gather(*asking) == [ANSWER] * 3
+            assert (thin.waiting, await ask(thin)) == (0, ANSWER)
+
+    run(story)
+
+
+def test_a_client_learns_the_models_and_asks_again_later(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        lists = [[FOX], [], [FOX]]
+        a.router.list_models = lambda: models_to_json(lists.pop(0))
+        async with client(town, ticket(a)) as thin:
+            assert list(await asyncio.gather(*(thin.models() for _ in range(9)))) == [(FOX,)] * 9
+            await asyncio.sleep(MODELS_S / 2)
+            assert await thin.models() == (FOX,)
+            await asyncio.sleep(MODELS_S)
+            assert await thin.models() == ()
+        assert len(lists) == 1
+
+    run(story)
+
+
+def test_the_models_are_asked_of_the_node_that_comes_back(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            asked = asyncio.Event()
+            a.router.receive = lambda *_, **__: asked.set()  # type: ignore[method-assign]
+            asking = asyncio.ensure_future(thin.models())
+            await asked.wait()
+            await a.close()
+            a = await inn(town, life=2)
+            a.router.list_models = lambda: models_to_json([FOX])
+            assert await asking == (FOX,)
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_models_that_nobody_tells_are_unknown(run: Run, is_here: bool) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            await ask(thin)
+            if is_here:
+                a.router.receive = lambda *_, **__: None  # type: ignore[method-assign]
+            else:
+                await a.close()
+                await asyncio.sleep(5)
+            begin = asyncio.get_running_loop().time()
+            with pytest.raises(TimedOut) as raised:
+                await thin.models()
+            assert asyncio.get_running_loop().time() == begin + ASK_S
+        why = f"node {short(a.me)} does not list them" if is_here else "no node of the mesh answers"
+        assert str(raised.value) == f"The models of the mesh are unknown: {why}"
+
+    run(story)
+
+
+def test_a_node_that_tells_nonsense_is_dropped(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            await ask(thin)
+            first = thin.links.by_peer[a.me]
+            a.router.list_models = lambda: b"[]"
+            asking = asyncio.ensure_future(thin.models())
+            await asyncio.sleep(1)
+            assert thin.links.by_peer.get(a.me) is not first
+            a.router.list_models = lambda: models_to_json([FOX])
+            assert await asking == (FOX,)
 
     run(story)
 

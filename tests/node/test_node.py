@@ -356,6 +356,18 @@ async def test_a_client_needs_no_model(mesh: Mesh) -> None:
             pass
 
 
+async def test_a_client_is_told_the_models(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    control = control_of(a)
+    await until(lambda: bool(spans(a)), a)
+
+    async with open_mesh_client(a.invite(Role.CLIENT, 60, 1), mesh.folder, mesh.network) as thin:
+        told = await thin.models()
+
+    assert list(told) == await control.models()
+    assert [each.name for each in told] == ["builtin"]
+
+
 async def test_the_ticket_of_a_node_is_for_the_other_members(mesh: Mesh) -> None:
     alone = await mesh.start("a")
     three = await mesh.start("b", members=3)

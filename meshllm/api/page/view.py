@@ -135,6 +135,8 @@ class PageStatus:
     losses: tuple[LossCounts, ...]
     is_public: bool
     """Names, memory and reasons are hidden from this guest."""
+    is_client: bool
+    """The door is that of a client of the mesh, which knows neither nodes nor plans."""
 
 
 def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
@@ -162,13 +164,14 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         predicted=_speed(ring.predicted),
         advice="" if is_public else ring.advice,
         warnings=() if is_public else status.warnings,
-        memory=None if is_public else _rounded(status.memory),
+        memory=None if is_public or status.is_client else _rounded(status.memory),
         active=status.sessions.active,
         waiting=status.sessions.waiting,
         served=status.sessions.served,
         tokens=status.sessions.tokens,
         losses=status.sessions.losses,
         is_public=is_public,
+        is_client=status.is_client,
     )
 
 
@@ -208,6 +211,8 @@ def _model(
     held = dict.fromkeys(names.get(each.node, each.node[:7]) for each in spans)
     holders = model.providers or tuple(held)
     states = [status.ring.state] if is_own else [each.state for each in rings]
+    if status.is_client:  # it knows whether there is a ring, not how many
+        states, model = [RingState.SERVING] if model.epoch else [], replace(model, replicas=1)
     return PageModel(
         model.name,
         precision_of(model),

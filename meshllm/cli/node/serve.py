@@ -1,7 +1,7 @@
-"""`meshllm serve`: the API on TCP, of the running node or of one that it starts."""
+"""`meshllm serve`: the API on TCP, of the running node, of one that it starts, or of a client."""
 
-from collections.abc import Mapping
-from typing import Annotated
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +10,15 @@ from meshllm.cli.node.door import opened_door
 from meshllm.cli.node.node import SETTINGS, Transports, run_node
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 from meshllm.cli.shared.options import takes
-from meshllm.config import Scalar, Settings, change, load
+from meshllm.cli.terminal import render
+from meshllm.config import Scalar, Settings, change, load, state_path
 from meshllm.errors import UserError
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+    from meshllm.cli.shared.signals import Drain
+    from meshllm.protocol.trust.ticket import Ticket
 
 HOST, PORT = "127.0.0.1", 7780
 
@@ -22,9 +29,13 @@ Examples:
   meshllm key create laptop
   meshllm serve --host 0.0.0.0 --tls-cert cert.pem --tls-key key.pem
   meshllm serve --origins https://chat.example
+  meshllm serve --join "$(cat ticket)"
 """
 
-_OF_NODE = tuple(name for name in SETTINGS if name not in {*DOOR_SETTINGS, "state", "log_format"})
+_OF_NODE = (
+    *(name for name in SETTINGS if name not in {*DOOR_SETTINGS, "state", "log_format"}),
+    "transport", "discovery",
+)  # fmt: skip
 
 
 @takes(*(name for name in SETTINGS if name != "serve"))
@@ -47,47 +58,91 @@ def serve(
     `curl` command. On a loopback address no key is needed. On any other every request needs one of
     `meshllm key create`, or of `--key-file`. Ctrl-C or SIGTERM closes the door.
 
+    With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
+    answers: this machine holds no layers, and its keys and their usage are its own.
+
     The root of the same address is a web page that shows the mesh as it is and chats with its
     model. Where a key is needed, the page asks for it, and shows no names of machines.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     config = load({**given, "serve": address})
-    if is_running(config.settings):
-        _refuse(given)
+    is_here = is_running(config.settings)
+    ticket = _of_client(flags["join"] if is_here else config.settings.join)
+    if is_here or ticket:
+        why = "a client holds no layers" if ticket else "a node is already running"
+        hint = "omit it" if ticket else "omit it, or choose another folder with `--state`"
+        _refuse(given, [each for each in _OF_NODE if each != "join" or not ticket], why, hint)
         import asyncio
 
-        asyncio.run(_serve_running(config.settings, address))
+        serving = _serve_mesh(config.settings, ticket, address) if ticket else None
+        asyncio.run(serving or _serve_running(config.settings, address))
     else:
         run_node(invocation, config)
 
 
+def _of_client(join: Scalar) -> "Ticket | None":
+    """Return a ticket if it is for a client; raise `UserError` if it is none."""
+    from meshllm.protocol.trust.credential import Role
+    from meshllm.protocol.trust.ticket import parse_ticket
+
+    ticket = parse_ticket(str(join)) if join is not None else None
+    return ticket if ticket and ticket.role is Role.CLIENT else None
+
+
 async def _serve_running(chosen: Settings, address: str) -> None:
     """Serve the running node until a signal; the door stays open while that node restarts."""
-    import asyncio
-
     from meshllm.cli.shared.signals import draining
 
     client = NodeClient(socket_path(chosen))
     served = await client.models()
     shown = change(chosen, {"model": served[0].name}) if served else chosen
     with draining() as drain, opened_door(shown, address) as door:
-        serving = asyncio.ensure_future(door.serve(client))
-
-        def leave() -> None:
-            serving.cancel()
-
-        drain.leave = leave
-        await asyncio.wait({serving})
-        if not serving.cancelled():
-            serving.result()
+        await _until_signal(drain, door.serve(client))
 
 
-def _refuse(given: Mapping[str, Scalar]) -> None:
-    """Raise `UserError` for a setting of a node, which runs already."""
-    for name in (*_OF_NODE, "transport", "discovery"):
+async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
+    """Serve the mesh of a client's ticket until a signal."""
+    from meshllm.cli.shared.signals import draining
+    from meshllm.node.client import open_mesh_client
+    from meshllm.node.client_control import ClientControl
+    from meshllm.protocol.trust.identity import short
+
+    with draining() as drain:
+        async with open_mesh_client(chosen.join or "", state_path(chosen)) as client:
+            node = ClientControl(client)
+            status = await node.mesh_status()
+            served = (*status.models, *status.provided)
+            shown = change(chosen, {"model": served[0].name if served else "MODEL"})
+            with opened_door(shown, address) as door:
+                inviter = short(ticket.inviter)
+                render.talk(f"prompts go to the mesh of node `{inviter}`, which made the ticket")
+                await _until_signal(drain, door.serve(node), client.failed)
+
+
+async def _until_signal(
+    drain: "Drain", serve: Coroutine[Any, Any, None], *failures: "Future[None]"
+) -> None:
+    """Serve until a signal, or a failure, which is raised."""
+    import asyncio
+
+    serving = asyncio.ensure_future(serve)
+
+    def leave() -> None:
+        serving.cancel()
+
+    drain.leave = leave
+    await asyncio.wait({serving, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    serving.cancel()
+    await asyncio.wait({serving})
+    for each in (serving, *failures):
+        if each.done() and not each.cancelled():
+            each.result()
+
+
+def _refuse(given: Mapping[str, Scalar], names: Iterable[str], why: str, hint: str) -> None:
+    """Raise `UserError` for a given setting that has no effect."""
+    for name in names:
         if given.get(name) is not None:
-            raise UserError(
-                f"`--{name.replace('_', '-')}` has no effect: a node is already running",
-                hint="omit it, or choose another folder with `--state`",
-            )
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"`{flag}` has no effect: {why}", hint=hint)

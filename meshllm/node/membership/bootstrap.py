@@ -61,7 +61,10 @@ async def enter(
         credential = store.credential or store.found()
         return Membership(credential, incarnation, None, (*hints, *store.peers.items()))
     if ticket.role is not Role.NODE:
-        raise UserError("The ticket is for a client", hint="use it with `meshllm chat --join`")
+        raise UserError(
+            "The ticket is for a client",
+            hint="use it with `meshllm chat --join`, or `meshllm serve --join`",
+        )
     link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
     credential = store.join(_better(store.credential, granted(link)), ticket)
     return Membership(credential, incarnation, link, hints)

@@ -28,11 +28,8 @@ from meshllm.protocol.membership.actions import (
     SendToPeer,
 )
 from meshllm.protocol.membership.codec import (
-    AnswerEvent,
     Bye,
-    CancelRequest,
     CloseReason,
-    Generate,
     Message,
     RequestMessage,
     decode,
@@ -122,7 +119,7 @@ class _MeshLink:
 
     def post(self, message: Message) -> None:
         """Queue a message; close the link if too many bytes are queued."""
-        is_talk = isinstance(message, Generate | AnswerEvent | CancelRequest)
+        is_talk = isinstance(message, RequestMessage)
         queue = self._queues[Channel.DATA if is_talk else Channel.CONTROL]
         queue.put(encode(message))
         if queue.size > MAX_QUEUED:

@@ -5,7 +5,8 @@ Theory of operation
 The node that receives a request is its ingress. If it is the entry, it answers by itself; otherwise
 it forwards the request to the entry over their link: a `Generate` one way, an `AnswerEvent` for
 each line the other way until the answer or an error, and a `CancelRequest` if the ingress cancels
-before that. A client sends its request to any node, which is then the ingress. Only the entry
+before that. A client sends its request to any node, which is then the ingress, and may ask it for
+the models (`AskModels`), since it knows no records of the mesh. Only the entry
 serves the `Generate` of a node, so no request is forwarded in a circle.
 
 An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait their turn here, in
@@ -59,7 +60,14 @@ from meshllm.node.requests.request_json import (
     request_from_json,
 )
 from meshllm.protocol.membership.client_quota import ClientQuota, places
-from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
+from meshllm.protocol.membership.codec import (
+    AnswerEvent,
+    AskModels,
+    CancelRequest,
+    Generate,
+    ModelList,
+    RequestMessage,
+)
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import Failover
@@ -81,6 +89,7 @@ CLIENT_TOKENS = 4096  # most tokens of one answer to a client
 SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
 MAX_FORWARDED = 16  # concurrent requests of this node at the entry; further ones wait
 MAX_WAITING = 64  # of those
+MAX_LISTS, LISTS_S = 8, 10.0  # lists of models for one peer within so many seconds
 MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
@@ -201,6 +210,8 @@ class RequestRouter:
         """Names of the nodes that may see the owner's prompts; None are all members."""
         self.limits_of: Callable[[NodeId], ClientLimits] = lambda _: NO_LIMITS
         """Returns what the ticket of a client allows it."""
+        self.list_models: Callable[[], bytes] = lambda: b"{}"
+        """Returns what clients are told of the models, see `model_list`."""
         self._asks_ingress = asks_ingress
         self._replicas = ReplicaChoice()
         self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
@@ -208,6 +219,7 @@ class RequestRouter:
         self._longest = longest
         self._off_loop = off_loop
         self._strikes = Strikes()
+        self._lists = Strikes(MAX_LISTS, LISTS_S)
         self._quota = ClientQuota()
         self._me = me
         self._ring = ring
@@ -360,6 +372,9 @@ class RequestRouter:
             case CancelRequest(request_id):
                 if task := self._served.get((peer, request_id)):
                     task.cancel()
+            case AskModels() if not self._lists.is_out(peer, _now()):  # else it asks too often
+                self._lists.strike(peer, _now())
+                self._send(peer, ModelList(self.list_models()))
 
     def lost(self, peer: NodeId) -> None:
         """End the requests from and to a peer whose link was lost."""

@@ -36,6 +36,7 @@ MAX_ITEMS = 256  # of one message
 MAX_ITEMS_BYTES = 256 * 1024  # of one message
 MAX_REQUEST_BYTES = 4 * 1024 * 1024  # of JSON: a prompt of a million tokens
 MAX_EVENT_BYTES = 4 * 1024 * 1024  # of JSON: one event of an answer
+MAX_MODEL_LIST_BYTES = 128 * 1024  # of JSON: some 300 models
 REQUEST_ID_BYTES = 16
 MAX_HELD_US = 2**32 - 1  # 71 minutes; far too old to measure a round trip
 MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
@@ -132,6 +133,19 @@ class CancelRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AskModels:
+    """Ask for the models of the mesh: a client knows no records."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList:
+    """The models of the mesh; the node defines the body."""
+
+    body: bytes
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """The last message on a link, with the reason for closing it."""
 
@@ -146,7 +160,7 @@ class UnknownMeshMessage:
     body: bytes
 
 
-RequestMessage: TypeAlias = Generate | AnswerEvent | CancelRequest
+RequestMessage: TypeAlias = Generate | AnswerEvent | CancelRequest | AskModels | ModelList
 """Messages that the mesh machine passes through to the node."""
 
 Message: TypeAlias = MeshBeat | Summary | Items | Want | Bye | RequestMessage | UnknownMeshMessage
@@ -161,6 +175,8 @@ class _MeshKind(IntEnum):
     ANSWER_EVENT = 6
     CANCEL_REQUEST = 7
     BYE = 8
+    ASK_MODELS = 9
+    MODEL_LIST = 10
 
 
 _KINDS = set(_MeshKind)
@@ -180,7 +196,7 @@ def encode(message: Message) -> bytes:
             return _pack_list(
                 _MeshKind.WANT, (_SLOT.pack(slot.kind, slot.subject) for slot in slots)
             )
-        case Generate() | AnswerEvent() | CancelRequest():
+        case Generate() | AnswerEvent() | CancelRequest() | AskModels() | ModelList():
             return _pack_request(message)
         case Bye(why):
             return _pack(_MeshKind.BYE, bytes([why]))
@@ -234,12 +250,10 @@ def _read(kind: _MeshKind, reader: Reader) -> Message:
         case _MeshKind.WANT:
             count = _counted(reader, "slots", MAX_SLOTS)
             return Want(tuple(_slot(*reader.unpack(_SLOT)) for _ in range(count)))
-        case _MeshKind.GENERATE | _MeshKind.ANSWER_EVENT | _MeshKind.CANCEL_REQUEST:
-            return _request_message(kind, reader)
         case _MeshKind.BYE:
             return Bye(_WHYS.get(reader.take(1)[0], CloseReason.OTHER))
         case _:
-            assert_never(kind)
+            return _request_message(kind, reader)
 
 
 def _beat(reader: Reader) -> MeshBeat:
@@ -249,6 +263,10 @@ def _beat(reader: Reader) -> MeshBeat:
 
 
 def _request_message(kind: _MeshKind, reader: Reader) -> RequestMessage:
+    if kind is _MeshKind.ASK_MODELS:
+        return AskModels()
+    if kind is _MeshKind.MODEL_LIST:
+        return ModelList(reader.rest(MAX_MODEL_LIST_BYTES))
     request_id = reader.take(REQUEST_ID_BYTES)
     if kind is _MeshKind.CANCEL_REQUEST:
         return CancelRequest(request_id)
@@ -284,6 +302,10 @@ def _pack_request(message: RequestMessage) -> bytes:
             return _pack(_MeshKind.ANSWER_EVENT, request_id, body)
         case CancelRequest(request_id):
             return _pack(_MeshKind.CANCEL_REQUEST, request_id)
+        case AskModels():
+            return _pack(_MeshKind.ASK_MODELS)
+        case ModelList(body):
+            return _pack(_MeshKind.MODEL_LIST, body)
         case _:
             assert_never(message)
 

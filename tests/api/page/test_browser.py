@@ -97,6 +97,43 @@ async def test_an_answer_is_shown_with_its_time(visit: Visit, door: FakeNode) ->
     assert asked(door) == [["Hi"]]
 
 
+async def test_the_door_of_a_client_says_what_it_does_not_show(
+    visit: Visit, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = door.status()
+    assert status.model
+    models = (replace(status.model, epoch=1),)
+    ring = replace(status.ring, stages=(), predicted=None)
+    seen = replace(status, models=models, nodes=(), ring=ring, provided=(FOX,), is_client=True)
+    monkeypatch.setattr(door, "status", lambda: seen)
+    page = await visit.open()
+
+    await page.locator("#client-note").wait_for()
+    hidden = [await page.is_visible(each) for each in ("#drawing", "#nodes-box", "#times-box")]
+    figures = await page.locator("#figures").inner_text()
+    await page.click("#to-models")
+    served = await page.locator("#served tr").all_inner_texts()
+    await page.click("#to-chat")
+    await ask(page, "Hi")
+
+    assert hidden == [False] * 3
+    assert "of weights here" not in figures
+    assert [each.split("\t") for each in served] == [
+        ["builtin", "bfloat16", "unknown", "1 of 1 ring, 20 layers", "-"],
+        ["fox", "bf16", "2,048 tokens", "an engine", "gpu"],
+    ]
+    assert asked(door) == [["Hi"]]
+
+
+async def test_a_node_shows_no_note_of_a_client(visit: Visit) -> None:
+    page = await visit.open()
+
+    await page.locator("#nodes tr").first.wait_for()
+
+    assert await page.is_visible("#drawing")
+    assert not await page.is_visible("#client-note")
+
+
 async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("chat")
     await page.click("#conversation > details > summary")

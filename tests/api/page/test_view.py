@@ -47,6 +47,20 @@ def test_every_model_is_shown_with_its_holders() -> None:
     )
 
 
+def test_a_client_shows_which_models_answer_and_nothing_of_nodes() -> None:
+    status = status_of(1)
+    assert status.model
+    models = tuple(replace(status.model, epoch=epoch, replicas=3) for epoch in (0, 2))
+    ring = replace(status.ring, stages=(), predicted=None)
+    status = replace(status, models=models, provided=(FOX,), nodes=(), ring=ring, is_client=True)
+
+    seen = view_of(status, is_public=False)
+
+    shown = [(each.holders, each.replicas, each.serving) for each in seen.models]
+    assert shown == [((), 1, 0), ((), 1, 1), (("gpu",), 0, 0)]
+    assert (seen.nodes, seen.hops, seen.memory, seen.is_client) == ((), (), None, True)
+
+
 def test_every_ring_of_the_mesh_is_shown() -> None:
     status = status_of(3)
     assert status.model

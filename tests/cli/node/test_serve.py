@@ -14,7 +14,12 @@ import pytest
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
+from meshllm.cli.node.serve import _until_signal
+from meshllm.cli.shared.signals import Drain
 from meshllm.config import Settings
+from meshllm.names import NodeId
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.ticket import Ticket
 from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FakeNode
 from tests.cli.conftest import Invoke
@@ -126,6 +131,62 @@ async def test_a_setting_of_the_node_has_no_effect(tmp_path: Path) -> None:
         _, told = await done.communicate()
 
     assert (done.returncode, b"`--prefix-cache` has no effect" in told) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--model", "fox"), "model"),
+        (("--memory", "1GiB"), "memory"),
+        (("--no-discovery",), "discovery"),
+    ],
+)
+def test_a_setting_of_a_node_has_no_effect_on_a_client(
+    meshllm: Invoke, words: tuple[str, ...], flag: str
+) -> None:
+    result = meshllm("serve", "--port", "0", "--join", ticket(Role.CLIENT), *words)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"`--{flag}` has no effect: a client holds no layers" in result.stderr
+
+
+async def test_a_ticket_of_a_client_is_used_beside_the_running_node(tmp_path: Path) -> None:
+    node, state = FakeNode(), tmp_path / "state"
+    async with running(node, state / "door.sock"):
+        program = (sys.executable, "-m", "meshllm", "serve", "--state", str(state))
+        words = ("--port", "0", "--join", ticket(Role.CLIENT))
+        done = await asyncio.create_subprocess_exec(*program, *words, stderr=subprocess.PIPE)
+        _, told = await done.communicate()
+
+    assert (done.returncode, b"No installed transport dials" in told) == (2, True)
+
+
+def test_an_invalid_ticket_is_refused_before_the_door_opens(meshllm: Invoke) -> None:
+    result = meshllm("serve", "--port", "0", "--join", "meshllm1nonsense")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "ticket" in result.stderr
+
+
+def ticket(role: Role) -> str:
+    """A ticket that no installed transport can use."""
+    return Ticket(NodeId(bytes(32)), ("carrier:pigeon",), role, 0, bytes(16)).encode()
+
+
+async def test_a_failure_ends_the_door() -> None:
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    closed = asyncio.Event()
+
+    async def serve() -> None:
+        asyncio.get_running_loop().call_soon(failed.set_exception, ZeroDivisionError("a bug"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    with pytest.raises(ZeroDivisionError):
+        await _until_signal(Drain(None), serve(), failed)
+    assert closed.is_set()
 
 
 def test_without_a_key_other_addresses_are_refused(meshllm: Invoke) -> None:

@@ -17,7 +17,9 @@ from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import (
     CLIENT_TOKENS,
+    LISTS_S,
     MAX_FORWARDED,
+    MAX_LISTS,
     MAX_OF_CLIENTS,
     MAX_PER_CLIENT,
     MAX_PER_PEER,
@@ -26,7 +28,14 @@ from meshllm.node.requests.router import (
     SHORT_BYTES,
     RequestRouter,
 )
-from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
+from meshllm.protocol.membership.codec import (
+    AnswerEvent,
+    AskModels,
+    CancelRequest,
+    Generate,
+    ModelList,
+    RequestMessage,
+)
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
@@ -706,6 +715,24 @@ def test_the_ticket_of_a_client_only_lowers_how_many_requests_it_may_have(
     (told,) = world.said(OTHER)
     assert isinstance(told, Busy)
     assert str(told) == f"{most} requests of this node are in progress"
+
+
+def test_a_peer_that_asks_is_told_the_models_but_not_too_often(world: World) -> None:
+    router = world.add(ME, FakeRing())
+    lists = iter(range(100))
+    router.list_models = lambda: b"%d" % next(lists)
+
+    async def story() -> None:
+        for _ in range(3):
+            for peer in (OTHER, *[ENTRY] * (MAX_LISTS + 1)):
+                router.receive(peer, AskModels(), is_client=peer == OTHER)
+            await asyncio.sleep(LISTS_S)
+        router.receive(ENTRY, ModelList(b"unasked"), is_client=False)
+
+    world.run(story)
+    told = [peer for _, peer, message in world.sent if isinstance(message, ModelList)]
+    assert told == 3 * [OTHER, *[ENTRY] * MAX_LISTS]
+    assert next(lists) == len(told)  # no list is made in vain
 
 
 def test_the_ticket_of_a_client_limits_its_tokens_of_a_day(world: World) -> None:

@@ -11,10 +11,12 @@ from meshllm.protocol.membership.codec import (
     MAX_EVENT_BYTES,
     MAX_ITEMS,
     MAX_ITEMS_BYTES,
+    MAX_MODEL_LIST_BYTES,
     MAX_REQUEST_BYTES,
     MAX_SLOTS,
     MAX_WALL_MS,
     AnswerEvent,
+    AskModels,
     Bye,
     CancelRequest,
     CloseReason,
@@ -22,6 +24,7 @@ from meshllm.protocol.membership.codec import (
     Items,
     MeshBeat,
     Message,
+    ModelList,
     Summary,
     UnknownMeshMessage,
     Want,
@@ -44,6 +47,8 @@ MESSAGES: list[Message] = [
     AnswerEvent(ID, b"{}"),
     CancelRequest(ID),
     Bye(CloseReason.TWIN),
+    AskModels(),
+    ModelList(b"{}"),
 ]
 
 
@@ -63,7 +68,7 @@ def test_any_message_round_trips(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@given(st.integers(0, 9), st.binary())
+@given(st.integers(0, 11), st.binary())
 def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
     try:
         message = decode(bytes([3, kind]) + data)
@@ -79,6 +84,9 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
     if isinstance(message, Generate | AnswerEvent):  # JSON has no length of its own
         with pytest.raises(PeerFault):
             decode(encode(message)[:17])
+        return
+    if isinstance(message, ModelList):
+        assert decode(encode(message)[:-1]) == ModelList(b"{")
         return
     with pytest.raises(PeerFault):
         decode(encode(message)[:-1])
@@ -119,8 +127,9 @@ def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
         Items((replace(ITEM, payload=bytes(30_000)),) * 9),
         Generate(ID, bytes(MAX_REQUEST_BYTES + 1)),
         AnswerEvent(ID, bytes(MAX_EVENT_BYTES + 1)),
+        ModelList(bytes(MAX_MODEL_LIST_BYTES + 1)),
     ],
-    ids=["summary", "want", "items", "bytes of items", "ask", "said"],
+    ids=["summary", "want", "items", "bytes of items", "ask", "said", "models"],
 )
 def test_a_message_beyond_a_limit_is_refused(message: Message) -> None:
     with pytest.raises(PeerFault, match="allowed are 0 to"):

@@ -12,6 +12,8 @@ let before = null;
 new ResizeObserver(() => before && drawRing(before)).observe(at("drawing"));
 
 export function drawMesh(mesh) {
+  at("client-note").hidden = !mesh.is_client;
+  for (const name of ["drawing", "nodes-box"]) at(name).hidden = mesh.is_client;
   drawFigures(mesh);
   drawRing(mesh);
   drawTimes(mesh);
@@ -33,7 +35,8 @@ export function drawModels(models) {
     const layers = model.layers ? `, ${model.layers} layers` : "";
     const rings = `${model.serving} of ${model.replicas} ${model.replicas === 1 ? "ring" : "rings"}`;
     const kind = model.replicas ? rings : "an engine";
-    const who = model.holders.length ? model.holders.join(", ") : `${model.count} ${model.count === 1 ? "node" : "nodes"}`;
+    const count = model.count ? `${model.count} ${model.count === 1 ? "node" : "nodes"}` : null; // a client does not know it
+    const who = model.holders.join(", ") || count;
     return row(model.name, model.precision || "unknown", model.context ? `${model.context.toLocaleString()} tokens` : "unknown", `${kind}${layers}`, who);
   });
   at("served").replaceChildren(...(rows.length ? rows : [row("no model is served yet", "", "", "", "")]));
