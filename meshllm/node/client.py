@@ -4,6 +4,7 @@ It is told no records of the mesh. Which models there are, it asks the node that
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import (
@@ -22,6 +23,7 @@ from blake3 import blake3
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
+from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -37,7 +39,7 @@ from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList,
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.credential import Credential, Removals, Role
+from meshllm.protocol.trust.credential import Credential, Removals, Role, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
@@ -50,14 +52,17 @@ MODELS_S = 2.0  # s until the models are asked for again; a node answers 8 times
 ASK_S = 10.0  # s to wait for them
 REDIAL_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
 
+logger = logging.getLogger(__name__)
+
 
 class MeshClient:
     """A running client; created by `open_mesh_client`."""
 
     def __init__(self, store: StateStore, credential: Credential, dialer: NodeDialer) -> None:
         self._me = store.key.node
+        self._store, self._credential = store, credential
         self.mesh = credential.mesh
-        self._linked = asyncio.Event()
+        self._linked, self._unsaved = asyncio.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the bug that ended the client; cancelled if it ends without one."""
         machine = Mesh(
@@ -67,6 +72,7 @@ class MeshClient:
             now=asyncio.get_running_loop().time(),
             wall_s=time.time(),
         )
+        self.machine = machine
         self.links = MeshLinks(dialer, machine, _NoAdmission(), self)
         self.router = RequestRouter(self._me, self, self.links.post, asks_ingress=True)
         self._most = places(credential.limits, MAX_PER_CLIENT)
@@ -140,7 +146,8 @@ class MeshClient:
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
-            for job in (self.links.run([]), self.router.run(), self._redial(ticket)):
+            jobs = (self.links.run([]), self.router.run(), self._redial(ticket), self._save())
+            for job in jobs:
                 group.create_task(job)
             await asyncio.sleep(0)  # let the links start
             if link is not None:
@@ -155,6 +162,35 @@ class MeshClient:
             self._linked.set()
             for peer in self.links.by_peer:
                 self.router.lost(peer)
+
+    def restore(self) -> None:
+        """Take the removals that were heard before; raise `NotAuthorised` if one is of this client.
+
+        Raises:
+            PeerFault: the state folder is corrupt.
+        """
+        now = asyncio.get_running_loop().time()
+        self.machine.restore(load_records(self._store), now)
+        self._check()
+
+    async def _save(self) -> None:
+        """Save the removals as they are heard, until cancelled."""
+        while True:
+            await self._unsaved.wait()
+            self._unsaved.clear()
+            records = SavedRecords.of(self.machine, lambda _: Local.NO)
+            try:
+                await asyncio.to_thread(save_records, self._store, records)
+            except UserError as error:  # such as a full disk
+                logger.warning("%s", error)
+
+    def _check(self) -> None:
+        """Raise `NotAuthorised` if this client is not a member any more."""
+        shown, removals = self._credential, self.machine.removals
+        try:
+            check(shown, self._me, shown.mesh, time.time(), removals)
+        except NotAuthorised as error:
+            raise NotAuthorised(str(error), hint="ask a member for a new ticket") from None
 
     async def _redial(self, ticket: Ticket) -> None:
         """Dial the inviter whenever no node is linked, until cancelled."""
@@ -208,7 +244,12 @@ class MeshClient:
         raise LinkLost("A client does not serve requests")
 
     def changed(self) -> None:
-        """Wake requests that wait for a linked node."""
+        """Wake requests that wait for a linked node; fail them if this client was removed."""
+        try:
+            self._check()
+        except NotAuthorised as error:
+            self._failure = error
+        self._unsaved.set()
         self._linked.set()
 
     async def ring(self, link: SecureLink) -> None:
@@ -283,13 +324,14 @@ async def open_mesh_client(
             credential = store.join(granted(link), ticket)
         own = Own(store.key, instance, credential)
         client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own))
+        client.restore()
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(ticket, link))
         stack.push_async_callback(_ended, running, client.failed)
         running.add_done_callback(client.ended)
         supervisor.failed.add_done_callback(client.ended)
         known = {ticket.inviter, *(each.issuer for each in credential.chain)}
-        code = MemberBeacons(store.key, credential, lambda: known, {})
+        code = MemberBeacons(store.key, credential, lambda: known, client.machine.removals)
         beacon = open_beacon(code, store.key.node, client.links.hint)
         (await stack.enter_async_context(beacon)).send()
         yield client

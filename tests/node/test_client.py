@@ -405,18 +405,88 @@ def test_a_rejection_is_reported(run: Run) -> None:
     run(story)
 
 
-def test_a_removed_client_gets_no_more_answers(run: Run) -> None:
+def expel(by: House, node: NodeId, *spared: NodeId) -> None:
+    """Remove a member."""
+    removal = remove(by.store.key, by.credential.mesh, node, 1, spared)
+    by.links.act(by.machine.remove(removal, asyncio.get_running_loop().time()))
+
+
+def test_a_removed_client_is_told_so_now_and_at_its_next_start(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a)
+        async with client(town, text) as thin:
+            await ask(thin)
+            expel(a, thin.machine.me)
+            with pytest.raises(NotAuthorised, match="is removed from the mesh") as raised:
+                await ask(thin)
+            assert "ask a member for a new ticket" in str(raised.value.hint)
+            await asyncio.sleep(20)
+            assert thin.links.by_peer == {}
+            assert thin.reason() == "no node of the mesh answers"
+        await a.close()
+        with pytest.raises(NotAuthorised, match="is removed from the mesh"):
+            async with client(town, text):
+                pass
+
+    run(story)
+
+
+def test_a_client_of_a_removed_inviter_is_told_so(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await inn(town), await town.add("b")
+        b.meet(a)
+        async with client(town, ticket(b)) as thin:
+            await asyncio.sleep(1)
+            thin.links.hint(a.me, [a.address])
+            await asyncio.sleep(2)
+            assert thin.links.by_peer.keys() == {a.me, b.me}
+            expel(a, b.me)
+            with pytest.raises(NotAuthorised, match="was invited by"):
+                await ask(thin)
+
+    run(story)
+
+
+def test_a_client_asks_no_removed_member_even_after_a_restart(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await inn(town), await town.add("b")
+        b.meet(a)
+        text = ticket(b)
+        async with client(town, text) as thin:
+            await asyncio.sleep(1)
+            thin.links.hint(a.me, [a.address])
+            await asyncio.sleep(2)
+            expel(a, b.me, thin.machine.me)
+            await asyncio.sleep(1)
+            assert await ask(thin) == ANSWER
+            assert thin.links.by_peer.keys() == {a.me}
+        async with client(town, text) as thin:
+            asking = asyncio.ensure_future(ask(thin))
+            await asyncio.sleep(20)  # its inviter, which was removed, still listens
+            assert not asking.done()
+            assert thin.links.by_peer == {}
+            thin.links.hint(a.me, [a.address])
+            assert await asking == ANSWER
+        assert b.talked == []
+
+    run(story)
+
+
+def test_a_client_that_cannot_save_removals_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise UserError("The disk is full")
+
+    monkeypatch.setattr(thin_module, "save_records", fail)
+
     async def story(town: Town) -> None:
         a = await inn(town)
         async with client(town, ticket(a)) as thin:
             await ask(thin)
-            (peer,) = (peer for peer, _, _ in a.talked[:1])
-            now = asyncio.get_running_loop().time()
-            removal = remove(a.store.key, a.credential.mesh, peer, 1)
-            a.links.act(a.machine.remove(removal, now))
-            await asyncio.sleep(20)
-            assert thin.links.by_peer == {}
-            assert thin.reason() == "no node of the mesh answers"
+            assert await ask(thin) == ANSWER
+        assert "The disk is full" in caplog.text
 
     run(story)
 

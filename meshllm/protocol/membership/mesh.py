@@ -17,7 +17,8 @@ or after `SILENCE`. No node can declare another dead. If an item of our own retu
 count than we remember, an earlier run of this node signed it; we sign another one above it.
 
 `link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
-`redial` when to dial. Clients have links but take no part in the gossip, in either direction.
+`redial` when to dial. Clients have links but take no part in the gossip, but that each node sends
+them all removals: a client refuses removed members, and knows of its own removal.
 """
 
 from collections.abc import Iterable, Mapping
@@ -184,7 +185,10 @@ class Mesh:
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
         """Publish a removal that this node signed, and close the links that it revokes."""
-        return self._conclude([*self._broadcast([removal]), *self._expel(now)], now)
+        published = self._broadcast([removal])
+        item = self._replica.records.store.get(Slot(Kind.REMOVAL, removal.node))
+        told = self._tell_clients([item] if item else [])
+        return self._conclude([*published, *told, *self._expel(now)], now)
 
     def leave(self, now: float) -> list[Action]:
         """Publish that this node has left, and close its links."""
@@ -270,7 +274,7 @@ class Mesh:
             case UnknownMeshMessage():
                 return []
             case Items() | Summary() | Want():
-                if not (self._is_node and contact.role is Role.NODE):
+                if not (self._gossips(contact) or self._is_told(contact, message)):
                     raise PeerFault("Gossip on a client link")
                 return self._gossip(peer, contact, message, now)
             case _:
@@ -325,8 +329,9 @@ class Mesh:
             if other != peer and self._gossips(at):
                 actions += self._send(other, self._replica.for_peer(other, news))
         self._is_changed |= bool(news)
-        has_removal = any(item.kind is Kind.REMOVAL for item in news)
-        return [*actions, *(self._expel(now) if has_removal else ())]
+        removals = [item for item in news if item.kind is Kind.REMOVAL]
+        actions += self._tell_clients(removals)
+        return [*actions, *(self._expel(now) if removals else ())]
 
     def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
         actions: list[Action] = [self._beat_for(peer, contact, self._replica.digest, now)]
@@ -334,7 +339,22 @@ class Mesh:
             actions += self._send(peer, self._replica.own())
             if self.me < peer:
                 actions.append(SendToPeer(peer, Summary(summarise(self._replica.shared.values()))))
+        elif self._is_node:
+            actions += self._send(peer, [at for at in self.lasting if at.kind is Kind.REMOVAL])
         return actions
+
+    def _tell_clients(self, removals: list[Item]) -> list[Action]:
+        clients = [peer for peer, at in self.links.items() if at.role is Role.CLIENT]
+        return [action for peer in clients for action in self._send(peer, removals)]
+
+    def _is_told(self, contact: Contact, message: Items | Summary | Want) -> bool:
+        """Return whether a message is one of removals, of a node to this client."""
+        return (
+            not self._is_node
+            and contact.role is Role.NODE
+            and isinstance(message, Items)
+            and all(item.kind is Kind.REMOVAL for item in message.items)
+        )
 
     def _republish(self, now: float) -> list[Action]:
         """Publish our state again if the links changed, or a peer holds a newer one of ours."""

@@ -38,7 +38,7 @@ from meshllm.protocol.membership.link_table import (
 )
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import Lifecycle
-from meshllm.protocol.trust.credential import remove
+from meshllm.protocol.trust.credential import Role, issue, remove
 from meshllm.protocol.trust.identity import NodeKey, short
 from tests.builders.identities import (
     CHARTER,
@@ -325,6 +325,73 @@ def test_a_client_sends_beats_and_requests_only() -> None:
     assert [type(message) for message in said(beat, LAST)] == [MeshBeat]
     assert only(gossip, Drop)[0].why is CloseReason.RULES
     assert not node.profiles
+
+
+def removal(of: NodeKey, by: NodeKey = FOUNDER) -> Item:
+    return sign(by, remove(by, MESH, of.node, int(WALL)))
+
+
+def test_clients_are_told_of_removals_alone() -> None:
+    node = linked(LAST, CLIENT)
+
+    heard = node.receive(LAST.node, Items((sign(FOUNDER, PROFILE), removal(STRANGER))), 2.0)
+    own = node.remove(remove(MIDDLE, MESH, FOUNDER.node, int(WALL)), 2.5)
+    signed = node.remove(remove(MIDDLE, MESH, LAST.node, int(WALL)), 3.0)
+    node.unlinked(CLIENT.node, 3.5)
+    greeting = link(node, CLIENT, 4.0)
+
+    assert [item.subject for item in items(heard, CLIENT)] == [STRANGER.node]
+    assert items(own, CLIENT) == []  # nobody can remove the founder
+    assert [item.subject for item in items(signed, CLIENT)] == [LAST.node]
+    told = [item.subject for item in items(greeting, CLIENT)]
+    assert told == sorted([STRANGER.node, LAST.node])
+
+
+def test_a_client_refuses_the_members_of_whose_removal_it_was_told() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    for each in (MIDDLE, LAST):
+        link(node, each)
+
+    actions = node.receive(LAST.node, Items((removal(MIDDLE),)), 2.0)
+    again = link(node, MIDDLE, 3.0)
+
+    assert node.removals.keys() == {MIDDLE.node}
+    assert only(actions, Drop) == [Drop(MIDDLE.node, CloseReason.REMOVED)]
+    assert only(again, Drop) == [Drop(MIDDLE.node, CloseReason.REMOVED, is_newcomer=True)]
+    assert said(actions, LAST) == []
+
+
+@pytest.mark.parametrize("message", [Summary(()), Want(()), Items((sign(LAST, PROFILE),))])
+def test_a_client_takes_nothing_but_removals(message: Message) -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    link(node, LAST)
+
+    (drop,) = only(node.receive(LAST.node, message, 2.0), Drop)
+
+    assert (drop.why, drop.text) == (CloseReason.RULES, "Gossip on a client link")
+
+
+def test_a_client_takes_nothing_of_a_client() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    other = NodeKey(bytes([9]) * 32)
+    shown = issue(FOUNDER, CREDENTIALS[FOUNDER.node], other.node, Role.CLIENT)
+    node.linked(other.node, 1, shown, dialled=False, now=1.0)
+
+    (drop,) = only(node.receive(other.node, Items((removal(LAST),)), 2.0), Drop)
+
+    assert drop.why is CloseReason.RULES
+    assert not node.removals
+
+
+def test_a_forged_removal_ends_the_link_of_a_client() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    link(node, LAST)
+    forged = replace(removal(MIDDLE), signature=bytes(64))
+
+    (drop,) = only(node.receive(LAST.node, Items((forged,)), 2.0), Drop)
+
+    assert drop.why is CloseReason.RULES
+    assert not node.removals
 
 
 def test_request_messages_are_delivered_to_the_node() -> None:
