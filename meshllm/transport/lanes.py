@@ -38,6 +38,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._lanes = {channel: _Sending() for channel in Channel}  # CONTROL has priority
         self._credits: deque[bytes] = deque()
+        self._is_accepted = False  # a credit of 0 arrived
         self.unsent = 0
         """Message bytes that are not yet written."""
 
@@ -63,11 +64,22 @@ class Outgoing:
         self._credits.append(head(BACK | channel, credit))
 
     def receive_credit(self, channel: Channel, credit: int) -> None:
-        """Receive returned credit; raise `PeerFault` if it exceeds the credit in use."""
+        """Receive returned credit; raise `PeerFault` if it exceeds the credit in use.
+
+        Credit of less than a message is a fault, too, since a peer could send it without end; only
+        a credit of 0 may come once, see `meshllm.transport.stream`.
+        """
         lane = self._lanes[channel]
+        if credit < MESSAGE_COST:
+            self._refuse_small(credit)
         if credit > lane.out:
             raise PeerFault(f"Returned credit {credit} B exceeds the {lane.out} B in use")
         lane.out -= credit
+
+    def _refuse_small(self, credit: int) -> None:
+        if credit or self._is_accepted:
+            raise PeerFault(f"Returned credit {credit} B is of no message")
+        self._is_accepted = True
 
     def next_piece(self) -> tuple[bytes, memoryview | bytes] | None:
         """Return header and body of the next piece to write; None if nothing is queued."""

@@ -16,6 +16,8 @@ from meshllm.transport.lanes import FIRST, NUMBER_BYTES, PIECE_BYTES
 
 HEAD_BYTES = 1 + NUMBER_BYTES
 MAX_FRAME_BYTES = HEAD_BYTES + PIECE_BYTES
+MAX_CONTROL = 16
+"""Control frames between two pieces. Nodes send no pings, proxies one in several seconds."""
 JOIN_BYTES = 16 * 1024
 """Frames up to this size are copied into one buffer, for a single write."""
 
@@ -62,6 +64,7 @@ class FrameReader:
         self._mask_bytes = 4 if is_masked else 0
         self._mask = b""  # rotated so that it applies to the next byte
         self._left = 0  # bytes missing of the current body
+        self._controls = 0  # control frames since the last piece
         self.control_frames: list[bytes] = []
         """Complete control frames, for the library."""
 
@@ -116,7 +119,7 @@ class FrameReader:
         kind, length = head[0], HEAD_BYTES if head[0] >= FIRST else 1
         if length > size:
             raise PeerFault(f"Truncated piece: kind {kind}, {size} B")
-        self._left = size - length
+        self._left, self._controls = size - length, 0
         self._mask = _rotated(mask, length)
         self._pieces.begin(kind, int.from_bytes(head[1:length], "big"), self._left)
         return start + length
@@ -129,6 +132,9 @@ class FrameReader:
             raise PeerFault(f"Unexpected frame: first byte {data[0]:#04x}")
         if len(data) < whole:
             return 0
+        self._controls += 1
+        if self._controls > MAX_CONTROL:
+            raise PeerFault(f"More than {MAX_CONTROL} control frames in a row")
         self.control_frames.append(bytes(data[:whole]))
         return whole
 

@@ -16,8 +16,7 @@ from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, List
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
-from meshllm_websocket.connection import WebsocketConnection
-from meshllm_websocket.frames import MAX_FRAME_BYTES
+from meshllm_websocket.frames import MAX_CONTROL, MAX_FRAME_BYTES
 from meshllm_websocket.listener import LIMITS
 
 pytestmark = pytest.mark.socket
@@ -145,6 +144,8 @@ async def test_an_invalid_request_gets_a_short_error_response(
         piece(NEXT, None, b"of nothing"),
         piece(BACK, 1),
         piece(BACK, 1, b"more"),
+        piece(BACK, 0) * 2,
+        Frame(Opcode.PING, b"").serialize(mask=True) * (MAX_CONTROL + 1),
         piece(FIRST, 9, b"short"),
         piece(7, 1),
         random.Random(0).randbytes(1000),
@@ -198,16 +199,16 @@ async def test_nothing_is_read_before_the_link_is_accepted() -> None:
         await link.close()
 
 
-async def test_unanswerable_pings_do_not_fill_memory() -> None:
+async def test_a_flood_of_pings_closes_the_link() -> None:
     ping = Frame(Opcode.PING, bytes(125)).serialize(mask=True)
     async with listening() as place, stranger(place) as ((_reader, writer), link):
-        wire = link._wire
-        assert isinstance(wire, WebsocketConnection)
-        for _ in range(400):
-            writer.write(ping * 200)
-            await asyncio.sleep(0)
-            assert wire.socket.get_write_buffer_size() <= 2 * PIECE_BYTES
-        writer.transport.abort()
+        writer.write(ping * MAX_CONTROL + piece(FIRST, 0) + ping * MAX_CONTROL)
+        assert (await link.receive())[1] == b""
+
+        writer.write(ping)
+
+        with pytest.raises(PeerFault, match="control frames in a row"):
+            await link.receive()
 
 
 async def test_half_open_connections_of_a_host_make_room_for_another() -> None:

@@ -14,10 +14,12 @@ from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import MeshError
 from meshllm.model.files.source import resolve
 from meshllm.request import Answer, Request
-from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet
+from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 
 TENSORS = 1_000_000
+FETCHES = "fetching the configuration of the model"
+OPEN_S = 5.0  # s; a model is mapped within a second
 ANSWER_S = 90.0  # s; the limit of a template is a third of it
 FILES_S = 10.0  # s; starting Python and torch takes 3 s of it
 
@@ -30,9 +32,14 @@ def charter_names_a_folder() -> Outcome:
         fleet.node("founder").start("--model", str(folder), *ALONE)
         fleet.form()
         joiner = fleet.node("joiner").start("--join", ticket, *ALONE)
-        code = joiner.ended()
-    effect = f"exit {code}, no folder opened" if code == 4 else f"exit {code}"
-    return Outcome(effect, "`builtin`, org/name, own --model", held=code == 4)
+        joiner.sees(FETCHES)
+        until(lambda: "joiner" in fleet.node("founder").states(), fleet.told)
+        time.sleep(OPEN_S)
+        assert joiner.process is not None
+        maps = Path(f"/proc/{joiner.process.pid}/maps").read_text("utf-8")
+    is_opened = str(folder) in maps
+    effect = "the folder is opened" if is_opened else "fetched from the founder, not opened"
+    return Outcome(effect, "`builtin`, org/name, own --model", held=not is_opened)
 
 
 def pipe_as_config() -> Outcome:

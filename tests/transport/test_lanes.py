@@ -119,6 +119,18 @@ def test_a_message_longer_than_the_credit_passes_if_half_of_it_is_free() -> None
     assert outgoing.has_credit(DATA, MAX_MESSAGE_BYTES)
 
 
+def test_credit_of_no_message_is_a_fault_but_for_one_of_nothing() -> None:
+    outgoing = Outgoing()
+    put(outgoing, bytes(HALF))
+    with pytest.raises(PeerFault, match="255 B is of no message"):
+        outgoing.receive_credit(DATA, MESSAGE_COST - 1)
+
+    outgoing.receive_credit(DATA, 0)
+
+    with pytest.raises(PeerFault, match="0 B is of no message"):
+        outgoing.receive_credit(DATA, 0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_senders_never_deadlock_and_buffers_stay_within_the_credit(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +150,8 @@ def test_senders_never_deadlock_and_buffers_stay_within_the_credit(
             arrived = incoming.pop()
             assert arrived is not None, f"{size} B are blocked although all was read"
             unread -= len(arrived[1])
-            outgoing.receive_credit(DATA, incoming.credit_due(DATA))
+            if due := incoming.credit_due(DATA):
+                outgoing.receive_credit(DATA, due)
         assert unread <= credit // 2 + 2 * credit
 
 

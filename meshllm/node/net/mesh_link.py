@@ -36,6 +36,7 @@ from meshllm.protocol.membership.codec import (
     encode,
 )
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.read_budget import ReadBudget
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.handshake import Purpose
@@ -45,8 +46,6 @@ from meshllm.transport.contract import Channel, Link, Listener
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
 MAX_HANDSHAKES = 64  # concurrent, of one transport, which limits them per host
-SHORT_BYTES = 64 * 1024  # longer messages of clients take turns
-CLIENT_BYTES_PER_S = 2 << 20  # of long messages, of all clients of a node together
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -111,7 +110,7 @@ class _MeshLink:
     """A running mesh link."""
 
     def __init__(self, link: SecureLink, turn: asyncio.Lock) -> None:
-        """Run a link; clients that send long messages wait for a ``turn``."""
+        """Run a link; peers that send much wait for a ``turn``."""
         self.link = link
         self._turn = turn
         self._queues = {channel: _Queue(link, channel) for channel in Channel}
@@ -159,12 +158,16 @@ class _MeshLink:
         return next((str(each) for each in outcomes if isinstance(each, MeshError)), "closed")
 
     async def _read(self, receive: Callable[[Message], None]) -> None:
+        clock = asyncio.get_running_loop().time
+        budget = ReadBudget(self.link.role, clock())
         while True:
             _, buffer = await self.link.receive()
-            receive(decode(buffer))
-            if len(buffer) > SHORT_BYTES and self.link.role is Role.CLIENT:
-                async with self._turn:  # meanwhile nothing is decrypted, and the client has to wait
-                    await asyncio.sleep(len(buffer) / CLIENT_BYTES_PER_S)
+            message = decode(buffer)
+            receive(message)
+            is_gossip = not isinstance(message, RequestMessage)
+            if pause_s := budget.pause(len(buffer), clock(), is_gossip=is_gossip):
+                async with self._turn:  # meanwhile nothing is decrypted, and the peer has to wait
+                    await asyncio.sleep(pause_s)
 
 
 class MeshLinks:

@@ -9,6 +9,7 @@ __all__ = [
     "gossip",
     "link_table",
     "mesh",
+    "read_budget",
     "records",
     "strikes",
     "twin",

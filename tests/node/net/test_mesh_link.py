@@ -15,6 +15,7 @@ from meshllm.node.net import mesh_link as module
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
+from meshllm.protocol.membership.read_budget import CLIENT_BYTES_PER_S
 from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 from meshllm.protocol.trust.credential import Credential, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
@@ -293,12 +294,12 @@ def test_clients_that_flood_a_node_are_read_slowly_and_others_at_once(run: Run) 
         a, b = await pair(town)
         clients = [await town.add(name, Role.CLIENT) for name in ("one", "two", "three")]
         links = [await dial(client, a) for client in clients[:2]]
-        long = Generate(ASK, bytes(module.CLIENT_BYTES_PER_S))
+        long = Generate(ASK, bytes(CLIENT_BYTES_PER_S))
         floods = [asyncio.create_task(flood(link, long)) for link in links]
         await asyncio.sleep(10)
         links.append(await dial(clients[2], a))
         await links[2].send([encode(Generate(ASK, b"short"))], Channel.DATA)
-        b.links.post(a.me, Generate(ASK, bytes(2 * module.CLIENT_BYTES_PER_S)))
+        b.links.post(a.me, Generate(ASK, bytes(2 * CLIENT_BYTES_PER_S)))
         await asyncio.sleep(0.5)
         heard = [peer for peer, _, _ in a.talked]
         assert {clients[2].me, b.me} <= set(heard)

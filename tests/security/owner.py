@@ -1,0 +1,43 @@
+"""How long the owner of a node waits for an answer, alone and during an attack."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import median
+
+from meshllm.api.unix import SOCKET
+from meshllm.cli.shared.client import NodeClient
+from meshllm.request import Request
+from tests.processes.fleet import Node
+from tests.security.attack import Outcome
+
+PROMPT = "What is a ring?"
+RUNS = 5
+FACTOR = 2.0  # most that the owner may wait, times what it waits alone
+
+
+def owner_s(owner: Node) -> float:
+    """Return the median time of a few answers to the owner, on the socket of the node."""
+
+    async def answer() -> None:
+        request = Request(turns=({"role": "user", "content": PROMPT},))
+        async for _ in NodeClient(owner.state / SOCKET).generate(request):
+            pass
+
+    times = []
+    for _ in range(RUNS):
+        begin = time.monotonic()
+        asyncio.run(answer())
+        times.append(time.monotonic() - begin)
+    return median(times)
+
+
+def slowed(owner: Node, attack: Callable[[], AbstractContextManager[object]]) -> Outcome:
+    """Measure the owner's answers alone, then while an attack runs."""
+    owner_s(owner)  # the first answers trace and measure
+    alone = owner_s(owner)
+    with attack():
+        crowded = owner_s(owner)
+    effect = f"owner's answer {alone:.2f} s -> {crowded:.2f} s"
+    return Outcome(effect, f"{FACTOR:g} times", held=crowded <= FACTOR * alone)
