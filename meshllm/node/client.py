@@ -64,7 +64,7 @@ class MeshClient:
         self.mesh = credential.mesh
         self._linked, self._unsaved = asyncio.Event(), asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Holds the bug that ended the client; cancelled if it ends without one."""
+        """Holds the bug that ended the client, or that it was removed; else cancelled at last."""
         machine = Mesh(
             store.key,
             credential,
@@ -248,7 +248,8 @@ class MeshClient:
         try:
             self._check()
         except NotAuthorised as error:
-            self._failure = error
+            if not self.failed.done():
+                self.failed.set_exception(error)
         self._unsaved.set()
         self._linked.set()
 
