@@ -32,16 +32,16 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import copy_context
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from meshllm.errors import LinkLost, MeshError, PeerFault, UserError
+from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, ModelKey, NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.provider import Provider
 from meshllm.protocol.agreement.agreement import Agreement
+from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import find_group, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
@@ -290,7 +290,7 @@ class RingMember:
             for node, state in machine.states.items()
             if state.group == group and state.is_loaded and node in machine.alive
         }
-        plans = [plan for each in loaded if (plan := _decoded(each)) and self._is_formed(plan)]
+        plans = [plan for each in loaded if (plan := decoded(each)) and self._is_formed(plan)]
         return max(plans, key=lambda plan: plan.precedence, default=None)
 
     def reason(self, model: str = "") -> str:
@@ -575,12 +575,3 @@ class RingMember:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
-
-
-@lru_cache(64)
-def _decoded(followed: bytes) -> Plan | None:
-    """Decode the plan of a state record; None if it is malformed."""
-    try:
-        return Plan.decode(followed)
-    except PeerFault:
-        return None

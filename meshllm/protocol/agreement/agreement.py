@@ -106,13 +106,13 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
     found = find_candidates(view, here, nodes_of(incumbent) if incumbent else ())
-    plan, best, standbys = None, None, found.waiting
+    plan, best, standbys = None, before.best if before else None, found.waiting
     try:
-        case = open_case(view, found)
+        case = open_case(view, found, best)
     except UserError as error:
-        reason = str(error)
+        best, reason = None, str(error)
     else:
-        best = find_best(case, before.best if before else None)
+        best = find_best(case, best)
         plan, reason = _decide(case, best, incumbent, epoch)
         if plan is not None:
             standbys = {**standbys, **_standbys(case, best.problem.members, plan)}
@@ -233,8 +233,9 @@ def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[Node
 
     The ring may violate the current terms, so members and spans of the terms are ignored.
     """
-    charter, found = case.view.charter, case.found
-    free = pose(found.offers, found.links, charter.shape, replace(case.terms, spans={}))
+    charter, found, free = case.view.charter, case.found, case.problem
+    if case.terms.spans:
+        free = pose(found.offers, found.links, charter.shape, replace(case.terms, spans={}))
     problem = replace(free, members=members)
     ring = to_division(problem, plan).order
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}

@@ -1,8 +1,8 @@
 """Candidate nodes for a ring, and the latency of the links between them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from meshllm.errors import PeerFault
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
@@ -89,13 +89,17 @@ class Candidates:
 def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
     """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
-    plans: dict[bytes, Plan] = {}
-    for data in set(told.values()):
-        with suppress(PeerFault):
-            plan = Plan.decode(data)
-            if plan.epoch < MAX_EPOCH:
-                plans[data] = plan
-    return {node: plans[data] for node, data in told.items() if data in plans}
+    plans = ((node, decoded(data)) for node, data in told.items())
+    return {node: plan for node, plan in plans if plan and plan.epoch < MAX_EPOCH}
+
+
+@lru_cache(64)
+def decoded(followed: bytes) -> Plan | None:
+    """Return the plan of a state record; None if it is not one."""
+    try:
+        return Plan.decode(followed)
+    except PeerFault:
+        return None
 
 
 def is_of_group(view: MeshView, plan: Plan) -> bool:

@@ -33,24 +33,27 @@ class Best:
     problem: Problem
     missing: str = ""
 
-    def matches(self, case: PlanningInput) -> bool:
-        """Return whether another case has the same planning input."""
-        return _planner_input(self.case) == _planner_input(case)
 
+def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> PlanningInput:
+    """Build the planning input; raise `UserError` if the charter contradicts itself.
 
-def open_case(view: MeshView, found: Candidates) -> PlanningInput:
-    """Build the planning input; raise `UserError` if the charter contradicts itself."""
+    It has the problem of ``before`` if the planner would get the same input.
+    """
     charter = view.charter
     entry = view.author if charter.ends is Ends.CLIENT else None
     terms = PlanConstraints(
         charter.ends, entry, charter.sessions, spans=found.spans, entries=charter.entries
     )
+    if before is not None:
+        case = replace(before.case, view=view, found=found, terms=terms)
+        if _planner_input(case) == _planner_input(before.case):
+            return case
     return PlanningInput(view, found, terms, pose(found.offers, found.links, charter.shape, terms))
 
 
 def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
-    if before is not None and before.matches(case):
+    if before is not None and before.case.problem is case.problem:
         return before
     charter, found = case.view.charter, case.found
     relaxed = _relaxed_terms(case)

@@ -120,7 +120,7 @@ class Charter:
     @property
     def served(self) -> tuple["Charter", ...]:
         """Return the charter of each model that the mesh serves, the founder's first."""
-        return replace(self, models=()), *self.models
+        return replace(self, models=()) if self.models else self, *self.models
 
     def find(self, model: str) -> "Charter | None":
         """Return the charter of a model by name, alias or a prefix of its key; empty is the first.

@@ -14,9 +14,9 @@ _UNITS = "KiB", "MiB", "GiB"
 
 def standby_reasons(problem: Problem, ring: Sequence[int]) -> Iterator[tuple[int, str]]:
     """Yield each node outside a ring, and the reason."""
-    fill = GreedyFill(problem)
-    for node in range(len(problem.nodes)):
-        if node not in ring:
+    if others := [node for node in range(len(problem.nodes)) if node not in ring]:
+        fill = GreedyFill(problem)
+        for node in others:
             yield node, _obstacle(problem, ring, node) or _predict(problem, fill, ring, node)
 
 
