@@ -76,6 +76,7 @@ class Machines(VirtualLoop):
         """Error of the wall clock of each machine."""
         self.most_ahead_s: defaultdict[int, float] = defaultdict(float)
         """Largest error so far of a clock that was ahead."""
+        self.tasks_begun = 0
         self.set_task_factory(_begin)
 
     def jump(self, number: int, seconds: float) -> None:
@@ -130,6 +131,23 @@ class Machines(VirtualLoop):
         process.backlog.clear()
 
 
+class _NumberedTask(asyncio.Task[T]):
+    """A task whose place in sets, in which a task group cancels, does not depend on addresses."""
+
+    def __init__(
+        self,
+        work: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        loop: Machines,
+        context: Context | None,
+    ) -> None:
+        loop.tasks_begun += 1
+        self._number = loop.tasks_begun
+        super().__init__(work, loop=loop, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 def _begin(
     loop: asyncio.AbstractEventLoop,
     work: Coroutine[Any, Any, T] | Generator[Any, None, T],
@@ -137,7 +155,8 @@ def _begin(
     context: Context | None = None,
 ) -> asyncio.Task[T]:
     """Create a task and record its process."""
-    task = asyncio.Task(work, loop=loop, context=context)
+    assert isinstance(loop, Machines)
+    task = _NumberedTask(work, loop, context)
     owner = _OWNER.get() if context is None else context.get(_OWNER)
     if owner is not None:
         owner.begun.add(task)
