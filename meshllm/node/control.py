@@ -556,7 +556,9 @@ def _predicted(view: NodeView) -> Planned | None:
     return _planned(predict(plan, agreement.offers, agreement.links, charter.shape))
 
 
-def _planned(found: Prediction) -> Planned:
+def _planned(found: Prediction) -> Planned | None:
+    if not found.is_measured:
+        return None
     return Planned(
         ms_per_token=found.seconds_per_token * 1e3,
         ttft_ms=found.ttft_s * 1e3,

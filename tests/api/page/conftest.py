@@ -55,6 +55,7 @@ class Visit:
         page = await context.new_page()
         self.watch(page)
         await page.goto(f"{self.url}#{view}" if view else self.url)
+        await ready(page)
         return page
 
     def watch(self, page: "Page") -> None:
@@ -69,6 +70,11 @@ class Visit:
     def _note(self, is_fault: bool, text: str) -> None:
         if is_fault:
             self.faults.append(text)
+
+
+async def ready(page: "Page") -> None:
+    """Wait until the scripts run, which are loaded after the first paint."""
+    await page.wait_for_function("() => document.body.dataset.view")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from meshllm.api.access.accounts import Accounts, KeyLimits, KeyUsage
 from meshllm.api.page import routes
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import MeshStatus, NodeState, PlanTerms
-from tests.api.page.conftest import Visit, visiting
+from tests.api.page.conftest import Visit, ready, visiting
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.status import RINGS, with_node
@@ -134,6 +134,15 @@ async def test_a_node_shows_no_note_of_a_client(visit: Visit) -> None:
     assert not await page.is_visible("#client-note")
 
 
+async def test_choosing_a_view_keeps_the_header_in_sight(visit: Visit) -> None:
+    page = await visit.open(width=375)
+    await page.locator("#nodes tr").first.wait_for()
+
+    for view in (*VIEWS, "mesh"):
+        await page.click(f"#to-{view}")
+        assert await page.evaluate("() => scrollY") == 0, view
+
+
 async def test_settings_reach_the_model(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("chat")
     await page.click("#conversation > details > summary")
@@ -214,12 +223,14 @@ async def test_conversations_survive_a_reload(visit: Visit, door: FakeNode) -> N
     await ask(page, "Two")
 
     await page.reload()
+    await ready(page)
 
     assert "Two" in await page.locator("#turns").inner_text()
     await page.locator("#talks").get_by_role("button", name="One").click()
     assert "One" in await page.locator(".user").inner_text()
     await page.click("#drop")
     await page.reload()
+    await ready(page)
     assert await page.locator("#talks").inner_text() == "Two"
 
 
@@ -228,11 +239,13 @@ async def test_two_tabs_do_not_undo_each_other(visit: Visit, door: FakeNode) -> 
     second = await first.context.new_page()
     visit.watch(second)
     await second.goto(f"{visit.url}#chat")
+    await ready(second)
     await ask(first, "One")
     await ask(second, "Two")
 
     await first.locator("#talks").get_by_role("button", name="Two").wait_for()
     await second.reload()
+    await ready(second)
 
     told = await second.locator("#talks").inner_text()
     assert sorted(told.split("\n")) == ["One", "Two"]

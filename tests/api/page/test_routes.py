@@ -70,9 +70,21 @@ async def test_the_page_brings_its_style_along(public: httpx2.AsyncClient) -> No
 
 
 def test_every_script_is_loaded_at_once() -> None:
-    loaded = re.findall(r'(?:modulepreload" href|module" src)="/page/([^"]+)"', TEXTS["index.html"])
+    (listed,) = re.findall(r"const files = (\[.*?\]);", TEXTS["index.html"])
 
-    assert sorted(loaded) == sorted(name for name in TEXTS if name.endswith(".js"))
+    names = [f"{each}.js" for each in json.loads(listed)]
+    assert sorted(names) == sorted(name for name in TEXTS if name.endswith(".js"))
+
+
+async def test_the_script_that_loads_them_is_the_only_one_in_the_page(
+    public: httpx2.AsyncClient,
+) -> None:
+    reply = await public.get("/")
+
+    (script,) = re.findall(r"<script.*?>(.*?)</script>", reply.text, re.DOTALL)
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    policy = reply.headers["content-security-policy"]
+    assert f"script-src 'self' 'sha256-{digest}';" in policy
 
 
 def test_the_page_is_small_and_refers_to_its_own_files_only() -> None:

@@ -5,7 +5,15 @@ import pytest
 from meshllm.names import Span
 from meshllm.protocol.drafting.window import GUESSES
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Plan, PlanConstraints, PlanStage
+from meshllm.protocol.planning.plan import (
+    MAX_SECONDS,
+    Ends,
+    Links,
+    LinkSpeed,
+    Plan,
+    PlanConstraints,
+    PlanStage,
+)
 from meshllm.protocol.planning.prediction import compare, predict
 from tests.builders.offers import A, B, C, apart, model, offer
 
@@ -28,6 +36,14 @@ def test_a_ring_of_one_has_no_wire() -> None:
 
     assert prediction.seconds_per_token == pytest.approx(0.013)
     assert prediction.ttft_s == pytest.approx(0.005 + 4 * 0.020)
+
+
+def test_a_hop_over_an_unmeasured_link_is_not_measured() -> None:
+    links = Links({}, LinkSpeed(MAX_SECONDS))
+
+    assert not predict(PAIR, OFFERS, links, model(4)).is_measured
+    assert predict(PAIR, OFFERS, apart({}, others=10), model(4)).is_measured
+    assert predict(ALONE, OFFERS, links, model(4)).is_measured
 
 
 def test_layers_take_time_in_proportion_to_their_weights() -> None:

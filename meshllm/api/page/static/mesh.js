@@ -58,11 +58,12 @@ function drawFigures(mesh) {
     [mesh.model || "-", mesh.precision ? `${mesh.layers} layers, ${mesh.precision}` : "model"],
     [rate(mesh.measured), "tokens/s measured"],
     [rate(mesh.predicted), "tokens/s predicted"],
-    [ms(mesh.measured?.ttft_ms), `to the first token, ${ms(mesh.predicted?.ttft_ms)} predicted`],
+    [ms(mesh.measured?.ttft_ms), `to the first token${mesh.predicted ? `, ${ms(mesh.predicted.ttft_ms)} predicted` : ""}`],
     [mesh.active, mesh.waiting ? `sessions, ${mesh.waiting} waiting` : "sessions"],
     [mesh.served.toLocaleString(), `answers, ${mesh.tokens.toLocaleString()} tokens`],
     [lost, "losses survived"],
   ];
+  if (mesh.is_client) figures.splice(2, 1); // it cannot predict
   if (mesh.memory) {
     const { weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
     figures.push([bytes(weights), `of weights here, ${bytes(process)} in all`]);
