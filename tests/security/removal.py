@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from meshllm.errors import MeshError
@@ -11,7 +12,7 @@ from meshllm.names import NodeId
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.secure import secure_dial
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import Credential, remove
+from meshllm.protocol.trust.credential import Credential, Role, issue, remove
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.identity import parse_node, show
 from meshllm_websocket.transport import WebsocketTransport
@@ -56,6 +57,37 @@ def greet_after_a_removal() -> Outcome:
         was_answered, heard = asyncio.run(heard_by_a_former_member(owner, ticket, state))
     effect = f"{heard} bytes in reply"
     return Outcome(effect, "no byte, no node id", held=was_answered and heard == 0)
+
+
+def spare_what_the_founder_removed() -> Outcome:
+    """Sign another removal of a removed member, which spares its guest."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        first, heard = asyncio.run(_spare(ticket, fleet.folder, owner))
+    return Outcome(f"{heard} bytes in reply", "no byte", held=first > 0 and heard == 0)
+
+
+async def _spare(ticket: str, folder: Path, owner: Node) -> tuple[int, int]:
+    """Return how many bytes the guest heard before, and at last.
+
+    The accomplice has a higher id than the founder, which decided before.
+    """
+    founder = parse_node(owner.status()["node"])
+    states = (folder / f"accomplice-{number}" for number in count())
+    above = next(each for each in states if StateStore.open(each).key.node > founder)
+    async with join(ticket, folder / "member") as member, join(ticket, above) as accomplice:
+        puppet = StateStore.open(folder / "puppet")
+        shown = issue(member.store.key, member.credential, puppet.key.node, Role.NODE)
+        first = await bytes_heard(owner, puppet, shown)
+        await _show_up(member)
+        await asyncio.to_thread(_remove, member, owner)
+        gone, now = member.store.key.node, int(time.time())
+        key, mesh = accomplice.store.key, accomplice.credential.mesh
+        accomplice.say(remove(key, mesh, gone, now, (puppet.key.node,)))
+        await asyncio.sleep(GOSSIP_S / 2)
+        return first, await bytes_heard(owner, puppet, shown)
 
 
 async def heard_by_a_former_member(founder: Node, invitation: str, state: Path) -> tuple[bool, int]:
@@ -129,6 +161,11 @@ def _remove(member: Member, owner: Node) -> int:
 ATTACKS = (
     Attack("1,024 removals of made-up keys", "nobody can be removed any more", fill_the_removals),
     Attack("a removed member greets", "handshake message 2, node ids", greet_after_a_removal),
+    Attack(
+        "a removal that spares a guest",
+        "the guest is a member again",
+        spare_what_the_founder_removed,
+    ),
     Attack(
         "a removed member, a new key", "back in the same second, same ticket", return_with_a_new_key
     ),

@@ -209,7 +209,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
     "mutant",
     [
         ("meshllm.protocol.membership.mesh.summarise", lambda _: ()),
-        ("meshllm.protocol.membership.gossip.Item.precedence", (0, 0, b"", b"")),
+        ("meshllm.protocol.membership.gossip.Item.precedence", (0, 0, 0, 0, b"", b"")),
         ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9),
         ("meshllm.protocol.membership.redial.DialSchedule.want", lambda *_: None),

@@ -132,9 +132,16 @@ class Item:
         return SummaryEntry(self.slot, self.incarnation, self.seq, self.mark)
 
     @property
-    def precedence(self) -> tuple[int, int, bytes, bytes]:
-        """Sort key: of two items for one slot every node keeps the higher one."""
-        return self.incarnation, self.seq, self.author, self.mark
+    def precedence(self) -> tuple[int, int, int, int, NodeId, bytes]:
+        """Sort key: of two items for one slot every node keeps the higher one.
+
+        Of two removals of one member that is the one whose author is fewer invitations away from
+        the founder, as its credential is shorter, then the one that spares fewer: nobody can spare
+        members that one nearer to the founder, or as near, has removed.
+        """
+        credential, payload = len(self.credential), len(self.payload)
+        above, spares = (-credential, -payload) if self.kind == Kind.REMOVAL else (0, 0)
+        return self.incarnation, self.seq, above, spares, self.author, self.mark
 
     @cached_property
     def mark(self) -> bytes:

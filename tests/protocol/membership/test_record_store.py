@@ -284,6 +284,24 @@ def test_the_founder_has_room_for_removals_of_its_own() -> None:
     assert taken == [True, False, True, True, False]
 
 
+def test_of_two_removals_that_of_the_author_nearer_to_the_founder_is_kept() -> None:
+    of = CLIENT.node
+    harsh = sign(MIDDLE, remove(MIDDLE, MESH, of, int(WALL)))
+    mild = sign(LAST, remove(LAST, MESH, of, int(WALL), (STRANGER.node,)))
+    founders = sign(FOUNDER, remove(FOUNDER, MESH, of, int(WALL), (STRANGER.node,) * 2))
+    assert FOUNDER.node < MIDDLE.node < LAST.node  # the id does not decide
+
+    for order in permutations([harsh, mild, founders]):
+        records, without = RecordStore(MESH), RecordStore(MESH)
+        for item in order:
+            records.take(item, WALL)
+            if item is not founders:
+                without.take(item, WALL)
+
+        assert records.removals[of].issuer == FOUNDER.node
+        assert without.removals[of].issuer == MIDDLE.node
+
+
 def test_the_founder_cannot_be_removed() -> None:
     records = RecordStore(MESH)
 
