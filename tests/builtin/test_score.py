@@ -65,25 +65,24 @@ def test_every_case_is_complete() -> None:
         assert (case.category == "recall") == (len(case.turns) > 1), case.id
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_expressions_compile_and_accept_the_ideal(case: Case) -> None:
-    for pattern in case.expect + case.forbid:
-        re.compile(pattern)
-    assert passes(case, case.ideal)
+def test_expressions_compile() -> None:
+    for case in CASES:
+        for pattern in case.expect + case.forbid:
+            assert re.compile(pattern), case.id
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_an_empty_answer_fails(case: Case) -> None:
-    assert not passes(case, "")
+def test_every_case_accepts_its_ideal() -> None:
+    assert [case.id for case in CASES if not passes(case, case.ideal)] == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if not case.id.startswith("refusal-small-talk")],
-    ids=lambda case: case.id,
-)
-def test_an_echo_of_the_question_fails(case: Case) -> None:
-    assert not passes(case, case.turns[-1])
+def test_an_empty_answer_fails() -> None:
+    assert [case.id for case in CASES if passes(case, "")] == []
+
+
+def test_an_echo_of_the_question_fails() -> None:
+    asked = [case for case in CASES if not case.id.startswith("refusal-small-talk")]
+
+    assert [case.id for case in asked if passes(case, case.turns[-1])] == []
 
 
 @pytest.mark.parametrize(

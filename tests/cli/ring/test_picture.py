@@ -46,13 +46,12 @@ def test_the_arrow_of_an_odd_ring_goes_around_the_empty_slot() -> None:
     assert rows[9] == "     └──────────────│ 4:5     │◀────────│ 3:4     │"
 
 
-@pytest.mark.parametrize("count", range(1, 20))
 @pytest.mark.parametrize("columns", [30, 80, 132])
 @pytest.mark.parametrize("name", ["n{}", "a-very-long-name-of-a-node-{}", "東京{}"])
-def test_no_line_is_wider_than_the_terminal(count: int, columns: int, name: str) -> None:
-    text = picture(boxes(count, name[: columns // 3]), columns)
+def test_no_line_is_wider_than_the_terminal(columns: int, name: str) -> None:
+    texts = [picture(boxes(count, name[: columns // 3]), columns) for count in range(1, 20)]
 
-    assert max(map(cell_len, text.splitlines())) <= columns
+    assert [max(map(cell_len, text.splitlines())) > columns for text in texts] == 19 * [False]
 
 
 def test_every_node_is_in_the_picture() -> None:
