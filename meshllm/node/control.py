@@ -298,7 +298,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.revoke,
         node.ring_member.changes,
         node.router.generate,
-        lambda: measure(node.ring_member.rank, node.ring_member.held),
+        lambda: measure(node.ring_member.ranks, node.ring_member.held),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )
@@ -341,7 +341,7 @@ def _served(view: NodeView) -> list[Charter]:
 
 def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
     plan, group = ring.plan, ring.group
-    nodes = [node for node in _known(view) if _group_of(view, node) == group.id]
+    nodes = [node for node in _known(view) if group.id in _groups_of(view, node)]
     standbys = [
         node for node in nodes if node in view.alive and (plan is None or plan.rank(node) is None)
     ]
@@ -351,7 +351,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.replica,
         RingState.SERVING if ring.is_served else state,
         "" if ring.is_served else _waits_for(view, ring, standbys),
-        group.id == view.group,
+        ring.is_own,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
         tuple(
@@ -374,9 +374,10 @@ def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     return "its nodes are loading and connecting" if nodes else "no node is free"
 
 
-def _group_of(view: NodeView, node: NodeId) -> GroupId:
+def _groups_of(view: NodeView, node: NodeId) -> list[GroupId]:
+    """Return the groups in which a node takes part, its first one first."""
     state = view.states.get(node)
-    return state.group if state else FIRST_GROUP
+    return [each.group for each in state.memberships] if state else [FIRST_GROUP]
 
 
 def _model(view: NodeView, charter: Charter) -> ModelStatus:
@@ -517,7 +518,7 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
 
 def _plan_of(view: NodeView, node: NodeId) -> Plan | None:
     """Return the plan of the ring in which a node takes part."""
-    group = _group_of(view, node)
+    group = _groups_of(view, node)[0]
     if node == view.me or group == view.group:
         return view.plan
     return next((each.plan for each in view.rings if each.group.id == group), None)

@@ -145,6 +145,7 @@ class MeshNode:
             off_loop,
             self._call_later,
             self.changed,
+            lambda part: self._jobs.create_task(self._guarded(part)),
             is_founder=own.is_founder,
             has_own_model=options.model is not None,
         )

@@ -13,15 +13,17 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from meshllm.errors import OutOfMemory
-from meshllm.names import ModelKey
+from meshllm.errors import ModelError, OutOfMemory
+from meshllm.names import GroupId, ModelKey
 from meshllm.node.ring_member import RingMember
-from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
+from meshllm.protocol.membership.records import Profile, RingShare
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.compute.worker import Worker
 
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
+SIGNED_BYTES = 1024  # of a record beside the profile
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 WATCH_S = 1.0  # s between two checks of the compute thread,
 WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
@@ -63,9 +65,47 @@ class NodeOffer:
     def begin(self, measured: Profile) -> None:
         """Publish the offer for a model; what else has changed meanwhile stays."""
         now = self.profile
+        if now.shares:  # measured now, what they hold would count twice
+            memory, reserve = now.memory_bytes, now.reserve_bytes
+            measured = replace(measured, memory_bytes=memory, reserve_bytes=reserve)
         self.measured = replace(measured, models=now.models)
-        self.profile = replace(self.measured, addresses=now.addresses, revoked=now.revoked)
+        self.profile = replace(
+            self.measured, addresses=now.addresses, revoked=now.revoked, shares=now.shares
+        )
         self.publish()
+
+    def share(self, group: GroupId, offered: Profile | None) -> None:
+        """Publish what this node offers to a further ring; None ends that.
+
+        Raises:
+            ModelError: the profile would be too large for one record.
+        """
+        shares = {each.group: each for each in self.profile.shares if each.group != group}
+        if offered is not None:
+            left = self.profile.memory_bytes - sum(each.memory_bytes for each in shares.values())
+            shares[group] = RingShare(
+                group,
+                max(0, min(offered.memory_bytes, left)),
+                offered.layer_s,
+                offered.head_s,
+                offered.model,
+                offered.weights,
+            )
+        ordered = tuple(shares[each] for each in sorted(shares))
+        size = len(replace(self.profile, shares=ordered).encode())
+        if offered is not None and size > MAX_ITEM_BYTES - SIGNED_BYTES:
+            raise ModelError("This node cannot describe one more model in its record")
+        self.publish(shares=ordered)
+
+    def resize(self, memory: int) -> None:
+        """Offer more or less memory, also while the offer is retracted."""
+        self.measured = replace(self.measured, memory_bytes=memory)
+        self.publish(memory_bytes=memory)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The memory of the further rings."""
+        return sum(each.memory_bytes for each in self.profile.shares)
 
     def end(self) -> None:
         """Retract the offer for the last model for good."""
@@ -129,7 +169,8 @@ class NodeOffer:
         """Publish the measured offer, or retract it."""
         if is_open:
             own = self.measured
-            self.publish(weights=own.weights, layer_s=own.layer_s, memory_bytes=own.memory_bytes)
+            memory = max(own.memory_bytes, self.shared_bytes)
+            self.publish(weights=own.weights, layer_s=own.layer_s, memory_bytes=memory)
         else:
             self.publish(weights=(), layer_s=())
 

@@ -1,4 +1,4 @@
-"""The planner of a node: computes its group, the agreement and what follows, off the event loop.
+"""The planner of a node: computes its groups, the agreement and what follows, off the event loop.
 
 Planning takes up to a second with many nodes, during which the event loop must keep serving tokens
 and heartbeats. Its input is the latest snapshot when it begins. A result is discarded if its input
@@ -9,12 +9,12 @@ planned with still gets an agreement.
 import asyncio
 from collections.abc import Callable, Mapping
 
-from meshllm.names import GroupId, NodeId
+from meshllm.names import NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.groups import assign, has_several, ring_of
+from meshllm.protocol.agreement.groups import NodeGroups, divide, has_several, ring_of
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 
@@ -30,22 +30,27 @@ class Planner:
         agreed: Callable[[], None],
         run: OffLoop,
         foreseen: Callable[[Plan | None], None] = lambda _: None,
+        *,
+        is_first: bool = True,
     ) -> None:
         """Take snapshots from ``view``, which returns None before there is a charter.
+
+        The planner of the first ring of a node computes its groups, that of a further one does not.
 
         ``agreed`` is called after each change of `agreement`, and ``foreseen`` later with the plan
         of the loss that this node prepares for.
         """
         self.agreement: Agreement | None = None
         """The latest of the group of this node; None before the first."""
-        self.groups: Mapping[NodeId, GroupId] = {}
-        """The group in which each node should take part; empty while the mesh has one."""
+        self.parts: Mapping[NodeId, NodeGroups] = {}
+        """The groups in which each node should take part; empty while the mesh has one."""
         self.advice = ""
         """A change that would make the ring faster; may be of the agreement before the latest."""
         self._view = view
         self._agreed = agreed
         self._foreseen = foreseen
         self._off_loop = run
+        self._is_first = is_first
         self._invalidated = asyncio.Event()
         self._new_agreement = asyncio.Event()
 
@@ -71,7 +76,8 @@ class Planner:
             self._invalidated.clear()
             if (view := self._view()) is None:
                 continue
-            groups = await self._off_loop(assign, view) if has_several(view) else {}
+            has_parts = self._is_first and has_several(view)
+            parts = await self._off_loop(divide, view) if has_parts else {}
             ring, agreement = ring_of(view), None
             if ring is not None:
                 agreement = await self._off_loop(agree, ring, self.agreement)
@@ -79,7 +85,7 @@ class Planner:
             has_moved = now is not None and now.group != view.group
             was_dropped = has_moved or (not was_dropped and now != view)
             if not was_dropped:
-                self.agreement, self.groups = agreement, groups
+                self.agreement, self.parts = agreement, parts
                 self._new_agreement.set()
                 self._agreed()
 

@@ -14,8 +14,10 @@ plan that does not load its span in time, and a neighbour that has and does not 
 node that only claims to take part would wait for it without end. No plan makes the two neighbours
 again until `FAULTS_S` have passed.
 
-In a mesh of several rings a node takes part in that of its group. It knows from the states which
-other rings serve, and who their entries are. It publishes which models were asked for here within
+In a mesh of several rings a node takes part in that of its group, and in further ones with the
+memory that this leaves: a `RingMember` for each, of which the first one publishes for all, and
+finds the one for a request. It knows from the states which other rings serve, and who their entries
+are. It publishes which models were asked for here within
 `--keep`, so that a model that nobody uses makes room for one that somebody asks for, see `groups`.
 """
 
@@ -45,7 +47,7 @@ from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import find_group, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import ENDS, Lifecycle, StateRecord
+from meshllm.protocol.membership.records import ENDS, Lifecycle, RingMembership, StateRecord
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
@@ -85,8 +87,14 @@ class RingMember:
         plan_reason: Callable[[], str],
         *,
         keep_s: float,
+        first: "RingMember | None" = None,
     ) -> None:
-        """Take part in the first ring; a model counts as used for ``keep_s`` after a request."""
+        """Take part in the first ring; a model counts as used for ``keep_s`` after a request.
+
+        With ``first``, which publishes for both, this is for a further ring.
+        """
+        self.further: dict[GroupId, RingMember] = {}
+        """This node in further rings, by group; empty in each of them."""
         self.model: ModelRuntime | None = None
         self.runtime: RingRuntime | None = None
         self.group: GroupId = FIRST_GROUP
@@ -105,6 +113,7 @@ class RingMember:
         """Whether this node publishes no more."""
         self.trouble: MeshError | None = None
         """The error that keeps this node from serving its span."""
+        self._first = first or self
         self._keep_s = keep_s
         self._awaited: Counter[ModelKey] = Counter()  # requests that wait for a ring
         self._asked: dict[ModelKey, float] = {}  # when each was asked for last, if lately
@@ -116,7 +125,7 @@ class RingMember:
         self._watched: Plan | None = None  # the plan whose nodes must load in time,
         self._load_until: dict[NodeId, float] = {}  # each of them
         self._loaded: Plan | None = None  # the plan whose span this node holds
-        self._faults = Strikes(MAX_FAULTS, FAULTS_S)
+        self._faults: Strikes = first._faults if first else Strikes(MAX_FAULTS, FAULTS_S)
         self._busy = 0
         self._is_calm = True
         self._busy_since: float | None = None  # until no request was there for a while
@@ -159,24 +168,34 @@ class RingMember:
     @property
     def held(self) -> "Collection[Runner]":
         """Runners of all that this node has loaded, in advance too."""
-        return self.model.runners if self.model else ()
+        return [each for at in self.members if at.model for each in at.model.runners]
+
+    @property
+    def ranks(self) -> "list[EntryNode | StageNode]":
+        """The running entries and stages of all rings of this node."""
+        return [each.rank for each in self.members if each.rank]
+
+    @property
+    def members(self) -> "list[RingMember]":
+        """This node in each of its rings."""
+        return [self, *self.further.values()]
 
     @property
     def sessions(self) -> int:
-        """The number of running sessions on this rank."""
+        """The number of running sessions on the ranks of this node."""
         provided = self.provider.active if self.provider else 0
-        return provided + (self.runtime.sessions if self.runtime else 0)
+        return provided + sum(at.runtime.sessions for at in self.members if at.runtime)
 
     @property
     def recomputed(self) -> int:
-        """Rows computed again on this rank after losses, times the layers that computed them."""
-        return self.runtime.recomputed if self.runtime else 0
+        """Rows computed again on this node after losses, times the layers that computed them."""
+        return sum(at.runtime.recomputed for at in self.members if at.runtime)
 
     def begin(self, model: "ModelRuntime") -> "RingRuntime":
         """Create the runtime for a model."""
         from meshllm.node.ring.runtime import RingRuntime
 
-        self.model, self.runtime = model, RingRuntime(self._machine.me, model, self)
+        self.model, self.runtime = model, RingRuntime(self._machine.me, model, self, self.group)
         return self.runtime
 
     def end(self, group: GroupId) -> None:
@@ -189,34 +208,52 @@ class RingMember:
 
     def publish(self) -> None:
         """Publish the state record if it changed; wake the waiters for a change."""
+        if self._first is not self:
+            self._first.publish()
+            return
         if self.has_left:
             return
-        if self.plan:  # else keep publishing the last one, so that epochs never decrease
-            self._followed = self.plan.encode()
-            self._watch(self.plan)
+        own, *others = [each.membership() for each in self.members]
+        further = [each for each in others if each.group != own.group]
         state = StateRecord(
             lifecycle=self._lifecycle(),
-            followed=self._followed,
-            is_loaded=self.plan is not None and self._loaded == self.plan,
-            may_change=self._is_calm,
-            obstacle=self._obstacle(),
+            followed=own.followed,
+            is_loaded=own.is_loaded,
+            may_change=own.may_change,
+            obstacle=own.obstacle,
             faulty=self._faults.out(self._now()),
             offers=self.provider.offers if self.provider else (),
-            group=self.group,
+            group=own.group,
             used=self._used(),
+            further=tuple(sorted(further, key=lambda each: each.group)),
         )
         if state != self._state:
             self._state = state
             self._links.act(self._machine.publish(state=state, now=self._now()))
-        if self.runtime and self.plan:
-            self.runtime.formed(is_formed=self._is_formed(self.plan))
+        for each in self.members:
+            each.check_formed()
         news, self._changed = self._changed, asyncio.Event()
         news.set()
+
+    def membership(self) -> RingMembership:
+        """Return what this node publishes of the ring."""
+        if self.plan:  # else keep publishing the last one, so that epochs never decrease
+            self._followed = self.plan.encode()
+            self._watch(self.plan)
+        is_loaded = self.plan is not None and self._loaded == self.plan
+        return RingMembership(
+            self.group, self._followed, is_loaded, self._is_calm, self._obstacle()
+        )
+
+    def check_formed(self) -> None:
+        """Tell the runtime whether all nodes of its plan have loaded."""
+        if self.runtime and self.plan:
+            self.runtime.formed(is_formed=self._is_formed(self.plan))
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yield once at first, then after each possible change."""
         while True:
-            news = self._changed
+            news = self._first._changed
             yield
             await news.wait()
 
@@ -268,17 +305,15 @@ class RingMember:
             return [entry] if (entry := self.serving_entry()) else []
         groups = [group.id for group in groups_of(charter) if group.charter.key == wanted.key]
         entries = (
-            self.serving_entry()
-            if group == self.group and self.runtime is not None
-            else self._entry_of(group)
+            at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group)
             for group in groups
         )
         return [entry for entry in entries if entry is not None]
 
     def ring(self, group: GroupId) -> tuple[Plan | None, bool]:
         """Return the plan of a ring of the mesh, and whether it serves, as far as known here."""
-        if group == self.group and self.runtime is not None:
-            return self.plan, self.serving_entry() is not None
+        if at := self._in_ring(group):
+            return at.plan, at.serving_entry() is not None
         plan = self.plan_of(group)
         return plan, plan is not None
 
@@ -286,19 +321,24 @@ class RingMember:
         """Return the plan that all nodes of another ring have loaded; None if there is none."""
         machine = self._machine
         loaded = {
-            state.followed
+            each.followed
             for node, state in machine.states.items()
-            if state.group == group and state.is_loaded and node in machine.alive
+            if node in machine.alive
+            for each in state.memberships
+            if each.group == group and each.is_loaded
         }
         plans = [plan for each in loaded if (plan := decoded(each)) and self._is_formed(plan)]
         return max(plans, key=lambda plan: plan.precedence, default=None)
 
     def reason(self, model: str = "") -> str:
         """Return why there is no ring of a model."""
-        charter, own = self._machine.charter, self.charter
+        charter = self._machine.charter
         wanted = charter.find(model) if charter else None
-        if wanted is not None and (own is None or own.key != wanted.key):
-            return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
+        if wanted is not None:
+            if (at := self._serving(wanted)) is None:
+                return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
+            if at is not self:
+                return at.reason(model)
         if self.trouble or self.plan is None:
             return str(self.trouble or self._plan_reason())
         nodes = [stage.node for stage in self.plan.stages]
@@ -308,7 +348,12 @@ class RingMember:
 
     @property
     def loads_until(self) -> float:
-        """Until when nodes of the plan may still load layers, in loop time; 0 if none does."""
+        """Until when nodes of its plans may still load layers, in loop time; 0 if none does."""
+        return max(each.loads_own_until for each in self.members)
+
+    @property
+    def loads_own_until(self) -> float:
+        """The same, in this ring only."""
         if (plan := self.plan) is None:
             return 0.0
         here = self._machine.alive.intersection(self._load_until)
@@ -344,15 +389,15 @@ class RingMember:
                 raise LinkLost(f"This node does not provide `{model[:100]}`")
             yield self.provider
             return
-        self._check_ring(model)
-        self._count_requests(1)
+        at = self._find(model)
+        at._count_requests(1)
         try:
-            entry, plan, own = await self._own_ring()
+            entry, plan, own = await at._own_ring()
             from meshllm.node.session.text import RingBackend
 
             yield RingBackend(entry, own.worker, await own.text(), plan, asker)
         finally:
-            self._count_requests(-1)
+            at._count_requests(-1)
 
     # Callbacks of the ring runtime.
 
@@ -407,17 +452,29 @@ class RingMember:
         entry = plan.stages[0].node if plan else None
         return entry if entry in self._links.by_peer else None
 
-    def _check_ring(self, model: str) -> None:
-        """Raise `LinkLost` if the ring of this node serves another model: it may have moved."""
-        charter, own = self._machine.charter, self.charter
+    def _in_ring(self, group: GroupId) -> "RingMember | None":
+        """Return this node in a ring in which it takes part, and has opened the model."""
+        return next((at for at in self.members if at.group == group and at.runtime), None)
+
+    def _serving(self, wanted: Charter) -> "RingMember | None":
+        """Return this node in its ring of a model; None if it takes part in none."""
+        owned = ((at, at.charter) for at in self.members)
+        return next((at for at, own in owned if own and own.key == wanted.key), None)
+
+    def _find(self, model: str) -> "RingMember":
+        """Return this node in its ring of a model; raise `LinkLost` without: it may have moved."""
+        charter = self._machine.charter
         wanted = charter.find(model) if charter else None
-        if wanted is not None and (own is None or own.key != wanted.key):
+        if wanted is None:
+            return self
+        if (at := self._serving(wanted)) is None:
             raise LinkLost(f"This node does not serve `{wanted.shape.name}` now")
+        return at
 
     def _obstacle(self) -> str:
         if self.provider:
             return PROVIDES
-        return HANGS if self.is_hung else self.obstacle
+        return HANGS if self._first.is_hung else self.obstacle
 
     def _lifecycle(self) -> Lifecycle:
         if self.is_leaving:
@@ -446,7 +503,10 @@ class RingMember:
 
     def _fetches(self, plan: Plan, node: NodeId) -> bool:
         """Return whether a node lacks weights of its span, and fetches them from others."""
-        profile = self._machine.profiles.get(node)
+        machine = self._machine
+        profile, state = machine.profiles.get(node), machine.states.get(node)
+        if profile is not None and state is not None:
+            profile = profile.in_ring(self.group, is_further=state.is_further(self.group))
         if profile is None or len(profile.weights) != plan.layers + ENDS:
             return False
         return bool(missing_parts(profile.weights, needed_parts(plan, node)))
@@ -471,8 +531,10 @@ class RingMember:
         self._publish_faults()
 
     def _has_loaded(self, plan: Plan, node: NodeId) -> bool:
-        state = self._machine.states.get(node)
-        return state is not None and state.is_loaded and state.followed == plan.encode()
+        state, encoded = self._machine.states.get(node), plan.encode()
+        return state is not None and any(
+            each.is_loaded and each.followed == encoded for each in state.memberships
+        )
 
     def _publish_faults(self) -> None:
         """Publish them now, and again when they are forgiven."""
@@ -484,7 +546,7 @@ class RingMember:
         try:
             async with asyncio.timeout(FORM_S):
                 while (plan := self.plan) and plan.stages[0].node == self._machine.me:
-                    news = self._changed
+                    news = self._first._changed
                     if self.model and self.runtime and (entry := self.runtime.entry):
                         return entry, plan, self.model
                     await news.wait()
@@ -498,7 +560,8 @@ class RingMember:
         groups = groups_of(charter) if charter else ()
         own = {group.id for group in groups if group.charter.key == wanted.key}
         is_loading = any(
-            node in machine.alive and state.group in own for node, state in machine.states.items()
+            node in machine.alive and any(each.group in own for each in state.memberships)
+            for node, state in machine.states.items()
         )
         return "its nodes load it" if is_loading else "no node is free for it"
 
@@ -535,8 +598,8 @@ class RingMember:
 
     def _forget_use(self, model: ModelKey) -> None:
         """Publish that a model is not used any more, unless it was asked for again."""
-        own = self.charter
-        if self._awaited[model] or (self._busy and own and own.key == model):
+        busy = [at.charter for at in self.members if at._busy]
+        if self._awaited[model] or any(own and own.key == model for own in busy):
             self._asked[model] = self._now()
         loop, until = asyncio.get_running_loop(), self._asked[model] + self._keep_s
         if until > self._now():
@@ -548,7 +611,7 @@ class RingMember:
     def _count_requests(self, count: int) -> None:
         self._busy += count
         if own := self.charter:
-            self._note_use(own.key)
+            self._first._note_use(own.key)
         loop = asyncio.get_running_loop()
         if self._busy and self._busy_since is None:
             self._busy_since = since = self._now()

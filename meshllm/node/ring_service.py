@@ -1,19 +1,24 @@
-"""The service of a node in a ring of its mesh: it follows the plan, and moves between rings.
+"""The service of a node in the rings of its mesh: it follows plans, and moves between rings.
 
 Theory of operation
 -------------------
 Whenever the records of the mesh change, the agreement is computed again off the event loop. Once it
 has been stable for a while, the ring runtime follows its plan. A mesh that serves several models,
-or replicas, has a ring for each, and a node takes part in one: if the records name another ring
-than its own, the node retracts its offer, leaves the ring, which goes on without it, and begins
-again with the other model. A model that is not here is fetched from other nodes.
+or replicas, has a ring for each. If the records name another first ring than that of the node, it
+retracts its offer, leaves the ring, which goes on without it, and begins again with the other
+model. A model that is not here is fetched from other nodes.
+
+For each further ring that the records name, the first service runs another one, which sees the
+records as that ring does, see `groups`. It publishes its offer as a share of the profile, and its
+state as a membership. All of them compute on one thread, in turn.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +51,8 @@ from meshllm.protocol.planning.plan import Plan
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.preparation import Preparation
     from meshllm.node.ring.model_runtime import ModelRuntime
+    from meshllm.node.ring.runtime import RingRuntime
+    from meshllm.protocol.session.messages import Hello
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 LOST_S = 0.15  # s; all links of a node are lost, and an answer waits
@@ -58,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RingService:
-    """Serves in one ring of the mesh after the other."""
+    """Serves in one ring of the mesh after the other, and in further ones meanwhile."""
 
     machine: Mesh
     links: MeshLinks
@@ -70,9 +77,15 @@ class RingService:
     call_later: Callable[..., None]
     changed: Callable[[], None]
     """Called after a change of what the plan depends on."""
+    spawn: Callable[[Callable[[], Awaitable[None]]], asyncio.Task[None]]
+    """Runs a part of the node in the background; its error ends the node."""
     is_founder: bool
     has_own_model: bool
     """Whether the options name the model: then this node serves no other."""
+    first: "RingService | None" = None
+    """The service in the first ring of this node; None for this one itself."""
+    further: dict[GroupId, "RingService"] = field(default_factory=dict)
+    """The services in further rings, until they have ended."""
     planner: Planner = field(init=False)
     _supply: WeightSupply = field(init=False)
     _server: WeightServer = field(init=False)
@@ -81,15 +94,21 @@ class RingService:
     _moving: asyncio.Event = field(default_factory=asyncio.Event)
     _target: GroupId | None = None  # the group in which to take part soon
     _unable: set[ModelKey] = field(default_factory=set)  # models that could not be opened
+    _wanted: Mapping[GroupId, int] = field(default_factory=dict)  # further groups, and memory
+    _memory: int = 0  # for this ring, if it is a further one
+    _task: asyncio.Task[None] | None = None  # of a further ring
+    _is_stopped: bool = False  # by the first service
 
     def __post_init__(self) -> None:
         folder = cache_path() / "weights"
         fetcher = WeightFetcher(
             self.links.dial_weights, folder, self._digest_of, self._check_parts, self.off_loop
         )
-        self._server = WeightServer(self.off_loop)
+        self._server = self.first._server if self.first else WeightServer(self.off_loop)
         self._supply = WeightSupply(self.machine.me, fetcher, self, self.off_loop)
-        self.planner = Planner(self.view, self._agreed, self.off_loop, self._foreseen)
+        self.planner = Planner(
+            self.view, self._agreed, self.off_loop, self._foreseen, is_first=self.first is None
+        )
 
     @property
     def agreement(self) -> Agreement | None:
@@ -125,6 +144,7 @@ class RingService:
                 is_served=is_served,
                 lacks_bytes=lacking.get(group.id, 0),
                 is_unused=bool(used) and group.charter.key not in used,
+                is_own=any(each.group == group.id for each in member.members),
             )
             for group in groups_of(view.charter)
             for plan, is_served in (member.ring(group.id),)
@@ -134,8 +154,9 @@ class RingService:
         """Plan again, and publish what follows for this node."""
         if self.machine.charter is not None:
             self._charter_known.set()
-        self.planner.invalidate()
-        self.offer.withdraw()
+        for each in (self, *self.further.values()):
+            each.planner.invalidate()
+            each.offer.withdraw()
         self.member.publish()
 
     def reason(self) -> str:
@@ -210,14 +231,20 @@ class RingService:
 
     async def accept(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
-        if self.member.runtime is None:
-            await link.close()
-        else:
-            await self.member.runtime.arrive(link, link.peer)
+        if not any(each.runtime for each in self.member.members):
+            await link.close()  # a provider imports no torch
+            return
+        from meshllm.node.ring.runtime import arrive
+
+        await arrive(link, link.peer, self._runtime)
 
     async def send_weights(self, link: SecureLink) -> None:
         """Send weights to another node."""
         await self._server.serve(link)
+
+    def _runtime(self, hello: "Hello") -> "RingRuntime | None":
+        found = (each.runtime for each in self.member.members if each.group == hello.group)
+        return next(found, None)
 
     # Callbacks of the supply of weights, see `SupplyHost`.
 
@@ -258,14 +285,19 @@ class RingService:
     def _agreed(self) -> None:
         member = self.member
         member.agreement = self.agreement
+        if runtime := member.runtime:
+            runtime.narrow()
         self._schedule_follow()
-        self._schedule_move()
+        if self.first is None:
+            self._schedule_move()
+            self._schedule_further()
         if member.group == FIRST_GROUP and member.model is not None:
             self.editor.amend_again(member.model.shape.context)
         member.publish()
 
     def _foreseen(self, plan: Plan | None) -> None:
-        if runtime := self.member.runtime:
+        runtime = self.member.runtime
+        if runtime and not (self.first or self.offer.shared_bytes):  # no memory is free for it
             runtime.prepare(plan)
 
     def _schedule_follow(self) -> None:
@@ -296,7 +328,8 @@ class RingService:
 
     def _schedule_move(self) -> None:
         """Schedule the move to another group once it has been wanted for a while."""
-        target = self.planner.groups.get(self.machine.me)
+        part = self.planner.parts.get(self.machine.me)
+        target = part.first if part else None
         if target == self._target or self.member.provider:
             return
         self._target = target
@@ -308,10 +341,97 @@ class RingService:
         """Move to another group; if that may wait, only when no session is in progress."""
         if target != self._target or self.member.is_leaving:
             return
-        if self.member.sessions and asyncio.get_running_loop().time() < latest:
+        is_late = asyncio.get_running_loop().time() >= latest
+        if target in self.further or (self.member.sessions and not is_late):
             self.call_later(SETTLE_S, self._move, target, latest)
             return
         self._moving.set()
+
+    # Further rings.
+
+    def _schedule_further(self) -> None:
+        """Schedule what changes in further rings once it has been wanted for a while."""
+        part = self.planner.parts.get(self.machine.me)
+        is_out = part is None and bool(self.planner.parts)  # it cannot take part now, as it hangs
+        wanted = part.further if part else {}
+        if is_out or wanted == self._wanted or self.member.provider:
+            return
+        self._wanted = wanted
+        latest = asyncio.get_running_loop().time() + MOVE_S
+        self.call_later(SETTLE_S, self._change_further, wanted, latest)
+
+    def _change_further(self, wanted: Mapping[GroupId, int], latest: float) -> None:
+        """Take part in these further rings, and in no others."""
+        if wanted is not self._wanted or self.member.is_leaving:
+            return
+        ending = [at for group, at in self.further.items() if group not in wanted]
+        is_late = asyncio.get_running_loop().time() >= latest
+        if not is_late and any(at.member.sessions for at in ending):
+            self.call_later(SETTLE_S, self._change_further, wanted, latest)
+            return
+        for at in ending:
+            at.stop()
+        for group, memory in wanted.items():
+            if at_ := self.further.get(group):
+                at_.resize(memory)
+            else:
+                self._begin_further(group, memory)
+
+    def _begin_further(self, group: GroupId, memory: int) -> None:
+        def why() -> str:
+            return service.reason()
+
+        member = RingMember(self.machine, self.links, why, keep_s=0.0, first=self.member)
+        member.group = group
+        bare = replace(self.offer.profile, weights=(), layer_s=(), model="", shares=())
+        offer = NodeOffer(bare, partial(self.offer.share, group), member, self.call_later)
+        service = replace(
+            self,
+            member=member,
+            offer=offer,
+            is_founder=False,
+            first=self,
+            further={},
+            _pending=None,
+            _target=None,
+        )
+        service._memory = memory
+        self.further[group], self.member.further[group] = service, member
+        service._task = self.spawn(service.run_further)
+
+    async def run_further(self) -> None:
+        """Serve in one further ring until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self.planner.invalidate()
+                tasks.create_task(self.planner.run())
+                tasks.create_task(self._serve(None))
+        finally:
+            self._leave_further()
+
+    def _leave_further(self) -> None:
+        assert self.first is not None  # this is a further ring
+        group, first = self.member.group, self.first
+        del first.further[group], first.member.further[group]
+        if self._is_stopped:  # else the whole node stops
+            self._supply.end()
+            first.offer.share(group, None)
+        self.member.end(group)
+        first.changed()
+
+    def stop(self) -> None:
+        """End the service in a further ring."""
+        if self._task is not None:
+            self._is_stopped = True
+            self._task.cancel()
+
+    def resize(self, memory: int) -> None:
+        """Use this much memory for a further ring."""
+        if memory != self._memory:
+            self._memory = memory
+            self.offer.resize(memory)
+
+    # Serving.
 
     def _regroup(self, group: GroupId) -> None:
         """Take part in another group, and retract the offer of the last one."""
@@ -331,13 +451,16 @@ class RingService:
             try:
                 model = await self._join(ring)
             except ModelError as error:
-                if not self.offer.profile.models:
+                first = self.first or self
+                if not first.offer.profile.models:
                     raise
-                self._give_up(ring.key, error)
+                first._give_up(ring.key, error)
                 return
         if self.member.group == FIRST_GROUP:
             self.editor.amend(model.shape.context)
         offered = await preparation.offer(model, self.offer.profile)
+        if self.first:
+            offered = replace(offered, memory_bytes=self._memory, reserve_bytes=0, span=None)
         self._supply.begin(offered.weights, model.source.folder)
         self.offer.begin(offered)
         runtime = self.member.begin(model)
@@ -378,7 +501,9 @@ class RingService:
             if self.has_own_model:
                 raise
             try:
-                async with asyncio.timeout(DESCRIBE_S if self.offer.profile.models else None):
+                async with asyncio.timeout(
+                    DESCRIBE_S if (self.first or self).offer.profile.models else None
+                ):
                     folder = await self._supply.describe()
             except TimeoutError:
                 raise missing from None

@@ -45,6 +45,8 @@ class RingView:
     """Memory that it lacks; 0 if its nodes have enough."""
     is_unused: bool = False
     """Whether only other models were asked for lately."""
+    is_own: bool = False
+    """Whether this node takes part in it."""
 
 
 @dataclass(frozen=True, slots=True)

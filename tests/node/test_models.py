@@ -15,6 +15,9 @@ from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
+from meshllm.node.ring.memory import measure
+from meshllm.node.ring_member import RingMember
+from meshllm.protocol.agreement import groups
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.node.test_node import PATIENCE_S, Mesh, until
@@ -101,9 +104,38 @@ async def test_a_node_with_a_free_choice_holds_what_another_can_send(
     await until(lambda: served.key in [key.hex() for key in b.machine.profiles[b.me].models], b)
 
 
+async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,))
+    await until(lambda: serving(a) == {("builtin", 0)}, a)
+    first = await ask(a)
+
+    await control_of(a).serve(ModelOptions(random))
+
+    await until(lambda: serving(a) == {("builtin", 0), (random, 0)}, a)
+    assert all(ring.is_own for ring in rings(a).values())
+    answers = await asyncio.gather(ask(a), ask(a, model=random))
+    assert answers[0] == first != answers[1]
+    own = a.machine.profiles[a.me]
+    assert [share.model for share in own.shares] == [random]
+    assert 0 < own.shares[0].memory_bytes < own.memory_bytes
+    memory = control_of(a).status().memory
+    assert memory.weights > max(_weights(each) for each in a.ring_member.members)
+
+    control_of(a).stop(random)
+
+    await until(lambda: not a.machine.profiles[a.me].shares, a)
+    assert list(rings(a)) == [("builtin", 0)]
+    assert await ask(a) == first
+
+
+def _weights(member: RingMember) -> int:
+    return measure([], member.model.runners if member.model else ()).weights
+
+
 async def test_a_model_that_nobody_uses_makes_room_for_one_that_somebody_asks_for(
-    mesh: Mesh, random: str
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(groups, "MAX_RINGS", 1)  # as if there were no memory for both
     a = await mesh.start("a", model="builtin", more_models=(random,), keep_s=0.5)
     await until(lambda: serving(a) == {("builtin", 0)}, a)
     await control_of(a).serve(ModelOptions(random))

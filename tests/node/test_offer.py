@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import MeshError, ModelError, OutOfMemory
+from meshllm.names import GroupId
 from meshllm.node.offer import FIRST_RETRY_S, LAST_RETRY_S, SMALLER, NodeOffer
 from meshllm.protocol.membership.records import Profile
 from meshllm.testing.clock import run_virtual
@@ -143,3 +144,60 @@ def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
     case.later.pop()()
 
     assert not case.is_open
+
+
+ONE, OTHER = GroupId(b"1"), GroupId(b"2")
+
+
+def test_a_further_ring_gets_a_share_of_the_memory(case: Case) -> None:
+    share = replace(profile(1), memory_bytes=150, model="other")
+
+    case.offer.share(OTHER, share)
+    case.offer.share(ONE, replace(share, memory_bytes=10_000))
+
+    told = case.told[-1]
+    assert [(each.group, each.memory_bytes, each.model) for each in told.shares] == [
+        (ONE, told.memory_bytes - 150, "other"), (OTHER, 150, "other"),
+    ]  # fmt: skip
+    assert case.offer.shared_bytes == told.memory_bytes == MEASURED.memory_bytes
+    case.offer.share(ONE, None)
+    assert [each.group for each in case.told[-1].shares] == [OTHER]
+
+
+def test_another_model_of_the_first_ring_keeps_shares_and_what_they_leave(case: Case) -> None:
+    case.offer.share(ONE, replace(profile(1), memory_bytes=150))
+    case.offer.end()
+
+    case.offer.begin(replace(MEASURED, memory_bytes=10, reserve_bytes=999))  # measured with it
+
+    told = case.told[-1]
+    assert (told.memory_bytes, told.reserve_bytes) == (MEASURED.memory_bytes, 100)
+    assert [each.memory_bytes for each in told.shares] == [150]
+
+
+def test_a_ring_that_runs_out_of_memory_leaves_the_shares(case: Case) -> None:
+    case.offer.share(ONE, replace(profile(1), memory_bytes=250))
+    case.fail(OutOfMemory("", needed_bytes=10))
+    case.member.trouble = None
+
+    case.later[-1]()
+
+    assert case.is_open
+    assert Profile.decode(case.told[-1].encode()) == case.told[-1]
+    assert case.told[-1].memory_bytes == 250
+
+
+def test_a_share_can_be_resized(case: Case) -> None:
+    case.offer.resize(120)
+
+    assert (case.offer.measured.memory_bytes, case.told[-1].memory_bytes) == (120, 120)
+
+
+def test_a_share_that_no_record_can_hold_is_refused(case: Case) -> None:
+    huge = replace(profile(1), memory_bytes=10, weights=(bytes(16),) * 1027)
+    case.offer.share(ONE, huge)
+
+    with pytest.raises(ModelError, match="one more model"):
+        case.offer.share(OTHER, huge)
+
+    assert [each.group for each in case.told[-1].shares] == [ONE]

@@ -553,6 +553,53 @@ def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() ->
     run(story)
 
 
+def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
+    whole, *_ = several()
+    *_, third = (group.id for group in groups_of(whole) if not group.replica)
+
+    async def story() -> None:
+        place, other = Place(), replace(ALONE, epoch=7, model="other")
+        first = place.ring_member
+        place.machine.charter = whole
+        place.serve()
+        further = RingMember(
+            cast("Any", place.machine), cast("Any", place.links), lambda: "", keep_s=0.0,
+            first=first,
+        )  # fmt: skip
+        further.group, first.further[third] = third, further
+        runtime = SimpleNamespace(
+            plan=other, entry=None, sessions=2, recomputed=5, formed=place.form, missing=None
+        )
+        further.runtime = cast("Any", runtime)
+        further.loaded(True, None)
+
+        state = place.told[-1]
+        assert (state.group, state.followed) == (FIRST_GROUP, PLAN.encode())
+        assert [(each.group, each.followed) for each in state.further] == [(third, other.encode())]
+        assert state.further[0].is_loaded
+        place.states[ENTRY] = state
+        assert first.plan_of(third) == other
+        assert first.sessions == 5
+        assert first.reason("other") == "its nodes are loading and connecting"
+        assert first.loads_until == max(further.loads_own_until, first.loads_own_until)
+        further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
+        runtime.entry = cast("Any", "entry")
+        further.at_work()
+        assert await first.entries("other") == [ENTRY]
+        async with first.backend(None, "other") as backend:
+            assert isinstance(backend, RingBackend)
+            assert not place.told[-1].further[0].may_change
+            assert place.told[-1].may_change
+        first.is_hung = True
+        first.publish()
+        assert place.told[-1].further[0].obstacle == HANGS
+        del first.further[third]
+        first.publish()
+        assert place.told[-1].further == ()
+
+    run(story)
+
+
 def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
     whole, _, third = several()
 

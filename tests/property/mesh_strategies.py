@@ -1,5 +1,8 @@
 """Hypothesis strategies for mesh link messages and the records in them."""
 
+from dataclasses import replace
+from typing import TypeVar
+
 from hypothesis import strategies as st
 
 from meshllm.names import Digest, Quant, Span
@@ -32,12 +35,16 @@ from meshllm.protocol.membership.records import (
     Lifecycle,
     ModelOffer,
     Profile,
+    RingMembership,
+    RingShare,
     StateRecord,
 )
 from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, ModelSizes
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.session.messages import DType
 from tests.property.strategies import digests, nodes, u64
+
+_Grouped = TypeVar("_Grouped", RingShare, RingMembership)
 
 labels = st.text(max_size=16)  # of four bytes each at most
 sizes = st.integers(0, MAX_BYTES)
@@ -50,6 +57,33 @@ costs = st.dictionaries(st.integers(1, 4096), seconds, max_size=5).map(
 spans = st.integers(1, MAX_LAYERS).flatmap(
     lambda stop: st.integers(0, stop - 1).map(lambda start: Span(start, stop))
 )
+groups = st.binary(min_size=1, max_size=9)
+shares = st.builds(
+    RingShare, groups, sizes, costs, st.floats(0, MAX_SECONDS), labels,
+    st.lists(sixteen, max_size=3).map(tuple),
+)  # fmt: skip
+
+
+def _with_room(profile: Profile) -> Profile:
+    """Let the memory of a node suffice for its shares."""
+    shared = sum(each.memory_bytes for each in profile.shares)
+    memory = min(MAX_BYTES, profile.memory_bytes + shared)
+    left, kept = memory, list[RingShare]()
+    for share in profile.shares:
+        kept.append(replace(share, memory_bytes=min(left, share.memory_bytes)))
+        left -= kept[-1].memory_bytes
+    return replace(profile, memory_bytes=memory, shares=tuple(kept))
+
+
+def _in_order(found: list[_Grouped]) -> tuple[_Grouped, ...]:
+    return tuple(sorted(found, key=lambda each: each.group))
+
+
+def _without_first(state: StateRecord) -> StateRecord:
+    further = tuple(each for each in state.further if each.group != state.group)
+    return replace(state, further=further)
+
+
 profiles = st.builds(
     Profile,
     labels,
@@ -66,6 +100,10 @@ profiles = st.builds(
     st.lists(eight, max_size=3).map(tuple),
     st.lists(sixteen, max_size=3).map(tuple),
     st.booleans(),
+    st.lists(shares, max_size=3, unique_by=lambda each: each.group).map(_in_order),
+).map(_with_room)
+memberships = st.builds(
+    RingMembership, groups, st.binary(max_size=40), st.booleans(), st.booleans(), labels
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 few_nodes = st.lists(nodes, max_size=3).map(tuple)
@@ -83,7 +121,8 @@ states = st.builds(
     ),
     st.binary(max_size=9),
     st.lists(eight, max_size=3).map(tuple),
-)
+    st.lists(memberships, max_size=3, unique_by=lambda each: each.group).map(_in_order),
+).map(_without_first)
 
 
 @st.composite

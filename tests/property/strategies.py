@@ -68,7 +68,7 @@ keeps = st.integers(0, MAX_POSITION)
 closes = st.builds(Close, sessions, u32, keeps, st.lists(tallies, max_size=5).map(tuple))
 faults = st.builds(Fault, sessions, u32, st.sampled_from(FaultCode), st.integers(0, 255), texts)
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Hello, nodes, u32, digests),
+    st.builds(Hello, nodes, u32, digests, st.binary(max_size=9)),
     st.builds(Beat, u64, u64, u64),
     data(),
     st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),

@@ -9,7 +9,7 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 18, 5, 8, 4  # of an idle node
+TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 18, 5, 9, 4  # of an idle node
 FOLLOW_S = 5  # s at most that a node follows a plan that it knows to be outdated
 WRITES = 4  # disk writes at most, before a node publishes which plan it follows
 
@@ -139,12 +139,14 @@ class Checks:
                 return f"{number} has requests on its desk"
             if node.ring_member.sessions:
                 return f"{number} has {node.ring_member.sessions} sessions"
-            process, plan = world.running[number].process, node.ring_member.plan
-            is_linked = plan is not None and len(plan.stages) > 1 and plan.rank(node.me) is not None
-            if len(process.ends) != links + 2 * is_linked:
+            process, rings = world.running[number].process, node.ring_member.members
+            plans = [member.plan for member in rings if member.plan]
+            linked = [at for at in plans if len(at.stages) > 1 and at.rank(node.me) is not None]
+            if len(process.ends) != links + 2 * len(linked):
                 return f"{number} has {len(process.ends)} links, of the ring and others"
             dials = len(world.capacity) - 1 - links
-            most = TASKS + TASKS_OF_LINK * links + TASKS_OF_RING + TASKS_OF_DIAL * dials
+            most = TASKS + TASKS_OF_LINK * links + TASKS_OF_DIAL * dials
+            most += TASKS_OF_RING * len(rings)
             if len(process.tasks) > most:
                 return f"{number} has {len(process.tasks)} tasks, more than {most}"
         return None

@@ -1,8 +1,11 @@
 """Whole nodes that serve two models, with replicas: faults as in `schedule`, and checks by ring."""
 
-from meshllm.node.node import MeshNode
+from collections.abc import Sequence
+
+from meshllm.names import GroupId
 from meshllm.node.options import ModelOptions
-from meshllm.protocol.agreement.groups import UNASSIGNED, assign, groups_of, shortage
+from meshllm.node.ring_member import RingMember
+from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, divide, groups_of, shortage
 from tests.simulation.checks import Checks
 from tests.simulation.schedule import Schedule
 from tests.simulation.toy import LAYERS
@@ -27,18 +30,20 @@ class RingChecks(Checks):
             view = node.service.view()
             if view is None:
                 return f"{number} knows no charter"
-            place = assign(view).get(node.me, UNASSIGNED)
-            if place != node.ring_member.group:
-                return f"{number} is in {node.ring_member.group.hex()}, not {place.hex()}"
-        first = next(iter(self.here.values()))
-        view = first.service.view()
+            part = divide(view).get(node.me, NodeGroups(UNASSIGNED))
+            wanted = [part.first, *sorted(part.further)]
+            first, *further = (each.group for each in node.ring_member.members)
+            if wanted != [first, *sorted(further)]:
+                return f"{number} is in {_shown([first, *further])}, not {_shown(wanted)}"
+        view = next(iter(self.here.values())).service.view()
         assert view is not None
         lacking = shortage(view)
         for group in groups_of(view.charter):
             ring = {
-                number: node
+                number: member
                 for number, node in self.here.items()
-                if node.ring_member.group == group.id
+                for member in node.ring_member.members
+                if member.group == group.id
             }
             if group.id in lacking and not group.replica:
                 return f"{group.charter.shape.name} lacks {lacking[group.id]} bytes"
@@ -46,25 +51,28 @@ class RingChecks(Checks):
                 return f"{group.charter.shape.name}, replica {group.replica}: {why}"
         return None
 
-    def _no_ring_of(self, ring: dict[int, MeshNode]) -> str | None:
-        here = {node.me for node in ring.values()}
-        plans = {node.ring_member.plan for node in ring.values()}
+    def _no_ring_of(self, ring: dict[int, RingMember]) -> str | None:
+        here = {self.here[number].me for number in ring}
+        plans = {member.plan for member in ring.values()}
         (plan, *others) = plans or {None}
         if plan is None or others:
             return f"{sorted(ring)} follow {len(plans)} plans"
         if not {stage.node for stage in plan.stages} <= here:
             return f"{sorted(ring)} follow {plan}"
-        for number, node in ring.items():
-            runtime, rank = node.ring_member.runtime, plan.rank(node.me)
+        for number, member in ring.items():
+            runtime, rank = member.runtime, plan.rank(self.here[number].me)
             if not runtime or (rank is not None) is not bool(runtime.entry or runtime.stage):
                 return f"{number} {'is not' if rank is not None else 'is'} at work"
-        entry = plan.stages[0].node
-        model = node.ring_member.charter
+        entry, model = plan.stages[0].node, next(iter(ring.values())).charter
         assert model is not None
         for number, other in self.here.items():
             if entry not in other.ring_member.serving_entries(model.shape.name):
                 return f"{number} does not know its entry"
         return None
+
+
+def _shown(groups: Sequence[GroupId]) -> str:
+    return ", ".join(group.hex() or "the first" for group in groups)
 
 
 class SeveralSchedule(Schedule):
@@ -97,3 +105,15 @@ class SeveralSchedule(Schedule):
         if not any(charter and charter.models for charter in charters):
             self.world.models = ("",)  # the node that served it died before it told anyone
         await super()._ask_all()
+
+
+class SharedSchedule(SeveralSchedule):
+    """The same with nodes that have memory for both models, or for one and a part of the other."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__(world, seed)
+        self.count = self.random.choice((2, 3))
+        world.capacity = {number: self.random.choice((3, 5, 9)) for number in range(self.count)}
+        world.newcomers = {each for each in world.newcomers if each < self.count}
+        world.replicas = world.ring_size = None
+        self.asked = ModelOptions(OTHER)

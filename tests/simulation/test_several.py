@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.simulation.node_world import shortcuts, simulate
-from tests.simulation.several import SeveralSchedule
+from tests.simulation.several import SeveralSchedule, SharedSchedule
 from tests.simulation.test_nodes import told
 
 BLOCK = 10  # schedules
@@ -29,6 +29,14 @@ def test_every_ring_recovers_from_every_fault(block: int) -> None:
         assert not world.wrong, f"seed {seed}: {told(world)}"
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nodes_in_both_rings_recover_from_every_fault(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        world = simulate(seed, SharedSchedule)
+
+        assert not world.wrong, f"seed {seed}: {told(world)}"
+
+
 @pytest.mark.parametrize("seed", FOUND)
 def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
     world = simulate(seed, SeveralSchedule)
@@ -39,7 +47,7 @@ def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
 @pytest.mark.parametrize(
     ("target", "broken", "fault"),
     [
-        ("meshllm.node.planner.assign", lambda _: {}, "is in 00, not "),
+        ("meshllm.node.planner.divide", lambda _: {}, "is in 00, not "),
         ("meshllm.node.planner.ring_of", lambda view: view, "replica 0: "),
     ],
     ids=["nobody moves", "rings of the first model only"],

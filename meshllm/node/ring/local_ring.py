@@ -21,7 +21,7 @@ from meshllm.names import NodeId
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.runtime import RingRuntime
+from meshllm.node.ring.runtime import RingRuntime, arrive
 from meshllm.node.ring.shape import plan_shape
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest, Token
@@ -96,7 +96,7 @@ class _Rank:
             group.create_task(self.runtime.run())
             if self._listener is not None:
                 async for link in self._listener.links():
-                    await self.runtime.arrive(link, self._before)
+                    await arrive(link, self._before, lambda _: self.runtime)
 
 
 class LocalRing:

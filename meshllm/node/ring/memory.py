@@ -1,6 +1,6 @@
-"""Memory that this process holds for a model, by purpose, in bytes."""
+"""Memory that this process holds for models, by purpose, in bytes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from meshllm.model.shape import process_memory
@@ -14,25 +14,20 @@ if TYPE_CHECKING:
 
 
 def measure(
-    node: "EntryNode | StageNode | None", loaded: "Collection[Runner]" = ()
+    ranks: "Sequence[EntryNode | StageNode]", loaded: "Collection[Runner]" = ()
 ) -> MemoryStatus:
-    """Return the memory of a rank, and of what is ``loaded`` before there is a ring.
-
-    ``node`` is None outside a ring.
-    """
-    process = process_memory()
-    if node is None:
-        return MemoryStatus(process, weights=_weights(loaded))
-    drafting = node.drafting
+    """Return the memory of all ranks of this node, and of what is ``loaded`` before it has one."""
+    runners = {runner for rank in ranks for runner in rank.runners}
+    drafting = [each.drafting for each in ranks]
     return MemoryStatus(
-        process,
-        weights=_weights({*node.runners, *loaded}),
-        kv_cache=node.budget.live_bytes,
-        prefix_cache=node.budget.kept_bytes,
-        kv_room=max(0, node.budget.rooms[0].total),
-        drafter=drafting.bytes if isinstance(drafting, SuffixDrafting) else 0,
-        recorded_steps=sum(runner.recorded_bytes for runner in node.runners),
-        sent_rows=node.layers.sent_bytes,
+        process_memory(),
+        weights=_weights({*runners, *loaded}),
+        kv_cache=sum(each.budget.live_bytes for each in ranks),
+        prefix_cache=sum(each.budget.kept_bytes for each in ranks),
+        kv_room=sum(max(0, each.budget.rooms[0].total) for each in ranks),
+        drafter=sum(each.bytes for each in drafting if isinstance(each, SuffixDrafting)),
+        recorded_steps=sum(runner.recorded_bytes for runner in runners),
+        sent_rows=sum(each.layers.sent_bytes for each in ranks),
     )
 
 

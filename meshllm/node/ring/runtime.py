@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.names import NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.session_store import SessionStore
@@ -127,8 +127,11 @@ class _IdleLink:
 class RingRuntime:
     """The rank of a node in the ring of the plan in force."""
 
-    def __init__(self, me: NodeId, model: ModelRuntime, host: RuntimeHost) -> None:
+    def __init__(
+        self, me: NodeId, model: ModelRuntime, host: RuntimeHost, group: GroupId = FIRST_GROUP
+    ) -> None:
         self._me = me
+        self._group = group
         self._model = model
         self._host = host
         self._machine = Forming(me)
@@ -144,6 +147,7 @@ class RingRuntime:
         """The plan that may follow and whose span this node, without a rank, has loaded."""
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
+        self._is_narrow = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self.warmed_up = asyncio.Event()
@@ -206,6 +210,15 @@ class RingRuntime:
         """Update whether all nodes of the plan in force have loaded."""
         self._act(self._machine.formed(self._now(), is_formed=is_formed))
 
+    def narrow(self) -> None:
+        """Form the ring again if a rank has less room for caches than this one works with."""
+        node = self._entry or self.stage
+        if node is None or self.plan is None or (budget := self._budget(self.plan)) is None:
+            return
+        pairs = zip(budget.rooms, node.budget.rooms, strict=True)
+        if any(now.total < before.total for now, before in pairs):
+            self._is_narrow.set()
+
     async def run(self) -> None:
         """Serve until cancelled."""
         try:
@@ -218,24 +231,14 @@ class RingRuntime:
             links, self._links = self._links, {}
             await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
 
-    async def arrive(self, link: contract.Link, peer: NodeId) -> None:
-        """Accept a link for a ring; close it unless it is for the plan in force or a later one.
+    @property
+    def is_closed(self) -> bool:
+        """Whether it accepts no links any more."""
+        return self._is_closed
 
-        If cancelled, it is closed too.
-        """
-        idle = _IdleLink(link)
-        hello = None
-        try:
-            async with asyncio.timeout(SILENCE):
-                hello = decode(await idle.first())
-        except (TimeoutError, MeshError) as error:
-            logger.debug("ring link without a Hello: %s", error)
-        finally:
-            if not isinstance(hello, Hello) or self._is_closed:
-                await link.close()
-        if isinstance(hello, Hello) and not self._is_closed:
-            number = self._idle(idle)
-            self._act(self._machine.arrived(peer, hello, number, self._now()))
+    def take(self, link: _IdleLink, peer: NodeId, hello: Hello) -> None:
+        """Take over a link after its first message."""
+        self._act(self._machine.arrived(peer, hello, self._idle(link), self._now()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -370,17 +373,20 @@ class RingRuntime:
         model, span = self._model, self._span
         runners = span.runners if span and model.drafting else []
         warm_up = WarmUp([(model.worker, runner) for runner in runners], self.warmed_up)
+        self._is_narrow.clear()
         running = asyncio.ensure_future(node.run())
+        narrow = asyncio.ensure_future(self._is_narrow.wait())
         warming_up = asyncio.ensure_future(warm_up.run())
         try:
             await asyncio.sleep(0)  # it accepts work after its first step
             self._at_work(node)
-            return await running
+            await asyncio.wait({running, narrow}, return_when=asyncio.FIRST_COMPLETED)
+            return running.result() if running.done() else LinkLost("There is less memory now")
         finally:
             self._at_work(None)
-            running.cancel()
-            warming_up.cancel()
-            await asyncio.gather(running, warming_up, return_exceptions=True)
+            for task in (running, narrow, warming_up):
+                task.cancel()
+            await asyncio.gather(running, narrow, warming_up, return_exceptions=True)
 
     @property
     def _is_free(self) -> bool:
@@ -404,7 +410,7 @@ class RingRuntime:
     @property
     def _hello(self) -> Hello:
         assert self.plan is not None  # a node without one dials no rank
-        return Hello(self._me, self.plan.epoch, self.plan.digest)
+        return Hello(self._me, self.plan.epoch, self.plan.digest, self._group)
 
     def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[RingLink]:
         """Return the links to the previous and the next rank; none in a ring of one."""
@@ -507,6 +513,28 @@ class RingRuntime:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+async def arrive(
+    link: contract.Link, peer: NodeId, find: Callable[[Hello], RingRuntime | None]
+) -> None:
+    """Accept a link for a ring; close it unless ``find`` knows the ring of its first message.
+
+    The runtime closes it unless it is for the plan in force or a later one. If cancelled, it is
+    closed too.
+    """
+    idle, runtime, hello = _IdleLink(link), None, None
+    try:
+        async with asyncio.timeout(SILENCE):
+            hello = decode(await idle.first())
+        runtime = find(hello) if isinstance(hello, Hello) else None
+    except (TimeoutError, MeshError) as error:
+        logger.debug("ring link without a Hello: %s", error)
+    finally:
+        if runtime is None or runtime.is_closed:
+            await link.close()
+    if isinstance(hello, Hello) and runtime and not runtime.is_closed:
+        runtime.take(idle, peer, hello)
 
 
 def _span_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:

@@ -89,8 +89,14 @@ class Candidates:
 def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
     """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
-    plans = ((node, decoded(data)) for node, data in told.items())
-    return {node: plan for node, plan in plans if plan and plan.epoch < MAX_EPOCH}
+    plans = decode_plans(told.values())
+    return {node: plans[data] for node, data in told.items() if data in plans}
+
+
+def decode_plans(encoded: Iterable[bytes]) -> dict[bytes, Plan]:
+    """Decode plans, except for malformed ones and those that no later epoch could replace."""
+    plans = ((data, decoded(data)) for data in set(encoded))
+    return {data: plan for data, plan in plans if plan and plan.epoch < MAX_EPOCH}
 
 
 @lru_cache(64)

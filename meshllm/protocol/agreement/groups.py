@@ -3,8 +3,9 @@
 Theory of operation
 -------------------
 A mesh has a group of nodes for each replica of each model in its charter, and a ring per group. A
-node takes part in one group at a time, which its state tells. Every node computes `assign` from the
-same records, and moves itself if the result names another group than its own. There is no vote.
+node takes part in one group, its first, and in further ones with memory that this one leaves, which
+its state tells. Every node computes `divide` from the same records, and moves itself if the result
+names other groups than its own. There is no vote.
 
 The groups are in a fixed order: each model once, then each a second time, and so on. A group is
 *complete* if its nodes have the memory for the layers, one of them may be the entry, and, where
@@ -18,6 +19,15 @@ the group that is served worst.
 A complete group never gives a node that it needs to an earlier one of the same round, and groups
 are filled until nothing changes: assigning again moves nobody.
 
+Where moves do not complete a group, it takes *shares* of nodes that keep their first group: what is
+left of their memory once each of their rings serves, at most what the whole model needs. A node is
+in at most one group of each model. A node publishes the memory of each share, and the ring of its
+first group has the rest, so that no two rings plan with the same bytes. A share ends if its group
+is complete without it and does not use it; shares of later replicas, of later groups that are not
+complete, and of models that nobody uses, end if another group becomes complete by it. Nodes join
+one further group at a time, and none while a ring of theirs is not whole: what such a ring needs
+next is not known yet.
+
 States tell which models were asked for lately. The first replica of such a model also takes nodes
 from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
 nodes to another one gets them back when it is asked for, and the other is not used any more.
@@ -29,15 +39,22 @@ The memory of a node is what it offers for any model. A ring that follows a plan
 this estimate, which takes all layers as large as the largest, denies it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId
-from meshllm.protocol.agreement.candidates import MeshView, followed_plans
+from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Span
+from meshllm.protocol.agreement.candidates import MeshView, decode_plans
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import DIGEST_PART_BYTES, Lifecycle, Profile
+from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    MAX_RINGS,
+    Lifecycle,
+    Profile,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.planning.plan import Ends, Offer, Plan
-from meshllm.protocol.planning.problem import usable_bytes
+from meshllm.protocol.planning.problem import least_memory, memory_for, usable_bytes
 from meshllm.protocol.weights.holders import awaits_weights
 
 UNASSIGNED = GroupId(b"\0")
@@ -54,6 +71,15 @@ class Group:
     charter: Charter
     """Of the model, with the terms of the mesh."""
     replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGroups:
+    """The groups in which a node takes part."""
+
+    first: GroupId
+    further: Mapping[GroupId, int] = field(default_factory=dict)
+    """Further ones, with the bytes of memory that the node gives to each."""
 
 
 def groups_of(charter: Charter) -> tuple[Group, ...]:
@@ -74,27 +100,57 @@ def find_group(charter: Charter, group: GroupId) -> Group | None:
 
 def has_several(view: MeshView) -> bool:
     """Return whether a mesh has, or had until now, several groups, so that nodes may move."""
-    is_moved = any(state.group != FIRST_GROUP for state in view.states.values())
+    is_moved = any(_groups(state) != (FIRST_GROUP,) for state in view.states.values())
     return is_moved or len(groups_of(view.charter)) > 1
 
 
 def ring_of(view: MeshView) -> MeshView | None:
     """Return the view for planning the ring of its group; None if the mesh has no such group."""
     group = find_group(view.charter, view.group)
-    return replace(view, charter=group.charter) if group else None
+    if group is None:
+        return None
+    states, at = view.states, group.id
+    further = {node for node, state in states.items() if state.is_further(at)}
+    return replace(
+        view,
+        charter=group.charter,
+        states={node: state.in_ring(at) for node, state in states.items()},
+        profiles={
+            node: profile.in_ring(at, is_further=node in further)
+            for node, profile in view.profiles.items()
+        },
+    )
+
+
+def memberships(view: MeshView) -> dict[tuple[NodeId, GroupId], RingMembership]:
+    """Return what each living node does in each ring in which it takes part."""
+    here = view.alive()
+    return {
+        (node, each.group): each
+        for node, state in view.states.items()
+        if node in here
+        for each in state.memberships
+    }
 
 
 def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
     """Return the plan that each ring follows, as far as it has living nodes of its group."""
-    here, found = view.alive(), dict[GroupId, Plan]()
-    for node, plan in followed_plans(view).items():
-        group = view.group_of(node)
-        is_own = all(view.group_of(stage.node) == group for stage in plan.stages)
-        if node not in here or not is_own or plan.rank(node) is None:
+    known, found = memberships(view), dict[GroupId, Plan]()
+    plans = decode_plans(each.followed for each in known.values())
+    takes_part = {(node, group) for node, state in view.states.items() for group in _groups(state)}
+    for (node, group), each in known.items():
+        plan = plans.get(each.followed)
+        if plan is None or plan.rank(node) is None:
+            continue
+        if any((at.node, group) not in takes_part and at.node in view.states for at in plan.stages):
             continue
         if group not in found or found[group].precedence < plan.precedence:
             found[group] = plan
     return found
+
+
+def _groups(state: StateRecord) -> tuple[GroupId, ...]:
+    return tuple(each.group for each in state.memberships)
 
 
 def used_models(view: MeshView) -> frozenset[ModelKey]:
@@ -106,15 +162,24 @@ def used_models(view: MeshView) -> frozenset[ModelKey]:
 
 
 def assign(view: MeshView) -> Mapping[NodeId, GroupId]:
-    """Return the group of each living node that can hold layers; the same on every node."""
-    table, before = _Table(view), dict[NodeId, GroupId]()
-    while table.place != before:  # ends: each change completes an earlier group, or places a node
-        before = dict(table.place)
+    """Return the first group of each living node that can hold layers; the same on every node."""
+    return {node: part.first for node, part in divide(view).items()}
+
+
+def divide(view: MeshView) -> Mapping[NodeId, NodeGroups]:
+    """Return the groups of each living node that can hold layers; the same on every node."""
+    table = _Table(view)
+    table.end_shares()
+    before = table.parts()
+    while True:  # ends: each change completes an earlier group, or places a node
         for strict in (False, True):
             for number in range(len(table.groups)):
                 table.fill(number, strict=strict)
         table.place_rest()
-    return table.place
+        found = table.parts()
+        if found == before:
+            return found
+        before = found
 
 
 def shortage(view: MeshView) -> Mapping[GroupId, int]:
@@ -124,42 +189,84 @@ def shortage(view: MeshView) -> Mapping[GroupId, int]:
     return {group: size for group, size in lacking.items() if size > 0}
 
 
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What one node needs to hold layers of a model, in bytes."""
+
+    layer: int
+    cache: int
+    ends: int
+    whole: int
+    """For all layers."""
+
+    @classmethod
+    def of(cls, charter: Charter) -> "_Sizes":
+        shape = charter.shape
+        cache = shape.context * max(shape.kv_bytes_per_token)
+        layer = max(shape.layer_bytes) + cache * charter.sessions
+        span = Span(0, shape.layers)
+        whole = least_memory(shape, span, is_entry=True, sessions=charter.sessions)
+        return cls(layer, cache, shape.ends_bytes, whole)
+
+
 @dataclass(slots=True)
 class _Table:
     """The nodes, their places, and what each can hold of each model."""
 
     view: MeshView
     groups: tuple[Group, ...] = ()
+    numbers: dict[GroupId, int] = field(default_factory=dict)
+    sizes: tuple[_Sizes, ...] = ()
     place: dict[NodeId, GroupId] = field(default_factory=dict)
+    """The first group of each node."""
+    shares: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
+    """The further groups of each node, with the memory for them."""
     plans: dict[GroupId, Plan] = field(default_factory=dict)
-    rooms: dict[tuple[NodeId, int], tuple[int, int]] = field(default_factory=dict)
-    """Layers of the model of a group that a node can hold, without and with the ends."""
+    told: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
     used: frozenset[ModelKey] = frozenset()
 
     def __post_init__(self) -> None:
         view = self.view
         self.groups = groups_of(view.charter)
+        self.numbers = {group.id: number for number, group in enumerate(self.groups)}
+        self.sizes = tuple(_Sizes.of(group.charter) for group in self.groups)
         self.plans, self.used = plans_in_force(view), used_models(view)
-        known = {group.id: group for group in self.groups}
+        self.told = memberships(view)
         for node in sorted(view.alive()):
             if _can_take_part(view, node):
-                group = known.get(view.group_of(node))
-                profile = view.profiles[node]
-                is_unable = group and profile.models and not holds(profile, group.charter)
-                self.place[node] = group.id if group and not is_unable else UNASSIGNED
-                for number, each in enumerate(self.groups):
-                    self.rooms[node, number] = _rooms(view, node, each.charter)
+                self._enter(node)
+
+    def _enter(self, node: NodeId) -> None:
+        """Enter the groups of a node, as far as the mesh has them and the node their models."""
+        state, profile = self.view.states[node], self.view.profiles[node]
+        known = [
+            group
+            for group in _groups(state)
+            if (number := self.numbers.get(group)) is not None
+            and (not profile.models or holds(profile, self.groups[number].charter))
+        ]
+        unique = {self._key(group): group for group in reversed(known)}
+        groups = [group for group in known if group in unique.values()]
+        self.place[node], *further = groups or [UNASSIGNED]
+        given = {share.group: share.memory_bytes for share in profile.shares}
+        self.shares[node] = {}
+        for group in further:
+            self.shares[node][group] = given.get(group) or self._share(node, self.numbers[group])
+
+    def parts(self) -> dict[NodeId, NodeGroups]:
+        """Return the groups of each node."""
+        return {node: NodeGroups(at, dict(self.shares[node])) for node, at in self.place.items()}
 
     # Who has what it needs.
 
     def nodes(self, number: int) -> list[NodeId]:
         group = self.groups[number].id
-        return [node for node, at in self.place.items() if at == group]
+        return [node for node, at in self.place.items() if group in (at, *self.shares[node])]
 
     def is_complete(self, number: int, nodes: Iterable[NodeId], *, strict: bool) -> bool:
         """Return whether nodes suffice for a group; if strict, there are as many as requested."""
         nodes, charter = list(nodes), self.groups[number].charter
-        able = [node for node in nodes if self.rooms[node, number][0] > 0]
+        able = self._able(number, nodes)
         wanted = min(charter.members or 1, charter.shape.layers) if strict else 1
         if len(able) < wanted:
             return False
@@ -173,13 +280,31 @@ class _Table:
         shape = self.groups[number].charter.shape
         return max(1, self._lack(number, nodes)) * max(shape.layer_bytes)
 
+    def room(self, node: NodeId, number: int) -> tuple[int, int]:
+        """Return how many layers a node can hold, without and with the ends; the latter may be < 0.
+
+        Of a group in which it takes part no share, what it could hold if it moved there.
+        """
+        profile, group = self.view.profiles[node], self.groups[number]
+        if node in group.charter.exclude or not holds(profile, group.charter):
+            return 0, 0
+        memory, reserve, shares = profile.memory_bytes, profile.reserve_bytes, self.shares[node]
+        if group.id in shares:
+            memory, reserve = shares[group.id], 0
+        else:
+            memory = max(0, memory - sum(shares.values()))
+        sizes = self.sizes[number]
+        offer = Offer(node, memory, ((1, 1.0),), 0.0, reserve)
+        usable = max(0, usable_bytes(offer) - sizes.cache)  # as the planner counts
+        return usable // sizes.layer, (usable - sizes.ends) // sizes.layer
+
     def _is_served(self, number: int, nodes: list[NodeId]) -> bool:
         plan = self.plans.get(self.groups[number].id)
         return plan is not None and {stage.node for stage in plan.stages} <= set(nodes)
 
     def _lack(self, number: int, nodes: list[NodeId]) -> int:
         """Return the layers for which nodes lack room; all if none may be the entry."""
-        rooms = [self.rooms[node, number] for node in nodes]
+        rooms = [self.room(node, number) for node in nodes]
         charter = self.groups[number].charter
         is_client = charter.ends is Ends.CLIENT  # the author is the entry, and holds no layers
         entries = (self.view.author,) if is_client else charter.entries
@@ -195,26 +320,37 @@ class _Table:
 
     def fill(self, number: int, *, strict: bool) -> None:
         """Complete a group with nodes that it may take; take none if they do not suffice."""
-        nodes, taken = self.nodes(number), list[NodeId]()
-        if self.is_complete(number, nodes, strict=strict):
+        if self.is_complete(number, self.nodes(number), strict=strict):
             return
-        for donors in (
-            self._free, self._unneeded, self._incomplete, self._replicas, self._unused,
-        ):  # fmt: skip
-            if donors == self._replicas and strict:
-                return
-            while found := [each for each in donors(number, taken, strict) if each not in taken]:
-                taken.append(self._choose(number, nodes, taken, found, strict=strict))
-                if self.is_complete(number, [*nodes, *taken], strict=strict):
-                    self._take(number, nodes, taken, strict=strict)
-                    return
+        moves = self._free, self._unneeded, self._incomplete
+        if any(self._move(number, donors, strict=strict) for donors in moves) or strict:
+            return
+        if self._join(number) or self._join_instead(number):
+            return
+        any(self._move(number, donors, strict=False) for donors in (self._replicas, self._unused))
+
+    def _move(
+        self,
+        number: int,
+        donors: Callable[[int, list[NodeId], bool], list[NodeId]],
+        *,
+        strict: bool,
+    ) -> bool:
+        """Complete a group with nodes of these donors; return whether that is possible."""
+        nodes, taken = self.nodes(number), list[NodeId]()
+        while found := [each for each in donors(number, taken, strict) if each not in taken]:
+            taken.append(self._choose(number, nodes, taken, found, strict=strict))
+            if self.is_complete(number, [*nodes, *taken], strict=strict):
+                self._take(number, nodes, taken, strict=strict)
+                return True
+        return False
 
     def _choose(
         self, number: int, nodes: list[NodeId], taken: list[NodeId], found: list[NodeId],
         *, strict: bool,
     ) -> NodeId:  # fmt: skip
         """Return the smallest node that completes the group, else the largest."""
-        order = sorted(found, key=lambda node: (self.rooms[node, number][0], node))
+        order = sorted(found, key=lambda node: (self.room(node, number)[0], node))
         completing = (
             node
             for node in order
@@ -229,11 +365,137 @@ class _Table:
                 taken = others
         self.place |= dict.fromkeys(taken, self.groups[number].id)
 
+    # Shares.
+
+    def end_shares(self) -> None:
+        """End the shares that their groups neither need nor use."""
+        for node, shares in self.shares.items():
+            for group in list(shares):
+                plan, number = self.plans.get(group), self.numbers[group]
+                others = [each for each in self.nodes(number) if each != node]
+                is_used = plan is not None and plan.rank(node) is not None
+                if not is_used and self.is_complete(number, others, strict=False):
+                    del shares[group]
+
+    def _join(self, number: int) -> bool:
+        """Complete a group with shares of nodes; return whether that is possible."""
+        group, before = self.groups[number].id, self._copied_shares()
+        able = {
+            node: self._share(node, number) for node in self.place if self._may_join(node, number)
+        }
+        joined = list[NodeId]()
+        for node in sorted(
+            able, key=lambda node: (group not in self.shares[node], -able[node], node)
+        ):
+            self.shares[node][group] = able[node]
+            joined.append(node)
+            if self.is_complete(number, self.nodes(number), strict=False):
+                self._end_unneeded(number, joined, before)
+                return True
+        self.shares = before
+        return False
+
+    def _end_unneeded(
+        self, number: int, joined: list[NodeId], before: dict[NodeId, dict[GroupId, int]]
+    ) -> None:
+        """Undo the shares without which a group is complete too."""
+        for node in joined[:-1]:
+            now, self.shares[node] = self.shares[node], dict(before[node])
+            if not self.is_complete(number, self.nodes(number), strict=False):
+                self.shares[node] = now
+
+    def _join_instead(self, number: int) -> bool:
+        """Complete a group with shares in place of those of groups that yield to it."""
+        before = self._copied_shares()
+        yielding = [
+            (node, self.groups[other].id)
+            for other in range(len(self.groups) - 1, -1, -1)
+            if self._yields(other, number)
+            for node in self.nodes(other)
+            if self.groups[other].id in self.shares[node]
+        ]
+        for node, group in yielding:
+            del self.shares[node][group]
+            if self.is_complete(number, self.nodes(number), strict=False) or self._join(number):
+                return True
+        self.shares = before
+        return False
+
+    def _yields(self, other: int, number: int) -> bool:
+        """Return whether a group ends its shares if that completes another one."""
+        group, wanting = self.groups[other], self.groups[number]
+        if wanting.charter.key in self.used and not wanting.replica:
+            if group.charter.key not in self.used:
+                return True
+        elif group.charter.key in self.used and not group.replica:
+            return False
+        is_whole = self.is_complete(other, self.nodes(other), strict=False)
+        return other > number and (group.replica > wanting.replica or not is_whole)
+
+    def _may_join(self, node: NodeId, number: int) -> bool:
+        """Return whether a node may have a share in a group, or a larger one than it has."""
+        group, shares = self.groups[number], self.shares[node]
+        held = [self.place[node], *(each for each in shares if each != group.id)]
+        return (
+            len(held) < MAX_RINGS
+            and node not in group.charter.exclude
+            and holds(self.view.profiles[node], group.charter)
+            and UNASSIGNED not in held
+            and group.charter.key not in map(self._key, held)
+            and all(self._serves(node, each) for each in held)
+            and self._share(node, number) > shares.get(group.id, 0)
+        )
+
+    def _serves(self, node: NodeId, group: GroupId) -> bool:
+        """Return whether a ring is whole, and needs no more of a node than it has."""
+        number, plan, told = (
+            self.numbers[group],
+            self.plans.get(group),
+            self.told.get((node, group)),
+        )
+        if plan is None or told is None or not self._is_served(number, self.nodes(number)):
+            return False
+        return plan.rank(node) is None or (told.is_loaded and told.followed == plan.encode())
+
+    def _share(self, node: NodeId, number: int) -> int:
+        """Return the memory that a node has left for a group, at most for the whole model."""
+        profile, first = self.view.profiles[node], self.place[node]
+        others = (size for at, size in self.shares[node].items() if at != self.groups[number].id)
+        plan, needed = self.plans.get(first), profile.reserve_bytes
+        if plan is not None:
+            charter = self.groups[self.numbers[first]].charter
+            needed = memory_for(
+                plan, node, charter.shape, sessions=charter.sessions, reserve=needed
+            )
+        left = profile.memory_bytes - needed - sum(others)
+        return max(0, min(left, self.sizes[number].whole))
+
+    def _copied_shares(self) -> dict[NodeId, dict[GroupId, int]]:
+        return {node: dict(shares) for node, shares in self.shares.items()}
+
+    def _key(self, group: GroupId) -> ModelKey:
+        return self.groups[self.numbers[group]].charter.key
+
+    # Donors of nodes.
+
     def _able(self, number: int, nodes: Iterable[NodeId]) -> list[NodeId]:
-        return [node for node in nodes if self.rooms[node, number][0] > 0]
+        return [node for node in nodes if self.room(node, number)[0] > 0]
+
+    def _movable(self, number: int, nodes: Iterable[NodeId]) -> list[NodeId]:
+        """Return the nodes that can hold layers of a model, and have no ring of it yet."""
+        key = self.groups[number].charter.key
+        return [
+            node
+            for node in self._able(number, nodes)
+            if key not in map(self._key, self.shares[node])
+        ]
+
+    def _firsts(self, number: int) -> list[NodeId]:
+        group = self.groups[number].id
+        return [node for node, at in self.place.items() if at == group]
 
     def _free(self, number: int, _taken: list[NodeId], _strict: bool) -> list[NodeId]:
-        return self._able(number, (node for node, at in self.place.items() if at == UNASSIGNED))
+        return self._movable(number, (node for node, at in self.place.items() if at == UNASSIGNED))
 
     def _unneeded(self, number: int, taken: list[NodeId], strict: bool) -> list[NodeId]:
         """Return the nodes without which their groups are complete, standbys first."""
@@ -244,27 +506,26 @@ class _Table:
             if other != number
             for node in self._spare(other, taken, strict=strict)
         ]
-        able = self._able(number, found)
+        able = self._movable(number, found)
         return [node for node in able if node not in used] or able
 
     def _spare(self, number: int, taken: list[NodeId], *, strict: bool) -> Iterator[NodeId]:
         nodes = [node for node in self.nodes(number) if node not in taken]
-        for node in nodes:
+        for node in [each for each in self._firsts(number) if each not in taken]:
             if self.is_complete(number, (each for each in nodes if each != node), strict=strict):
                 yield node
 
     def _incomplete(self, number: int, taken: list[NodeId], _strict: bool) -> list[NodeId]:
         """Return the nodes of later groups that are not complete."""
-        return self._able(
+        return self._movable(
             number,
             (
                 node
                 for other in range(number + 1, len(self.groups))
-                for nodes in (self.nodes(other),)
                 if not self.is_complete(
-                    other, (each for each in nodes if each not in taken), strict=False
+                    other, (each for each in self.nodes(other) if each not in taken), strict=False
                 )
-                for node in nodes
+                for node in self._firsts(other)
             ),
         )
 
@@ -273,7 +534,7 @@ class _Table:
         replica = self.groups[number].replica
         for other in range(len(self.groups) - 1, number, -1):
             if self.groups[other].replica > replica and (
-                able := self._able(number, self.nodes(other))
+                able := self._movable(number, self._firsts(other))
             ):
                 return able
         return []
@@ -285,7 +546,7 @@ class _Table:
             return []
         for other in range(len(self.groups) - 1, -1, -1):
             if self.groups[other].charter.key not in self.used:
-                able = self._able(number, self.nodes(other))
+                able = self._movable(number, self._firsts(other))
                 if found := [node for node in able if node not in taken]:
                     return found
         return []
@@ -293,13 +554,13 @@ class _Table:
     def place_rest(self) -> None:
         """Let nodes without a group take part in the group that is served worst."""
         for node in [each for each, at in self.place.items() if at == UNASSIGNED]:
-            able = [each for each in range(len(self.groups)) if self.rooms[node, each][0] > 0]
+            able = [each for each in range(len(self.groups)) if self.room(node, each)[0] > 0]
             if able:
                 self.place[node] = self.groups[min(able, key=self._service)].id
 
     def _service(self, number: int) -> tuple[bool, int, int]:
         """Return how well a group is served: whole millionths of the room that it needs."""
-        rooms = sum(self.rooms[node, number][0] for node in self.nodes(number))
+        rooms = sum(self.room(node, number)[0] for node in self.nodes(number))
         layers = self.groups[number].charter.shape.layers
         return self.groups[number].replica > 0, 10**6 * rooms // layers, number
 
@@ -321,16 +582,3 @@ def _can_take_part(view: MeshView, node: NodeId) -> bool:
     if profile is None or state is None or state.lifecycle not in _PRESENT:
         return False
     return not state.obstacle or awaits_weights(state)
-
-
-def _rooms(view: MeshView, node: NodeId, charter: Charter) -> tuple[int, int]:
-    """Return how many layers a node can hold, without and with the ends; the latter may be < 0."""
-    profile = view.profiles[node]
-    if node in charter.exclude or not holds(profile, charter):
-        return 0, 0
-    shape = charter.shape
-    offer = Offer(node, profile.memory_bytes, ((1, 1.0),), 0.0, profile.reserve_bytes)
-    cache_ = shape.context * max(shape.kv_bytes_per_token)
-    layer = max(shape.layer_bytes) + cache_ * charter.sessions
-    usable = max(0, usable_bytes(offer) - cache_)  # as the planner counts
-    return usable // layer, (usable - shape.ends_bytes) // layer

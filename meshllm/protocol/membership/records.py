@@ -5,14 +5,16 @@ ignored here. Decoding bounds every count, text and number, so that no record of
 computation raise.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import pairwise
 from struct import Struct
 from typing import Self
 
 from meshllm.names import (
     FIRST_GROUP,
+    GROUP_BYTES,
     MODEL_KEY_BYTES,
     NODE_ID_BYTES,
     GroupId,
@@ -37,8 +39,8 @@ MAX_ROUND_TRIP_US = 60_000_000  # a minute, far beyond the idle timeout
 MAX_OFFERS = 32  # models of one provider
 MAX_CONTEXT = 1 << 30  # tokens
 MAX_PLAN_BYTES = 16 * 1024  # 64 stages and the name of the model take 3.1 KiB
+MAX_RINGS = 8  # in which one node takes part
 MAX_HELD = 64  # models that a node has locally, of those that its mesh serves or served
-GROUP_BYTES = MODEL_KEY_BYTES + 1
 MAX_REVOKED = 256  # API keys revoked by one node
 DIGEST_PART_BYTES = 16
 KEY_TAG_BYTES = 16
@@ -53,6 +55,9 @@ _STATE = Struct("<BBBH")
 _LINK = Struct(f"<{NODE_ID_BYTES}sI")
 _COUNT = Struct("<B")
 _CONTEXT = Struct("<I")
+_SHARE = Struct("<QdI")
+"""Memory, head, entries of the cost table."""
+_FLAGS = Struct("<BB")
 
 
 class Lifecycle(IntEnum):
@@ -71,6 +76,44 @@ class Lifecycle(IntEnum):
 
 
 _LIFECYCLES = set(Lifecycle)
+
+
+@dataclass(frozen=True, slots=True)
+class RingShare:
+    """What a node offers to a further ring, out of its memory, and what it measured for it."""
+
+    group: GroupId
+    memory_bytes: int
+    layer_s: tuple[tuple[int, float], ...] = ()
+    head_s: float = 0.0
+    model: str = ""
+    weights: tuple[bytes, ...] = ()
+
+    def encode(self) -> bytes:
+        """Encode the share."""
+        return b"".join(
+            (
+                sized(self.group),
+                _SHARE.pack(self.memory_bytes, self.head_s, len(self.layer_s)),
+                *(_COST.pack(rows, seconds) for rows, seconds in self.layer_s),
+                sized(self.model.encode()),
+                sized(b"".join(self.weights)),
+            )
+        )
+
+    @classmethod
+    def read(cls, reader: Reader) -> Self:
+        """Read a share; raise `PeerFault` if it is malformed."""
+        group = GroupId(reader.sized(GROUP_BYTES))
+        memory, head_s, count = reader.unpack(_SHARE)
+        return cls(
+            group,
+            reader.bounded("bytes of a share", memory, 0, MAX_BYTES),
+            _costs(reader, count),
+            reader.bounded("seconds for the head", head_s, 0, MAX_SECONDS),
+            reader.text(MAX_NAME_BYTES),
+            _manifest(reader),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +149,29 @@ class Profile:
     """Tags of API keys that its owner revoked, the newest last."""
     is_exact: bool = False
     """Whether it computes each token bit-identically to transformers."""
+    shares: tuple[RingShare, ...] = ()
+    """What of its memory further rings may use, in order of their groups; never more than it has.
+    The other fields are those of the first ring, which has the rest."""
+
+    def in_ring(self, group: GroupId, *, is_further: bool) -> Self:
+        """Return the profile as one ring sees it, with the memory that is for this ring."""
+        if not is_further:
+            if not self.shares:
+                return self
+            rest = self.memory_bytes - sum(each.memory_bytes for each in self.shares)
+            return replace(self, memory_bytes=rest, shares=())
+        share = next((each for each in self.shares if each.group == group), RingShare(group, 0))
+        return replace(
+            self,
+            memory_bytes=share.memory_bytes,
+            layer_s=share.layer_s,
+            head_s=share.head_s,
+            reserve_bytes=0,  # that of the node is in the memory of its first ring
+            span=None,
+            model=share.model,
+            weights=share.weights,
+            shares=(),
+        )
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -123,6 +189,8 @@ class Profile:
                 sized(b"".join(self.models)),
                 sized(b"".join(self.revoked)),
                 _COUNT.pack(self.is_exact),
+                _COUNT.pack(len(self.shares)),
+                *(share.encode() for share in self.shares),
             )
         )
 
@@ -136,8 +204,7 @@ class Profile:
         model = reader.text(MAX_NAME_BYTES)
         reader.bounded("addresses", counts[1], 0, MAX_ADDRESSES)
         addresses = tuple(reader.text(MAX_ADDRESS_BYTES) for _ in range(counts[1]))
-        most = (MAX_LAYERS + ENDS) * DIGEST_PART_BYTES
-        weights = _parts(reader, "weights", DIGEST_PART_BYTES, most)
+        weights = _manifest(reader)
         reader.bounded("first layer", start, 0, reader.bounded("layers", stop, 0, MAX_LAYERS))
         return cls(
             name,
@@ -154,6 +221,7 @@ class Profile:
             _keys(reader) if reader.left else (),
             _revoked(reader) if reader.left else (),
             _flag(reader) if reader.left else False,
+            _shares(reader, memory) if reader.left else (),
         )
 
 
@@ -181,6 +249,31 @@ class ModelOffer:
 
 
 @dataclass(frozen=True, slots=True)
+class RingMembership:
+    """What a node does in a further ring in which it takes part."""
+
+    group: GroupId
+    followed: bytes = b""
+    is_loaded: bool = False
+    may_change: bool = True
+    obstacle: str = ""
+
+    def encode(self) -> bytes:
+        """Encode the membership."""
+        texts = sized(self.group) + sized(self.followed) + sized(self.obstacle.encode())
+        return texts + _FLAGS.pack(self.is_loaded, self.may_change)
+
+    @classmethod
+    def read(cls, reader: Reader) -> Self:
+        """Read a membership; raise `PeerFault` if it is malformed."""
+        group, followed = GroupId(reader.sized(GROUP_BYTES)), reader.sized(MAX_PLAN_BYTES)
+        obstacle = reader.text(MAX_OBSTACLE_BYTES)
+        flags = (reader.bounded("for a flag", flag, 0, 1) for flag in reader.unpack(_FLAGS))
+        is_loaded, may_change = map(bool, flags)
+        return cls(group, followed, is_loaded, may_change, obstacle)
+
+
+@dataclass(frozen=True, slots=True)
 class StateRecord:
     """The current activity of a node; changes often."""
 
@@ -203,6 +296,39 @@ class StateRecord:
     """The ring in which it takes part, if only as a standby: the model and the replica."""
     used: tuple[ModelKey, ...] = ()
     """The models of the mesh that were asked for here lately; empty while it serves one."""
+    further: tuple[RingMembership, ...] = ()
+    """The further rings in which it takes part, in order of their groups; the fields above are
+    those of the first."""
+
+    @property
+    def memberships(self) -> tuple[RingMembership, ...]:
+        """All rings in which the node takes part, the first one first."""
+        own = RingMembership(
+            self.group, self.followed, self.is_loaded, self.may_change, self.obstacle
+        )
+        return own, *self.further
+
+    def is_further(self, group: GroupId) -> bool:
+        """Return whether a ring is one of the further ones of this node."""
+        return any(each.group == group for each in self.further)
+
+    def in_ring(self, group: GroupId) -> Self:
+        """Return the state as one ring sees it: if the node takes part in it, what it does there.
+
+        Else it is the state in the first ring of the node.
+        """
+        for each in self.further:
+            if each.group == group:
+                return replace(
+                    self,
+                    followed=each.followed,
+                    is_loaded=each.is_loaded,
+                    may_change=each.may_change,
+                    obstacle=each.obstacle,
+                    group=group,
+                    further=(),
+                )
+        return replace(self, further=()) if self.further else self
 
     def encode(self) -> bytes:
         """Encode the record."""
@@ -213,7 +339,8 @@ class StateRecord:
         offers = _COUNT.pack(len(self.offers)) + b"".join(each.encode() for each in self.offers)
         state = _STATE.pack(self.lifecycle, *flags)
         models = sized(self.group) + sized(b"".join(self.used))
-        return start_record() + state + links + texts + faulty + offers + models
+        further = _COUNT.pack(len(self.further)) + b"".join(each.encode() for each in self.further)
+        return start_record() + state + links + texts + faulty + offers + models + further
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -234,8 +361,9 @@ class StateRecord:
             reader.text(MAX_OBSTACLE_BYTES),
             _node_ids(reader) if reader.left else (),
             _offers(reader) if reader.left else (),
-            GroupId(reader.sized(GROUP_BYTES)) if reader.left else FIRST_GROUP,
+            group := GroupId(reader.sized(GROUP_BYTES)) if reader.left else FIRST_GROUP,
             _keys(reader) if reader.left else (),
+            _memberships(reader, group) if reader.left else (),
         )
 
 
@@ -259,6 +387,36 @@ def _offers(reader: Reader) -> tuple[ModelOffer, ...]:
     (count,) = reader.unpack(_COUNT)
     reader.bounded("offers of models", count, 0, MAX_OFFERS)
     return tuple(ModelOffer.read(reader) for _ in range(count))
+
+
+def _shares(reader: Reader, memory: int) -> tuple[RingShare, ...]:
+    (count,) = reader.unpack(_COUNT)
+    reader.bounded("shares", count, 0, MAX_RINGS - 1)
+    shares = tuple(RingShare.read(reader) for _ in range(count))
+    _check_order(reader, [each.group for each in shares])
+    reader.bounded("bytes in shares", sum(each.memory_bytes for each in shares), 0, memory)
+    return shares
+
+
+def _memberships(reader: Reader, first: GroupId) -> tuple[RingMembership, ...]:
+    (count,) = reader.unpack(_COUNT)
+    reader.bounded("further rings", count, 0, MAX_RINGS - 1)
+    found = tuple(RingMembership.read(reader) for _ in range(count))
+    groups = [each.group for each in found]
+    _check_order(reader, groups)
+    reader.bounded("memberships more in its first ring", groups.count(first), 0, 0)
+    return found
+
+
+def _check_order(reader: Reader, groups: Sequence[GroupId]) -> None:
+    """Check that groups ascend, so that each is there once."""
+    disorder = sum(one >= other for one, other in pairwise(groups))
+    reader.bounded("groups out of order", disorder, 0, 0)
+
+
+def _manifest(reader: Reader) -> tuple[bytes, ...]:
+    most = (MAX_LAYERS + ENDS) * DIGEST_PART_BYTES
+    return _parts(reader, "weights", DIGEST_PART_BYTES, most)
 
 
 def _keys(reader: Reader) -> tuple[ModelKey, ...]:

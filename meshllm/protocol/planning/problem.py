@@ -198,6 +198,29 @@ def usable_bytes(offer: Offer, most: int | None = None) -> int:
     return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
 
 
+def memory_for(plan: Plan, node: NodeId, shape: ModelSizes, *, sessions: int, reserve: int) -> int:
+    """Return the least memory with which a node can hold its layers of a plan, as planned.
+
+    A node without layers takes its reserve.
+    """
+    if (rank := plan.rank(node)) is None:
+        return reserve
+    span = plan.stages[rank].span
+    return least_memory(shape, span, is_entry=rank == 0, sessions=sessions, reserve=reserve)
+
+
+def least_memory(
+    shape: ModelSizes, span: Span, *, is_entry: bool, sessions: int, reserve: int = 0
+) -> int:
+    """Return the least memory with which a node can hold a span and its caches."""
+    layers = slice(span.start, span.stop)
+    caches = sum(shape.kv_bytes_per_token[layers]) * shape.context * sessions
+    growth = shape.context * max(shape.kv_bytes_per_token)
+    size = sum(shape.layer_bytes[layers]) + caches + growth
+    size += shape.ends_bytes if is_entry else 0
+    return reserve - (-size * 100 // (100 - HEADROOM_PERCENT))  # rounded up
+
+
 def _usable(offer: Offer, terms: PlanConstraints, growth: int) -> int:
     if offer.node in terms.exclude:
         return -1

@@ -279,6 +279,9 @@ class Forming:
         """Dial the next rank once all nodes have loaded."""
         if self.state is not FormingState.WAITING or not self._is_formed or self.plan is None:
             return []
+        if len(self.plan.stages) == 1:
+            self._enter(FormingState.OPEN, now)
+            return [Begin(self.plan, None, None)]
         self._enter(FormingState.DIALING, now)
         return [OpenLink(self._neighbour(1))]
 

@@ -12,7 +12,16 @@ from struct import Struct
 from typing import Any, Literal, assert_never
 
 from meshllm.errors import PeerFault
-from meshllm.names import DIGEST_BYTES, Digest, NodeId, SessionId, Span
+from meshllm.names import (
+    DIGEST_BYTES,
+    FIRST_GROUP,
+    GROUP_BYTES,
+    Digest,
+    GroupId,
+    NodeId,
+    SessionId,
+    Span,
+)
 from meshllm.protocol.binary import Reader, sized
 from meshllm.protocol.session.blob import HEADER, check_shape, pack_header, unpack_header
 from meshllm.protocol.session.messages import (
@@ -59,7 +68,7 @@ class _RingKind(IntEnum):
 
 
 _LAYOUTS = {  # version and kind, then the fields of the message
-    _RingKind.HELLO: Struct("<BB 32s I 32s"),
+    _RingKind.HELLO: Struct("<BB 32s I 32s"),  # then the group of the ring
     _RingKind.BEAT: Struct("<BB Q Q Q"),
     _RingKind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
     _RingKind.GAP: Struct("<BB 16s I I I"),
@@ -96,8 +105,7 @@ def encode(message: Message) -> list[Buffer]:
             spans = (_SPAN.pack(span.start, span.stop) for span in lost)
             return [b"".join((head, _COUNT.pack(len(lost)), *spans))]
         case Hello() | Beat() | Gap() | Cancel():
-            fields = (getattr(message, name) for name in message.__match_args__)
-            return [_pack(_RingKind[type(message).__name__.upper()], *fields)]
+            return [_pack_plain(message)]
         case _:
             assert_never(message)
 
@@ -137,7 +145,7 @@ def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
     match kind:
         case _RingKind.HELLO:
             node, epoch, plan = fields
-            return Hello(NodeId(node), epoch, Digest(plan))
+            return Hello(NodeId(node), epoch, Digest(plan), _group(bytes(rest)))
         case _RingKind.BEAT:
             return Beat(*fields)
         case _RingKind.DATA:
@@ -214,6 +222,10 @@ def _tally(reader: Reader) -> Tally:
     return Tally(Spent(*spent), steps, bytes_sent, round_trip_us)
 
 
+def _group(rest: bytes) -> GroupId:
+    return GroupId(Reader(rest, "Hello").sized(GROUP_BYTES)) if rest else FIRST_GROUP
+
+
 def _fault(fields: list[Any], rest: memoryview) -> Fault:
     session, epoch, code, rank = fields
     text = Reader(bytes(rest), "Fault").text(MAX_TEXT)
@@ -224,6 +236,12 @@ def _bounded(name: str, value: int, low: int, high: int) -> int:
     if not low <= value <= high:
         raise PeerFault(f"Message with {value} {name}; allowed are {low} to {high}")
     return value
+
+
+def _pack_plain(message: Hello | Beat | Gap | Cancel) -> bytes:
+    fields = [getattr(message, name) for name in message.__match_args__]
+    group = sized(fields.pop()) if isinstance(message, Hello) else b""
+    return _pack(_RingKind[type(message).__name__.upper()], *fields) + group
 
 
 def _pack(kind: _RingKind, *fields: bytes | int) -> bytes:

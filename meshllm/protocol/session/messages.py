@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag, auto
 from math import prod
 
-from meshllm.names import Digest, NodeId, SessionId, Span
+from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId, SessionId, Span
 
 PROTOCOL_VERSION = 3
 """The major version, and the first byte of every message; a node rejects any other. Within it,
@@ -93,6 +93,8 @@ class Hello:
     node: NodeId
     epoch: int
     plan: Digest
+    group: GroupId = FIRST_GROUP
+    """The ring of the plan; a node may be linked to another one in several rings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,11 +94,12 @@ def test_layers_loaded_in_advance_are_shown(llama: Path) -> None:
         async with world.serving(A, B) as (a, b):
             world.follow(plan_of((A, "0:6")))
             await until(lambda: at_work(a))
-            assert measure(None, b.runtime._model.runners).weights == 0
+            assert measure([], b.runtime._model.runners).weights == 0
             b.runtime.prepare(after)
             await until(lambda: b.runtime.preloaded == after)
-            shown = measure(None, b.runtime._model.runners).weights
-            assert shown == measure(a.runtime.entry).weights > 0
+            shown = measure([], b.runtime._model.runners).weights
+            assert a.runtime.entry is not None
+            assert shown == measure([a.runtime.entry]).weights > 0
 
     run_virtual(main())
 
@@ -113,10 +114,10 @@ async def test_many_requests_hold_no_more_memory_than_some(
         nodes = ring.entry, ring.stages[0]
         for _ in range(MAX_KEPT + 8):
             await ask(ring, numbers)
-        some = [measure(node) for node in nodes]
+        some = [measure([node]) for node in nodes]
         for _ in range(MAX_KEPT + 8):
             await ask(ring, numbers)
-        many = [measure(node) for node in nodes]
+        many = [measure([node]) for node in nodes]
 
         # The jobs that ended last still hold theirs.
         assert alive(Generation) - of_others[Generation] <= 4
@@ -135,11 +136,11 @@ async def test_a_session_in_progress_is_counted(llama: Path) -> None:
     async with open_local_ring(resolve(str(llama)), RingOptions(inference=ONE)) as ring:
         ring.entry.budget.reserve(SessionId(bytes(16)), 20)
 
-        assert measure(ring.entry).kv_cache == ring.entry.budget.rooms[0].cost(20).held
+        assert measure([ring.entry]).kv_cache == ring.entry.budget.rooms[0].cost(20).held
 
 
 def test_a_node_outside_a_ring_reports_its_process_only() -> None:
-    alone = measure(None)
+    alone = measure([])
 
     assert alone.process > 1 << 20
     assert alone == MemoryStatus(alone.process)

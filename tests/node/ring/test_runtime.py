@@ -13,11 +13,11 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
-from meshllm.names import NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.runtime import RingRuntime, _IdleLink
+from meshllm.node.ring.runtime import RingRuntime, _IdleLink, arrive
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
@@ -65,6 +65,7 @@ class Place:
         self.dialled: list[Link] = []
         world.places[me] = self
         self.known: RingTimes | None = None
+        self.room = 1 << 30
         self.runtime = RingRuntime(me, model, self)
 
     def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
@@ -83,7 +84,7 @@ class Place:
         return self.known if plan.rank(self.me) == 0 else None
 
     def rooms(self, plan: Plan) -> list[int] | None:
-        return [1 << 30] * len(plan.stages)
+        return [self.room] * len(plan.stages)
 
     def faulty(self, node: NodeId) -> None:
         self.blamed.append(node)
@@ -99,7 +100,10 @@ class Place:
             async for link in listener.links():
                 _, peer = await link.receive()
                 self.world.links.append(link)
-                await self.runtime.arrive(link, NodeId(bytes(peer)))
+                await arrive(link, NodeId(bytes(peer)), self.find)
+
+    def find(self, hello: Hello) -> RingRuntime | None:
+        return self.runtime if hello.group == FIRST_GROUP else None
 
 
 class World:
@@ -212,6 +216,49 @@ def test_a_broken_ring_forms_again(world: World) -> None:
                 assert len(world.links) >= count
                 await world.links[-1].close()
                 await asyncio.sleep(0.2)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("plan", [ALONE, BOTH], ids=["one", "two"])
+def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(
+    world: World, plan: Plan
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            ranks = (a, b)[: len(plan.stages)]
+            world.follow(plan)
+            await until(lambda: at_work(*ranks))
+            before, entry = await tokens(a), a.runtime.entry
+            for place in ranks:
+                place.room *= 2
+                place.runtime.narrow()
+            await asyncio.sleep(1)
+            assert a.runtime.entry is entry
+
+            for place in ranks:
+                place.room //= 8
+                place.runtime.narrow()
+
+            await until(lambda: a.runtime.entry is not entry and at_work(*ranks))
+            assert await tokens(a) == before
+            budgets = [(at.runtime.entry or at.runtime.stage).budget for at in ranks]  # type: ignore[union-attr]  # at work
+            assert [budget.rooms[0].total for budget in budgets] == [1 << 28] * len(ranks)
+
+    run_virtual(main())
+
+
+def test_a_link_for_no_ring_of_this_node_is_closed(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            link = await b.dial(A)
+            hello = Hello(B, 1, BOTH.digest, GroupId(b"other"))
+            await link.send(encode(hello), Channel.CONTROL)
+
+            with pytest.raises(LinkLost):
+                await link.receive()
+
+            a.runtime.narrow()  # does nothing without a rank
 
     run_virtual(main())
 

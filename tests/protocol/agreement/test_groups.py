@@ -11,7 +11,9 @@ from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.groups import (
     UNASSIGNED,
+    NodeGroups,
     assign,
+    divide,
     find_group,
     groups_of,
     has_several,
@@ -22,12 +24,13 @@ from meshllm.protocol.agreement.groups import (
     used_models,
 )
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
+from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS
 from tests.bench.turnover import Turnover
 from tests.builders.offers import A, B, C, D, node
+from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
 from tests.builders.snapshots import World, profile
 
 MOST_MOVES = 4  # the most in 10,000 changes by `tests.bench.turnover`
@@ -448,3 +451,188 @@ def test_what_a_node_used_counts_while_it_lives() -> None:
     gone = {**view.states, B: replace(view.states[B], links=(), lifecycle=Lifecycle.LEFT)}
 
     assert used_models(replace(view, states=gone)) == {charter.key}
+
+
+# Nodes in several rings; a layer takes 100 bytes of memory, the ends 10.
+
+
+def test_one_node_serves_what_fits() -> None:
+    mesh = shared_mesh({0: 1000}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
+
+    mesh.settle()
+
+    first, *others = (group.id for group in groups_of(mesh.charter))
+    part = mesh.parts[NODES[0]]
+    assert (part.first, set(part.further)) == (first, set(others))
+    assert mesh.served() == {first, *others}
+
+
+def test_two_models_use_all_of_three_nodes_when_memory_is_short() -> None:
+    mesh = shared_mesh({0: 1000, 1: 1000, 2: 1000}, served_model(0, 20), served_model(1, 6))
+
+    mesh.settle()
+
+    first, other = (group.id for group in groups_of(mesh.charter))
+    assert mesh.served() == {first, other}
+    assert len(mesh.plans[first].stages) == 3
+    assert [len(part.further) for part in mesh.parts.values()].count(1) >= 2
+
+
+def test_both_rings_recover_when_a_node_is_lost() -> None:
+    mesh = shared_mesh({0: 1000, 1: 1000, 2: 1000}, served_model(0, 14), served_model(1, 4))
+    mesh.settle()
+    first, other = (group.id for group in groups_of(mesh.charter))
+    assert mesh.served() == {first, other}
+
+    for gone in sorted(mesh.memory):
+        left = replace(mesh, memory=dict(mesh.memory), parts=dict(mesh.parts))
+        left.lose(gone)
+        left.settle()
+
+        assert left.served() == {first, other}, gone
+
+
+def ids_of(mesh: SharedMesh) -> list[GroupId]:
+    return [each.id for each in groups_of(mesh.charter)]
+
+
+def settled(memory: Mapping[int, int], *models: Charter) -> SharedMesh:
+    mesh = shared_mesh(memory, *models)
+    mesh.settle()
+    return mesh
+
+
+def test_a_share_is_what_a_ring_leaves_and_at_most_the_whole_model() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+
+    first, other = ids_of(mesh)
+    assert mesh.parts[NODES[0]] == NodeGroups(first, {other: 310})
+    assert settled({0: 600}, served_model(0, 3), served_model(1, 3)).served() == {first}
+
+
+def test_a_share_begins_once_the_ring_serves() -> None:
+    mesh = shared_mesh({0: 700}, served_model(0, 3), served_model(1, 3))
+    mesh.parts = {NODES[0]: NodeGroups(FIRST_GROUP)}
+
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
+    plan = ring("m0", (NODES[0], 0, 3))
+    mesh.followed[NODES[0], FIRST_GROUP] = plan
+    loading = mesh.view()
+    states = {at: replace(state, is_loaded=False) for at, state in loading.states.items()}
+    assert not divide(replace(loading, states=states))[NODES[0]].further
+    assert divide(loading)[NODES[0]].further
+
+
+def test_shares_of_several_nodes_complete_a_group() -> None:
+    mesh = settled({0: 700, 1: 700}, served_model(0, 8), served_model(1, 4))
+
+    first, other = ids_of(mesh)
+    assert mesh.served() == {first, other}
+    assert [(part.first, *part.further) for part in mesh.parts.values()] == [(first, other)] * 2
+
+
+def test_no_share_is_taken_in_vain() -> None:
+    small = replace(served_model(1, 1), entries=(NODES[1],))
+    mesh = settled({0: 900, 1: 900}, served_model(0, 10), small)
+
+    first, other = ids_of(mesh)
+    assert mesh.served() == {first, other}
+    assert [list(part.further) for part in mesh.parts.values()] == [[], [other]]
+
+
+def test_a_share_that_is_not_published_yet_is_what_is_left() -> None:
+    mesh = shared_mesh({0: 400}, served_model(0, 3), served_model(1, 3))
+    other = ids_of(mesh)[1]
+    mesh.parts = {NODES[0]: NodeGroups(FIRST_GROUP, {other: 0})}
+
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP, {other: 310})}
+
+
+def test_a_node_has_one_ring_of_each_model() -> None:
+    mesh = settled({0: 1000}, served_model(0, 2, replicas=2))
+
+    assert mesh.served() == {FIRST_GROUP}
+    assert not mesh.parts[NODES[0]].further
+
+
+def test_a_node_takes_part_in_so_many_rings_only() -> None:
+    models = [served_model(number, 1) for number in range(MAX_RINGS + 2)]
+
+    mesh = settled({0: 5000}, *models)
+
+    assert len(mesh.parts[NODES[0]].further) == MAX_RINGS - 1
+
+
+def test_a_share_that_a_ring_does_not_use_ends_when_others_suffice() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+    first, other = ids_of(mesh)
+    mesh.memory[NODES[1]] = 400
+    mesh.parts[NODES[1]] = NodeGroups(other)
+
+    assert divide(mesh.view())[NODES[0]].further  # the ring works with it
+    mesh.plans[other] = mesh.followed[NODES[1], other] = ring("m1", (NODES[1], 0, 3), epoch=9)
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(other)}
+
+
+def test_a_share_of_a_model_that_is_stopped_ends() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+    mesh.charter = replace(mesh.charter, models=())
+
+    assert has_several(mesh.view())
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP)}
+
+
+def test_a_node_whose_first_model_is_stopped_has_its_first_share_as_first_group() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+    other = mesh.charter.models[0]
+    parts = mesh.parts[NODES[0]]
+    mesh.charter = replace(served_model(2, 1), models=(other,))
+    mesh.parts[NODES[0]] = NodeGroups(GroupId(b"\7" * 9), parts.further)
+
+    assert divide(mesh.view())[NODES[0]].first == ids_of(mesh)[1]
+
+
+def serve_also(mesh: SharedMesh, charter: Charter) -> GroupId:
+    models = sorted((*mesh.charter.models, charter), key=lambda each: each.key)
+    mesh.charter = replace(mesh.charter, models=tuple(models))
+    return next(each.id for each in groups_of(mesh.charter) if each.charter.key == charter.key)
+
+
+def test_a_share_of_a_replica_ends_for_a_model_that_nobody_serves() -> None:
+    mesh = settled({0: 410, 1: 720}, served_model(0, 4, replicas=2), served_model(1, 3))
+    first, other, replica = ids_of(mesh)
+    assert mesh.served() == {first, other, replica}
+
+    new = serve_also(mesh, served_model(2, 3))
+    mesh.settle()
+
+    assert mesh.served() == {first, other, new}
+
+
+def test_a_share_of_a_model_that_nobody_uses_ends_for_one_that_is_used() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+    first, other = ids_of(mesh)
+    new = serve_also(mesh, served_model(2, 3))
+
+    def used(*groups: GroupId) -> set[GroupId]:
+        keys = {each.id: each.charter.key for each in groups_of(mesh.charter)}
+        mesh.used = tuple(sorted(keys[each] for each in groups))
+        mesh.settle()
+        return mesh.served()
+
+    assert used() == used(first, other) == {first, other}
+    assert used(first, new) == {first, new}
+    assert used(other, new) == {other, new}
+    assert used(first, other, new) == {other, new}
+
+
+def test_as_many_shares_end_as_are_in_the_way() -> None:
+    mesh = settled({0: 1000}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
+    assert len(mesh.served()) == 3
+    large = served_model(3, 6)
+    new = serve_also(mesh, large)
+    mesh.used = tuple(sorted((mesh.charter.key, large.key)))
+
+    mesh.settle()
+
+    assert mesh.served() == {FIRST_GROUP, new}

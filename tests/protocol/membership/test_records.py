@@ -23,10 +23,13 @@ from meshllm.protocol.membership.records import (
     MAX_OFFERS,
     MAX_PLAN_BYTES,
     MAX_REVOKED,
+    MAX_RINGS,
     MAX_ROUND_TRIP_US,
     Lifecycle,
     ModelOffer,
     Profile,
+    RingMembership,
+    RingShare,
     StateRecord,
     alive,
 )
@@ -66,14 +69,16 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
         record.decode(record.encode()[:10])
 
 
-@pytest.mark.parametrize("missing", [2, 4, 5, 7], ids=["used", "group", "offers", "faulty"])
+@pytest.mark.parametrize(
+    "missing", [1, 3, 5, 6, 8], ids=["further rings", "used", "group", "offers", "faulty"]
+)
 def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     state = StateRecord(links=((A, 9),), obstacle="busy")
 
     assert StateRecord.decode(state.encode()[:-missing]) == state
 
 
-@pytest.mark.parametrize("missing", [1, 3, 5], ids=["exact", "revoked keys", "models"])
+@pytest.mark.parametrize("missing", [1, 2, 4, 6], ids=["shares", "exact", "revoked keys", "models"])
 def test_a_profile_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     profile = Profile("desk", "1", (), 9, machine=bytes(16))
 
@@ -85,6 +90,71 @@ def test_a_group_and_models_are_bounded() -> None:
         StateRecord.decode(StateRecord(group=GroupId(bytes(10))).encode())
     with pytest.raises(PeerFault, match="end of its models"):
         Profile.decode(replace(PROFILE, models=(ModelKey(bytes(7)),)).encode())
+
+
+ONE, OTHER = GroupId(bytes(9)), GroupId(b"\1" * 9)
+SHARED = replace(
+    PROFILE,
+    reserve_bytes=100,
+    shares=(
+        RingShare(ONE, 300, ((1, 0.5),), 0.25, "m", (bytes(16),)),
+        RingShare(OTHER, 500),
+    ),
+)
+BUSY = replace(
+    STATE,
+    further=(RingMembership(ONE, b"other", is_loaded=True, obstacle="why"), RingMembership(OTHER)),
+)
+
+
+def test_a_ring_sees_its_part_of_a_profile() -> None:
+    first = SHARED.in_ring(GroupId(b""), is_further=False)
+    further = SHARED.in_ring(ONE, is_further=True)
+    unknown = SHARED.in_ring(GroupId(b"\2" * 9), is_further=True)
+
+    assert first == replace(PROFILE, memory_bytes=200, reserve_bytes=100)
+    assert (further.memory_bytes, further.reserve_bytes, further.layer_s) == (300, 0, ((1, 0.5),))
+    assert (further.model, further.weights, further.head_s) == ("m", (bytes(16),), 0.25)
+    assert (unknown.memory_bytes, unknown.weights, unknown.layer_s) == (0, (), ())
+    assert PROFILE.in_ring(GroupId(b""), is_further=False) is PROFILE
+
+
+def test_a_ring_sees_its_part_of_a_state() -> None:
+    first, further = BUSY.in_ring(GroupId(b"")), BUSY.in_ring(ONE)
+
+    assert first == STATE == BUSY.in_ring(GroupId(b"\2" * 9))
+    assert STATE.in_ring(ONE) is STATE
+    assert (further.group, further.followed, further.is_loaded) == (ONE, b"other", True)
+    assert (further.obstacle, further.further, further.offers) == ("why", (), STATE.offers)
+    assert (BUSY.is_further(ONE), BUSY.is_further(STATE.group)) == (True, False)
+    assert [each.group for each in BUSY.memberships] == [STATE.group, ONE, OTHER]
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        (replace(SHARED, memory_bytes=799), "800 bytes in shares; allowed are 0 to 799"),
+        (replace(SHARED, shares=SHARED.shares[::-1]), "1 groups out of order"),
+        (replace(SHARED, shares=SHARED.shares[:1] * 2), "1 groups out of order"),
+        (replace(BUSY, further=BUSY.further[::-1]), "1 groups out of order"),
+        (replace(BUSY, group=ONE), "1 memberships more in its first ring"),
+        (
+            replace(
+                BUSY, further=tuple(RingMembership(GroupId(bytes([at]))) for at in range(MAX_RINGS))
+            ),
+            "8 further rings; allowed are 0 to 7",
+        ),
+        (
+            replace(
+                SHARED, shares=tuple(RingShare(GroupId(bytes([at])), 1) for at in range(MAX_RINGS))
+            ),
+            "8 shares; allowed are 0 to 7",
+        ),
+    ],
+)
+def test_further_rings_are_bounded(record: Profile | StateRecord, what: str) -> None:
+    with pytest.raises(PeerFault, match=what):
+        record.decode(record.encode())
 
 
 @pytest.mark.parametrize("code", [0, 5, 255])

@@ -15,7 +15,7 @@ from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints, PlanStage
 from meshllm.protocol.planning.policies import Policy, make_plan
 from meshllm.protocol.planning.prediction import compare
-from meshllm.protocol.planning.problem import kv_rooms, pose, room_tokens
+from meshllm.protocol.planning.problem import kv_rooms, memory_for, pose, room_tokens
 from tests.builders.offers import A, B, C, D, apart, model, node, offer, spans
 from tests.builders.snapshots import World, charter, profile
 
@@ -658,3 +658,21 @@ def test_a_plan_has_room_for_its_sessions(policy: str) -> None:
 
     rooms = room_tokens(plan, offers, shape)
     assert min(room for room in rooms if room is not None) >= 3 * shape.context
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_least_memory_for_a_stage_is_exact(rank: int) -> None:
+    shape = model(sizes=(81, 97, 50, 33), ends=7, kv=3)
+    stages = PlanStage(A, Span(0, 1)), PlanStage(B, Span(1, 3)), PlanStage(C, Span(3, 4))
+    plan = Plan(1, "tiny", Ends.ENTRY, stages)
+    stage = stages[rank]
+    least = memory_for(plan, stage.node, shape, sessions=2, reserve=11)
+
+    def stops(memory: int) -> int:
+        offered = replace(offer(stage.node, 1), memory_bytes=memory, reserve_bytes=11)
+        terms = PlanConstraints(sessions=2)
+        problem = pose([offered], NEAR, shape, terms)
+        return max(problem.stops(0, stage.span.start, entry=rank == 0), default=stage.span.start)
+
+    assert stops(least - 1) < stage.span.stop == stops(least)
+    assert memory_for(plan, D, shape, sessions=2, reserve=11) == 11

@@ -67,6 +67,17 @@ def test_a_ring_of_one_opens_when_it_has_loaded() -> None:
     assert (machine.state, machine.deadline) == (FormingState.OPEN, None)
 
 
+def test_a_ring_of_one_that_ended_opens_again_without_a_link() -> None:
+    machine = Forming(A)
+    machine.follow(ALONE, 0.0)
+    machine.loaded(0.0)
+    machine.formed(0.0, is_formed=True)
+
+    assert machine.broke("there is less memory", 1.0) == [AttemptEnded("there is less memory")]
+    assert machine.expire(1.0 + FIRST_PAUSE_S) == [Begin(ALONE, None, None)]
+    assert machine.state is FormingState.OPEN
+
+
 def test_the_same_plan_again_changes_nothing() -> None:
     machine = half()
 

@@ -1,4 +1,4 @@
-"""Membership: the founder, chains of invitations, and permanent removal."""
+"""RingMembership: the founder, chains of invitations, and permanent removal."""
 
 from dataclasses import replace
 from itertools import pairwise

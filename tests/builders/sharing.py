@@ -1,0 +1,171 @@
+"""Meshes of several models whose nodes take part in several rings; they do what the records say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId
+from meshllm.protocol.agreement.agreement import agree
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.groups import (
+    UNASSIGNED,
+    NodeGroups,
+    divide,
+    groups_of,
+    ring_of,
+)
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    ENDS,
+    MAX_RINGS,
+    Lifecycle,
+    Profile,
+    RingMembership,
+    RingShare,
+    StateRecord,
+)
+from meshllm.protocol.planning.plan import ModelSizes, Plan
+from meshllm.protocol.planning.problem import memory_for
+from meshllm.protocol.session.messages import DType
+
+NODES = tuple(NodeId(bytes([number + 1]) * 32) for number in range(5))
+MOST_ROUNDS = 40  # until nothing changes: a few for each group
+LAYER_S = ((1, 0.01),)
+
+
+@dataclass
+class SharedMesh:
+    """Nodes that do at once what the records say; one round is one exchange of records."""
+
+    charter: Charter
+    memory: dict[NodeId, int]
+    used: tuple[ModelKey, ...] = ()
+    parts: dict[NodeId, NodeGroups] = field(default_factory=dict)
+    followed: dict[tuple[NodeId, GroupId], Plan] = field(default_factory=dict)
+    plans: dict[GroupId, Plan] = field(default_factory=dict)
+
+    def view(self, group: GroupId = FIRST_GROUP) -> MeshView:
+        states = {node: self._state(node) for node in self.memory}
+        profiles = {node: self._profile(node) for node in self.memory}
+        me = min(self.memory)
+        return MeshView(me, self.charter, min(NODES), profiles, states, (), group)
+
+    def settle(self) -> None:
+        """Exchange records until nothing changes."""
+        for _ in range(MOST_ROUNDS):
+            before = dict(self.parts), dict(self.followed)
+            view = self.view()
+            self.parts = dict(divide(view))
+            others = replace(view, me=max(self.memory))
+            assert divide(others) == self.parts  # the same on every node
+            self.check()
+            for group in groups_of(self.charter):
+                self._follow(group.id)
+                self.check()
+            if (self.parts, self.followed) == before:
+                return
+        raise AssertionError(f"something changes after {MOST_ROUNDS} rounds")
+
+    def lose(self, node: NodeId) -> None:
+        del self.memory[node]
+        self.parts.pop(node, None)
+        self.followed = {at: plan for at, plan in self.followed.items() if at[0] != node}
+
+    def check(self) -> None:
+        """No node has planned more than it offers; records of this kind are taken."""
+        charters = {group.id: group.charter for group in groups_of(self.charter)}
+        for node, part in self.parts.items():
+            shares = dict(part.further)
+            rest = self.memory[node] - sum(shares.values())
+            assert rest >= 0
+            assert len(shares) < MAX_RINGS
+            for group, room in {part.first: rest, **shares}.items():
+                plan = self.followed.get((node, group))
+                if plan and plan == self.plans.get(group):
+                    shape, sessions = charters[group].shape, charters[group].sessions
+                    needed = memory_for(plan, node, shape, sessions=sessions, reserve=0)
+                    assert needed <= room, f"{needed} of {room} bytes"
+            keys = [charters[each].key for each in (part.first, *shares) if each in charters]
+            assert len(set(keys)) == len(keys)
+            profile, state = self._profile(node), self._state(node)
+            assert Profile.decode(profile.encode()) == profile
+            assert StateRecord.decode(state.encode()) == state
+
+    def served(self) -> set[GroupId]:
+        """Return the groups whose rings work."""
+        here = {
+            (node, group)
+            for node, part in self.parts.items()
+            for group in (part.first, *part.further)
+        }
+        return {
+            group
+            for group, plan in self.plans.items()
+            if all((stage.node, group) in here for stage in plan.stages)
+        }
+
+    def _follow(self, group: GroupId) -> None:
+        ring = ring_of(self.view(group))
+        assert ring is not None
+        plan = agree(ring).plan
+        self.plans.pop(group, None)
+        if plan is not None:
+            self.plans[group] = plan
+        for node, part in self.parts.items():
+            if plan is not None and group in (part.first, *part.further):
+                self.followed[node, group] = plan
+
+    def _part(self, node: NodeId) -> NodeGroups:
+        return self.parts.get(node, NodeGroups(UNASSIGNED))
+
+    def _profile(self, node: NodeId) -> Profile:
+        part, charters = self._part(node), {at.id: at.charter for at in groups_of(self.charter)}
+        first = charters.get(part.first)
+        return Profile(
+            "n", "1", (), self.memory[node],
+            LAYER_S if first else (),
+            model=first.shape.name if first else "",
+            weights=_weights(first) if first else (),
+            models=tuple(each.key for each in self.charter.served),
+            shares=tuple(
+                RingShare(group, size, LAYER_S, 0.0, at.shape.name, _weights(at))
+                for group, size in sorted(part.further.items())
+                for at in (charters.get(group, self.charter),)
+            ),
+        )  # fmt: skip
+
+    def _state(self, node: NodeId) -> StateRecord:
+        part = self._part(node)
+        own, *further = (
+            RingMembership(group, plan.encode() if plan else b"", is_loaded=plan is not None)
+            for group in (part.first, *sorted(part.further))
+            for plan in (self.followed.get((node, group)),)
+        )
+        links = tuple((peer, 1000) for peer in self.memory if peer != node)
+        return StateRecord(
+            Lifecycle.SERVING, links, own.followed, own.is_loaded,
+            group=own.group, used=self.used, further=tuple(further),
+        )  # fmt: skip
+
+
+def _weights(charter: Charter) -> tuple[bytes, ...]:
+    digest = charter.config_digest[:DIGEST_PART_BYTES]
+    return (digest,) * (charter.shape.layers + ENDS)
+
+
+def served_model(number: int, layers: int, replicas: int = 1) -> Charter:
+    """Describe a model of layers of 80 bytes, which take 100 of memory."""
+    sizes = ModelSizes(
+        f"m{number}", (80,) * layers, (0,) * layers, 8, 0,
+        tied=False, hidden_size=1, itemsize=4, context=1,
+    )  # fmt: skip
+    return Charter(
+        1, sizes, DType.FLOAT32, Digest(bytes([number]) * 32), members=None, replicas=replicas
+    )
+
+
+def shared_mesh(memory: Mapping[int, int], *models: Charter) -> SharedMesh:
+    """Make a mesh of nodes with some memory, by number."""
+    first, *others = models
+    charter = replace(first, models=tuple(sorted(others, key=lambda each: each.key)))
+    return SharedMesh(charter, {NODES[number]: size for number, size in memory.items()})

@@ -1,0 +1,35 @@
+"""Random meshes of several models, whose nodes take part in several rings: memory and stability."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshllm.protocol.agreement.groups import groups_of, shortage
+from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> SharedMesh:
+    count = draw(st.integers(1, len(NODES)))
+    memory = {number: draw(st.integers(100, 1500)) for number in range(count)}
+    models = [
+        served_model(number, draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2))))
+        for number in range(draw(st.integers(1, 4)))
+    ]
+    return shared_mesh(memory, *models)
+
+
+@given(meshes(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_node_plans_more_than_it_offers_and_changes_end(
+    mesh: SharedMesh, data: st.DataObject
+) -> None:
+    mesh.settle()
+    for _ in range(3):
+        keys = sorted(each.key for each in mesh.charter.served)
+        mesh.used = tuple(each for each in keys if data.draw(st.booleans()))
+        if len(mesh.memory) > 1 and data.draw(st.booleans()):
+            mesh.lose(data.draw(st.sampled_from(sorted(mesh.memory))))
+        mesh.settle()
+    lacking = shortage(mesh.view())
+    for group in groups_of(mesh.charter):
+        assert group.id in mesh.served() or group.id in lacking
