@@ -11,22 +11,28 @@ from tests.security import (
     addresses,
     charter,
     clients,
+    configs,
     doors,
     files,
     floods,
     lies,
     project_file,
+    records,
     relays,
     removal,
+    tickets,
 )
 from tests.security.attack import Attack, Outcome
 
 ATTACKS: tuple[Attack, ...] = (
     *project_file.ATTACKS,
     *files.ATTACKS,
+    *configs.ATTACKS,
     *addresses.ATTACKS,
+    *tickets.ATTACKS,
     *charter.ATTACKS,
     *removal.ATTACKS,
+    *records.ATTACKS,
     *lies.ATTACKS,
     *clients.ATTACKS,
     *floods.ATTACKS,

@@ -82,7 +82,7 @@ async def _spare(ticket: str, folder: Path, owner: Node) -> tuple[int, int]:
         shown = issue(member.store.key, member.credential, puppet.key.node, Role.NODE)
         first = await bytes_heard(owner, puppet, shown)
         await _show_up(member)
-        await asyncio.to_thread(_remove, member, owner)
+        await asyncio.to_thread(remove_by, member, owner)
         gone, now = member.store.key.node, int(time.time())
         key, mesh = accomplice.store.key, accomplice.credential.mesh
         accomplice.say(remove(key, mesh, gone, now, (puppet.key.node,)))
@@ -129,7 +129,7 @@ async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int]:
             keys = [NodeId(secrets.token_bytes(32)) for _ in range(128)]
             member.say(*(remove(member.store.key, mesh, key, now) for key in keys))
             await asyncio.sleep(GOSSIP_S / 8)
-        code = await asyncio.to_thread(_remove, member, owner)
+        code = await asyncio.to_thread(remove_by, member, owner)
     done = meshllm("ring", "members", "--json", state=owner.state)
     return code, done.stdout.count('"removed"')
 
@@ -137,7 +137,7 @@ async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int]:
 async def _return(ticket: str, folder: Path, owner: Node) -> bool:
     async with join(ticket, folder / "first") as member:
         await _show_up(member)
-        await asyncio.to_thread(_remove, member, owner)
+        await asyncio.to_thread(remove_by, member, owner)
     try:
         async with asyncio.timeout(RETURN_S), join(ticket, folder / "second"):
             return True
@@ -153,7 +153,8 @@ async def _show_up(member: Member) -> None:
     await asyncio.sleep(1)
 
 
-def _remove(member: Member, owner: Node) -> int:
+def remove_by(member: Member, owner: Node) -> int:
+    """Remove a member with the command of the owner; return its exit code."""
     words = "ring", "remove", "--yes", show(member.store.key.node)
     return meshllm(*words, state=owner.state).returncode
 

@@ -32,6 +32,8 @@ from meshllm.model.kernels.ir import PAIRS_FEATURE
 
 FEWEST = 512
 """Inputs from which on matrices are measured."""
+MOST = 1 << 18
+"""Inputs up to which they are measured: more, which a config may say, take gigabytes."""
 
 _RECORD = "linear 2"  # another number if the speed of our kernels changes
 _OUTPUTS = 2048  # of a matrix that is measured
@@ -64,7 +66,7 @@ def has_bf16_dot() -> bool:
 @cache
 def fastest(inputs: int) -> LinearKernel:
     """Return the fastest kernel for bf16 matrices on this CPU, measured once per machine."""
-    if inputs < FEWEST:
+    if not FEWEST <= inputs <= MOST:
         return LinearKernel.DOT if has_bf16_dot() else LinearKernel.TORCH
     return choose(_times(inputs))
 

@@ -37,8 +37,11 @@ PROBE_ERRORS = (
 )
 """What third-party model code raises when run in a way, or at a size, it was not made for."""
 
-META_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError)
-"""What stock code raises on meta, where tensors have no data."""
+META_ERRORS = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
+    AssertionError,
+)  # fmt: skip
+"""What stock code raises on meta, where tensors have no data, or for a config of no model."""
 
 
 @dataclass(frozen=True, slots=True)

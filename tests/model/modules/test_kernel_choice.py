@@ -11,6 +11,7 @@ from meshllm.model.kernels import jit
 from meshllm.model.modules import kernel_choice
 from meshllm.model.modules.kernel_choice import (
     FEWEST,
+    MOST,
     LinearKernel,
     choose,
     fastest,
@@ -91,8 +92,11 @@ def test_without_a_folder_it_is_measured_by_each_process(
     assert asked == [1024]
 
 
-def test_matrices_of_few_inputs_are_not_measured(asked: list[int]) -> None:
-    assert fastest(FEWEST - 64) is (DOT if has_bf16_dot() else TORCH)
+@pytest.mark.parametrize("inputs", [FEWEST - 64, MOST + 64, 2**31])
+def test_matrices_of_few_or_absurdly_many_inputs_are_not_measured(
+    asked: list[int], inputs: int
+) -> None:
+    assert fastest(inputs) is (DOT if has_bf16_dot() else TORCH)
     assert not asked
 
 

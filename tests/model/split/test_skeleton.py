@@ -95,6 +95,22 @@ def test_a_config_that_no_model_can_be_built_from_is_refused() -> None:
         build(config, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_key_value_heads", 0),
+        ("pad_token_id", 2**31),
+        ("hidden_size", -1),
+    ],
+)
+def test_values_of_no_model_are_refused(field: str, value: object) -> None:
+    config = llama(tied=True)
+    setattr(config, field, value)
+
+    with pytest.raises(ModelError, match="A `llama` cannot be built from its config"):
+        build(config, torch.float32)
+
+
 @pytest.mark.parametrize("bar", [True, False])
 def test_the_logging_of_transformers_is_restored(bar: bool) -> None:
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
