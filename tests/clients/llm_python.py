@@ -73,7 +73,7 @@ def llm(*words: str, stdin: str = "", both: bool = False, fails: bool = False) -
         env=os.environ | {"LLM_USER_PATH": str(HOME.absolute())},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode != 0) == fails, done.stderr

@@ -39,7 +39,7 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # reasoning is never encrypted
     "background": (False,),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
@@ -95,6 +95,8 @@ class Reasoning:
     """Whether and how long to reason."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto"] | None = None
+    """One if there is any, and there is none: the reasoning itself is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

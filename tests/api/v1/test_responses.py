@@ -214,6 +214,39 @@ async def test_a_call_is_answered_in_the_next_response(
         assert answer == {"role": "tool", "content": "done", "tool_call_id": name}
 
 
+async def test_a_request_of_codex_is_answered(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    tool = {
+        "type": "function", "name": "shell", "description": "Runs a command", "strict": False,
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    }  # fmt: skip
+    said = await client.post(
+        PATH,
+        json={
+            "model": "builtin",
+            "instructions": "You are a coding agent.",
+            "input": [
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "List the files"}],
+                }
+            ],
+            "tools": [tool],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "medium", "summary": "auto"},
+            "store": False,
+            "stream": True,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "0b6c9a",
+        },
+    )
+
+    assert said.status_code == 200, said.text
+    assert "response.completed" in said.text
+    assert door.requests[0].effort == "medium"
+
+
 async def test_reasoning_is_asked_for(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = await client.post(PATH, json=BODY | {"reasoning": {"effort": "low"}})
 
