@@ -7,6 +7,7 @@ such as keys and cached results, is neither read nor written through links that 
 import errno
 import fcntl
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -96,6 +97,19 @@ def make_private(folder: Path) -> None:
         os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file cannot be used, without numbers, and without its name, which is known."""
+    match error:
+        case UnicodeError():
+            return "it is not text"
+        case OSError(strerror=str(text)):
+            # OpenSSL adds its names and its source line: `[SSL] PEM lib (_ssl.c:3895)`.
+            plain = re.sub(r"^\[[^\]]*\] | \(_ssl\.c:\d+\)$", "", text)
+            return plain if plain[1:2].isupper() else plain[:1].lower() + plain[1:]
+        case _:
+            return str(error)
 
 
 def _read(path: Path, descriptor: int, limit: int) -> bytes:

@@ -1,6 +1,7 @@
 """Files that others prepared: pipes, devices, links, wrong owners and modes."""
 
 import os
+import ssl
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshllm.local_files import (
     open_own,
     read_own,
     read_regular,
+    reason_of,
 )
 
 SOMEBODY = 4242
@@ -154,3 +156,21 @@ def test_a_link_of_another_user_to_an_own_folder_is_refused(
 def test_a_file_in_place_of_a_folder_is_refused(file: Path) -> None:
     with pytest.raises(NotADirectoryError):
         make_private(file)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "keys"), "no such file or directory"),
+        (ssl.SSLError(336445449, "[SSL] PEM lib (_ssl.c:3895)"), "PEM lib"),
+        (
+            ssl.SSLError(116, "[X509: KEY_VALUES_MISMATCH] key values mismatch (_ssl.c:3931)"),
+            "key values mismatch",
+        ),
+        (UnicodeDecodeError("ascii", b"\xff", 0, 1, "ordinal not in range"), "it is not text"),
+        (ValueError("the key is encrypted"), "the key is encrypted"),
+        (OSError("odd"), "odd"),
+    ],
+)
+def test_a_reason_is_for_people(error: OSError | ValueError, reason: str) -> None:
+    assert reason_of(error) == reason

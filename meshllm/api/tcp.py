@@ -20,6 +20,7 @@ from meshllm.api.port import DoorPort
 from meshllm.api.serve import run_server
 from meshllm.api.v1.service import Service
 from meshllm.errors import UserError
+from meshllm.local_files import reason_of
 from meshllm.traces.recorder import Recorder
 
 MIN_KEY_CHARS = 16
@@ -129,7 +130,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         mode, text = path.stat().st_mode, path.read_text("ascii")
     except (OSError, ValueError) as error:
-        raise UserError(f"Cannot read the key file `{path}`: {error}") from None
+        raise UserError(f"Cannot read the key file `{path}`: {reason_of(error)}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(f"Other users can read the key file `{path}`", hint=f"`chmod 600 {path}`")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
@@ -157,7 +158,9 @@ def _tls(options: DoorOptions) -> dict[str, Path | None]:
         context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
     except (OSError, ValueError) as error:  # SSLError is an OSError
         files = f"`{options.tls_cert}`, `{options.tls_key or options.tls_cert}`"
-        raise UserError(f"Cannot use the certificate and its key ({files}): {error}") from None
+        raise UserError(
+            f"Cannot use the certificate and its key ({files}): {reason_of(error)}"
+        ) from None
     return {"cert": options.tls_cert, "key": options.tls_key}
 
 

@@ -131,12 +131,12 @@ def chat(
 
 
 def _read_schema(path: Path) -> str:
-    from meshllm.local_files import read_regular
+    from meshllm.local_files import read_regular, reason_of
 
     try:
         return read_regular(path, MAX_SCHEMA_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the JSON schema `{path}`: {error}") from None
+        raise UserError(f"Cannot read the JSON schema `{path}`: {reason_of(error)}") from None
 
 
 def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:

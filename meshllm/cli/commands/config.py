@@ -14,6 +14,7 @@ from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
 from meshllm.config import current, files, keys, load
 from meshllm.errors import UserError
+from meshllm.local_files import reason_of
 
 app = typer.Typer(
     help="Show and change settings, and see where they come from.", rich_markup_mode=None
@@ -138,7 +139,9 @@ def _edited(text: str) -> str | None:
         try:
             code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
-            raise UserError(f"Cannot start `{editor}`: {error}", hint="set `EDITOR`") from None
+            raise UserError(
+                f"Cannot start `{editor}`: {reason_of(error)}", hint="set `EDITOR`"
+            ) from None
         if code:
             raise UserError(f"`{editor}` ended with exit status {code}")
         edited = path.read_text(encoding="utf-8")
