@@ -9,6 +9,7 @@ from meshllm.cli.terminal.render import out, table, talk
 from tests.processes.fleet import Waited
 from tests.security import (
     addresses,
+    beacons,
     charter,
     clients,
     configs,
@@ -17,6 +18,7 @@ from tests.security import (
     floods,
     lies,
     project_file,
+    quic,
     records,
     relays,
     removal,
@@ -37,6 +39,8 @@ ATTACKS: tuple[Attack, ...] = (
     *clients.ATTACKS,
     *floods.ATTACKS,
     *doors.ATTACKS,
+    *beacons.ATTACKS,
+    *quic.ATTACKS,
     *relays.ATTACKS,
 )
 

@@ -13,7 +13,7 @@ from meshllm.names import NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.dialer import NodeDialer
-from meshllm.node.net.endpoints import by_scheme
+from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.protocol.membership.actions import SendToPeer
@@ -24,6 +24,7 @@ from meshllm.protocol.membership.record_store import Record, slot_of
 from meshllm.protocol.trust.credential import Credential, Removals
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import parse_ticket
+from meshllm.transport.contract import Transport
 from meshllm_websocket.transport import WebsocketTransport
 
 
@@ -88,10 +89,13 @@ class Member:
 
 
 @asynccontextmanager
-async def join(ticket: str, state: Path) -> AsyncIterator[Member]:
+async def join(
+    ticket: str, state: Path, transport: Transport | None = None
+) -> AsyncIterator[Member]:
     """Join the mesh of a ticket; raise what refuses it."""
     store, invitation = StateStore.open(state), parse_ticket(ticket)
-    transports, life = (WebsocketTransport(),), store.next_incarnation()
+    transports, life = (transport or WebsocketTransport(),), store.next_incarnation()
+    prepare(transports, store.key)
     link = await dial_inviter(store, invitation, transports, life, discovery=False)
     credential = store.join(granted(link), invitation)
     now = asyncio.get_running_loop().time()
