@@ -25,7 +25,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _freeze() -> None:
     """Leave what was imported out of garbage collections: each would take 0.3 s."""
-    gc.collect()
     gc.freeze()
 
 
