@@ -243,6 +243,38 @@ def test_a_mesh_serves_replicas_another_model_and_an_engine_and_a_node_may_die(
     mesh.wait(stages=None)
 
 
+def test_one_process_serves_two_models_and_another_one_answers_for_both(
+    fleet: Fleet, other: str
+) -> None:
+    ticket = fleet.found("attic")
+    attic, bench = fleet.node("attic"), fleet.node("bench")
+    models = ("--model", f"builtin,{other}")
+    attic.start(*models, *ALONE)
+    until(lambda: rings(attic.status()).keys() == {"builtin 0"}, fleet.told)
+    alone = "".join(chat(attic, BUILTIN))
+
+    made = meshllm("model", "serve", other, "--alias", TWELVE, state=attic.state)
+
+    assert made.returncode == 0, made.stderr
+    until(lambda: rings(attic.status()).keys() == {"builtin 0", "random 0"}, fleet.told)
+    assert all(each["own"] for each in attic.status()["rings"])
+    texts = {name: "".join(chat(attic, name)) for name in (BUILTIN, TWELVE)}
+    assert texts[BUILTIN] == alone != texts[TWELVE]
+    shown = meshllm("ring", "status", state=attic.state)
+    assert (shown.returncode, shown.stdout.count("serving  attic")) == (0, 2), shown.stdout
+
+    # Another process takes one of the models over, and is killed: the first serves both again.
+    bench.start("--join", ticket, *models, *ALONE)
+    until(lambda: len(attic.status()["nodes"]) == 2, fleet.told)
+    until(lambda: rings(bench.status()).keys() == {"builtin 0", "random 0"}, fleet.told)
+    assert {name: "".join(chat(bench, name)) for name in texts} == texts
+    bench.kill()
+    until(lambda: rings(attic.status()).keys() == {"builtin 0", "random 0"}, fleet.told)
+    assert {name: outcome(attic, name) for name in texts} == {
+        name: Outcome(text) for name, text in texts.items()
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_each_of_five_processes_may_die(fleet: Fleet, other: str) -> None:
