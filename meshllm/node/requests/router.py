@@ -371,7 +371,7 @@ class RequestRouter:
                 self._remote.receive(peer, message)
             case CancelRequest(request_id):
                 if task := self._served.get((peer, request_id)):
-                    task.cancel()
+                    _cancel(task)
             case AskModels() if not self._lists.is_out(peer, _now()):  # else it asks too often
                 self._lists.strike(peer, _now())
                 self._send(peer, ModelList(self.list_models()))
@@ -380,7 +380,7 @@ class RequestRouter:
         """End the requests from and to a peer whose link was lost."""
         for (asker, _), task in self._served.items():
             if asker == peer:
-                task.cancel()
+                _cancel(task)
         self._remote.lost(peer)
 
     @asynccontextmanager
@@ -554,6 +554,12 @@ class RequestRouter:
         self.counts.tokens += answer.completion_tokens
         self.counts.last = replace(answer, text="", reasoning="", calls=(), tokens=(), embedding="")
         self.counts.last_tokens = answer.completion_tokens
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel once: a second time would interrupt what frees the caches on all ranks."""
+    if not task.cancelling():
+        task.cancel()
 
 
 def _is_trusted(node: NodeId, request: Request) -> bool:

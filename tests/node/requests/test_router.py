@@ -86,6 +86,8 @@ class FakeRing:
     loads_s: float | None = None
     """After an error there is no ring, and its nodes load for so long; None keeps the ring."""
     loads_until: float = 0.0
+    frees_s: float = 0.0
+    """Until all ranks have freed what they held for a request."""
     closed: int = 0
 
     replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class FakeRing:
                     await asyncio.sleep(0)
                     yield rest
         finally:
+            await asyncio.sleep(self.frees_s)
             self.closed += 1
 
 
@@ -340,6 +343,23 @@ def test_cancelling_at_the_ingress_cancels_on_the_entry(world: World) -> None:
     world.run(story)
     assert world.rings[ENTRY].closed == 1
     assert world.said(ME) == []
+
+
+def test_a_request_that_is_cancelled_and_whose_peer_is_lost_is_freed_on_all_ranks(
+    world: World,
+) -> None:
+    router = world.add(ME, FakeRing(attempts=[[None]], frees_s=1.0))
+
+    async def story() -> None:
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=False)
+        await asyncio.sleep(1)
+        router.receive(OTHER, CancelRequest(ASK), is_client=False)
+        await asyncio.sleep(0.5)
+        router.lost(OTHER)
+        await asyncio.sleep(1)
+
+    world.run(story)
+    assert world.rings[ME].closed == 1
 
 
 def test_a_request_cancelled_at_once_begins_nothing(world: World) -> None:
