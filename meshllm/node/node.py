@@ -73,7 +73,8 @@ REDIAL_S = 2.0  # s between two dials of known addresses while no node is linked
 REDIAL_LINKED_S = 30.0  # s between two dials of members that are not linked
 REQUEST_HEAD_BYTES = 64 * 1024  # of a request beside its text
 TOKEN_BYTES = 64  # of one token as JSON: a word of ten letters, each escaped
-DRAIN_S = 60.0  # s to finish running requests before the node leaves
+DRAIN_S = 60.0  # s to finish running requests before the node leaves,
+IDLE_DRAIN_S = 4.0  # and without any, for others to load its layers
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
 Ts = TypeVarTuple("Ts")
@@ -429,11 +430,21 @@ class MeshNode:
             logger.warning("%s", error)
 
     async def _drain(self) -> None:
-        """Wait until no request runs, then leave."""
+        """Wait until others have taken the layers over and no request runs, then leave.
+
+        Without requests it does not wait for long.
+        """
+        idle_since = self.now()
         try:
             async with asyncio.timeout(DRAIN_S):
                 # Polled: it happens once in the life of a node, not worth an event per session.
-                while self.router.counts.active or self.ring_member.sessions:  # noqa: ASYNC110
+                while True:
+                    if self.router.counts.active or self.ring_member.sessions:
+                        idle_since = self.now()
+                    elif (
+                        not self.service.is_handing_over or self.now() >= idle_since + IDLE_DRAIN_S
+                    ):
+                        break
                     await asyncio.sleep(0.05)
         except TimeoutError:
             logger.warning("requests still running after %d s", DRAIN_S)

@@ -53,6 +53,7 @@ from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.forming import LINK_S
+from meshllm.protocol.ring.handover import Outlook
 from meshllm.protocol.ring.interruption import explain
 from meshllm.protocol.trust.identity import short, show
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
@@ -225,6 +226,7 @@ class RingMember:
             offers=self.provider.offers if self.provider else (),
             group=own.group,
             used=self._used(),
+            prepared=own.prepared,
             further=tuple(sorted(further, key=lambda each: each.group)),
         )
         if state != self._state:
@@ -241,8 +243,10 @@ class RingMember:
             self._followed = self.plan.encode()
             self._watch(self.plan)
         is_loaded = self.plan is not None and self._loaded == self.plan
+        prepared = self.runtime.prepared if self.runtime else None
         return RingMembership(
-            self.group, self._followed, is_loaded, self._is_calm, self._obstacle()
+            *(self.group, self._followed, is_loaded, self._is_calm, self._obstacle()),
+            prepared.digest if prepared else b"",
         )
 
     def check_formed(self) -> None:
@@ -256,6 +260,25 @@ class RingMember:
             news = self._first._changed
             yield
             await news.wait()
+
+    def outlook(self, plan: Plan | None, settle_s: float) -> Outlook:
+        """Return what is known here about following a plan that was agreed on."""
+        machine, followed = self._machine, self.plan
+        is_whole = followed is not None and self._is_formed(followed)
+        if followed and followed.rank(machine.me) is not None:
+            is_whole &= self.rank is not None
+        if plan is None:
+            return Outlook(plan, followed, settle_s, is_whole)
+        here = {
+            node: machine.states[node].in_ring(self.group)
+            for node in machine.alive
+            if node in machine.states
+        }
+        encoded, digest = plan.encode(), plan.digest
+        begun = {node for node, state in here.items() if state.followed == encoded}
+        prepared = {node for node, state in here.items() if state.prepared == digest} | begun
+        others = begun.intersection(stage.node for stage in plan.stages) - {machine.me}
+        return Outlook(plan, followed, settle_s, is_whole, bool(others), prepared)
 
     def serving_entry(self) -> NodeId | None:
         """Return the entry of the ring if the ring serves, as far as known here; else None."""

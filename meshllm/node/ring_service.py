@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 Whenever the records of the mesh change, the agreement is computed again off the event loop. Once it
-has been stable for a while, the ring runtime follows its plan. A mesh that serves several models,
-or replicas, has a ring for each. If the records name another first ring than that of the node, it
-retracts its offer, leaves the ring, which goes on without it, and begins again with the other
-model. A model that is not here is fetched from other nodes.
+has been stable for a while, the ring runtime prepares for its plan, and follows it, see `Handover`.
+A mesh that serves several models, or replicas, has a ring for each. If the records name another
+first ring than that of the node, it retracts its offer, leaves the ring, which goes on without it,
+and begins again with the other model. A model that is not here is fetched from other nodes.
 
 For each further ring that the records name, the first service runs another one, which sees the
 records as that ring does, see `groups`. It publishes its offer as a share of the profile, and its
@@ -47,6 +47,7 @@ from meshllm.protocol.agreement.groups import (
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.handover import Follow, Handover, HandoverState, Prepare
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.preparation import Preparation
@@ -89,7 +90,8 @@ class RingService:
     planner: Planner = field(init=False)
     _supply: WeightSupply = field(init=False)
     _server: WeightServer = field(init=False)
-    _pending: tuple[Plan | None, float] | None = None
+    _handover: Handover = field(default_factory=Handover)
+    _due: float | None = None  # when a timer for it fires
     _charter_known: asyncio.Event = field(default_factory=asyncio.Event)
     _moving: asyncio.Event = field(default_factory=asyncio.Event)
     _target: GroupId | None = None  # the group in which to take part soon
@@ -287,7 +289,7 @@ class RingService:
         member.agreement = self.agreement
         if runtime := member.runtime:
             runtime.narrow()
-        self._schedule_follow()
+        self._hand_over()
         if self.first is None:
             self._schedule_move()
             self._schedule_further()
@@ -297,32 +299,44 @@ class RingService:
 
     def _foreseen(self, plan: Plan | None) -> None:
         runtime = self.member.runtime
-        if runtime and not (self.first or self.offer.shared_bytes):  # no memory is free for it
+        is_free = not (self.first or self.offer.shared_bytes)  # else no memory is free for it
+        if runtime and is_free and self._handover.state is not HandoverState.PREPARING:
             runtime.prepare(plan)
 
-    def _schedule_follow(self) -> None:
-        """Schedule following the plan once it has been stable for a while.
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether this node, which is leaving, still has layers that others may take over."""
+        plan, me, agreement = self.member.plan, self.machine.me, self.agreement
+        if plan is None or agreement is None or plan.rank(me) is None:
+            return False
+        return me not in agreement.leaving or agreement.plan != plan
 
-        When a node joins or leaves, its links change one by one, and each change could give a
-        short-lived plan, for which layers would be loaded. A node that is lost to all takes less.
-        """
-        plan = self.agreement.plan if self.agreement else None
-        is_whole = not (self.agreement and self.agreement.lacking)
-        has_lost = self.agreement is not None and self.agreement.has_lost(self.member.plan)
-        wait_s = GATHER_S if not is_whole else LOST_S if has_lost else SETTLE_S
-        if (plan, wait_s) == self._pending:
-            return
-        self._pending = plan, wait_s
-        self.call_later(wait_s, self._follow, self._pending)
+    async def _watch_ring(self) -> None:
+        async with aclosing(self.member.changes()) as changes:
+            async for _ in changes:
+                self._hand_over()
 
-    def _follow(self, pending: tuple[Plan | None, float]) -> None:
-        plan, _ = pending
-        if pending != self._pending or not (runtime := self.member.runtime):
+    def _hand_over(self) -> None:
+        """Follow the plan that was agreed on, or prepare for it, see `Handover`."""
+        agreement, member, now = self.agreement, self.member, asyncio.get_running_loop().time()
+        if (runtime := member.runtime) is None:
             return
-        if plan and runtime.plan and plan.precedence < runtime.plan.precedence:
-            return  # older than the plan that this node follows; a newer one will come
-        runtime.follow(plan)
-        self.member.publish()
+        plan, wait_s = agreement.plan if agreement else None, SETTLE_S
+        if agreement and agreement.lacking:
+            wait_s = GATHER_S
+        elif agreement and agreement.has_lost(member.plan):
+            wait_s = LOST_S
+        for action in self._handover.look(member.outlook(plan, wait_s), now):
+            match action:
+                case Prepare(plan):
+                    runtime.prepare(plan, is_urgent=True)
+                case Follow(plan):
+                    runtime.follow(plan)
+                    member.publish()
+        due = self._handover.deadline
+        if due is not None and due != self._due:
+            self._due = due
+            self.call_later(due - now, self._hand_over)
 
     # Moving between rings.
 
@@ -392,7 +406,8 @@ class RingService:
             is_founder=False,
             first=self,
             further={},
-            _pending=None,
+            _handover=Handover(),
+            _due=None,
             _target=None,
         )
         service._memory = memory
@@ -437,7 +452,7 @@ class RingService:
         """Take part in another group, and retract the offer of the last one."""
         self._moving.clear()
         self._supply.end()
-        self._pending = None
+        self._handover.reset()
         self.offer.end()
         self.member.end(group)
         self.planner.move()
@@ -466,10 +481,11 @@ class RingService:
         runtime = self.member.begin(model)
         self._server.offer(ring.config_digest, lambda: preparation.parts(model))
         model.obtain = self._supply.obtain
-        self._pending = None  # follow the plan that was agreed on before
+        self._handover.reset()  # follow the plan that was agreed on before
         self.changed()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supply.run())
+            group.create_task(self._watch_ring())
             await runtime.run()
 
     def _give_up(self, model: ModelKey, error: ModelError) -> None:

@@ -21,6 +21,7 @@ from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import LINK_S
+from meshllm.protocol.ring.handover import Outlook
 from meshllm.protocol.trust.identity import short
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
@@ -35,6 +36,7 @@ def agreed() -> tuple[Agreement, Plan]:
 
 AGREEMENT, PLAN = agreed()
 ALONE = replace(PLAN, stages=PLAN.stages[:1])
+LATER = replace(PLAN, epoch=PLAN.epoch + 1)
 ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
 
 
@@ -58,8 +60,9 @@ class Place:
         )
         self.formed: list[bool] = []
         self.runtime = SimpleNamespace(
-            plan=None, entry=None, sessions=3, formed=self.form, missing=None
-        )
+            plan=None, entry=None, stage=None, prepared=None, sessions=3, formed=self.form,
+            missing=None,
+        )  # fmt: skip
 
     def publish(self, *, state: StateRecord, now: float) -> list[Any]:
         self.told.append(state)
@@ -132,6 +135,56 @@ def test_a_leaving_node_says_so_until_it_has_left() -> None:
         place.ring_member.has_left = True
         place.ring_member.loaded(True, None)
         assert [state.lifecycle for state in place.told] == [Lifecycle.LEAVING] * 2
+
+    run(story)
+
+
+def test_the_plan_for_which_layers_are_loaded_in_advance_is_published() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.runtime.prepared = LATER
+        place.ring_member.at_work()
+        place.runtime.prepared = None
+        place.ring_member.at_work()
+        assert [state.prepared for state in place.told] == [b"", LATER.digest, b""]
+
+    run(story)
+
+
+def test_a_ring_is_whole_while_all_nodes_have_loaded_and_this_one_serves() -> None:
+    async def story() -> None:
+        place, told = Place(), list[bool]()
+
+        def look() -> None:
+            told.append(place.ring_member.outlook(LATER, 0.5).is_whole)
+
+        look()
+        place.serve()
+        place.states |= {ENTRY: loaded(), STAGE: loaded()}
+        look()
+        place.work()
+        look()
+        assert place.ring_member.outlook(None, 0.5) == Outlook(None, PLAN, 0.5, is_whole=True)
+        place.states[STAGE] = loaded(LATER)
+        look()
+        assert told == [False, False, True, False]
+
+    run(story)
+
+
+def test_what_other_nodes_have_prepared_or_follow_is_known_while_they_are_there() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.states |= {ENTRY: loaded(LATER), STAGE: replace(loaded(), prepared=LATER.digest)}
+        outlook = place.ring_member.outlook(LATER, 0.5)
+        assert (set(outlook.prepared), outlook.is_begun) == ({ENTRY, STAGE}, False)
+        place.states[STAGE] = loaded(LATER)
+        assert place.ring_member.outlook(LATER, 0.5).is_begun
+        place.alive.discard(STAGE)
+        outlook = place.ring_member.outlook(LATER, 0.5)
+        assert (set(outlook.prepared), outlook.is_begun) == ({ENTRY}, False)
 
     run(story)
 
@@ -568,7 +621,13 @@ def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
         )  # fmt: skip
         further.group, first.further[third] = third, further
         runtime = SimpleNamespace(
-            plan=other, entry=None, sessions=2, recomputed=5, formed=place.form, missing=None
+            prepared=None,
+            plan=other,
+            entry=None,
+            sessions=2,
+            recomputed=5,
+            formed=place.form,
+            missing=None,
         )
         further.runtime = cast("Any", runtime)
         further.loaded(True, None)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from meshllm.names import Digest, Quant, Span
+from meshllm.names import DIGEST_BYTES, Digest, Quant, Span
 from meshllm.protocol.membership.charter import MAX_VERSION, Amendments, Charter, Term
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
@@ -103,7 +103,13 @@ profiles = st.builds(
     st.lists(shares, max_size=3, unique_by=lambda each: each.group).map(_in_order),
 ).map(_with_room)
 memberships = st.builds(
-    RingMembership, groups, st.binary(max_size=40), st.booleans(), st.booleans(), labels
+    RingMembership,
+    groups,
+    st.binary(max_size=40),
+    st.booleans(),
+    st.booleans(),
+    labels,
+    st.binary(max_size=DIGEST_BYTES),
 )
 round_trips = st.tuples(nodes, st.integers(0, MAX_ROUND_TRIP_US))
 few_nodes = st.lists(nodes, max_size=3).map(tuple)
@@ -121,6 +127,7 @@ states = st.builds(
     ),
     st.binary(max_size=9),
     st.lists(eight, max_size=3).map(tuple),
+    st.binary(max_size=DIGEST_BYTES),
     st.lists(memberships, max_size=3, unique_by=lambda each: each.group).map(_in_order),
 ).map(_without_first)
 

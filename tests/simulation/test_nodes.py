@@ -4,15 +4,20 @@ That these tests can fail is shown in `test_node_mutants`.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from itertools import count
 from unittest.mock import patch
 
 import pytest
 
 from meshllm.node.ring_service import SETTLE_S
-from meshllm.request import Request, Sampling
+from meshllm.node.weights import WeightSupply
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.handover import Follow, Handover, Outlook, Prepare
+from meshllm.request import Piece, Request, Sampling
 from tests.simulation import toy
-from tests.simulation.machines import Machines, Process
+from tests.simulation.machines import Machines, Process, process_here
 from tests.simulation.node_world import shortcuts, simulate
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
@@ -138,6 +143,105 @@ def test_the_ring_after_a_loss_does_not_wait_until_links_are_settled() -> None:
 
     assert not world.wrong, told(world)
     assert 0 < schedules[0].took_s < SETTLE_S
+
+
+class OneMove(OneLoss):
+    """Requests follow each other while a node leaves, and weights are fetched slowly."""
+
+    change: Callable[[World], None]
+    is_slow = False
+
+    async def run(self) -> None:
+        world = self.world
+        world.capacity = {0: 4, 1: 4, 2: 4}
+        world.ring_size = 2
+        for number in (0, 1):
+            world.start(number)
+        await self._until(lambda: len(self._served()) == 2)
+        world.start(2)
+        await asyncio.sleep(5.0)
+        before, self.is_slow = self._plans(), True
+        asking = world.loop.create_task(self._ask_on(), context=world.running[2].process.context)
+        world.loop.call_later(1.0, self.change, world)
+        await self._until(lambda: len(now := self._plans()) == 1 and now != before)
+        await asyncio.sleep(LOAD_S + 3.0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        world.is_over = True
+        for number in list(world.running):
+            world.crash(number, silently=False)
+        await asyncio.sleep(1.0)
+
+    def _plans(self) -> set[Plan | None]:
+        return {node.ring_member.plan for node in self.world.nodes.values()}
+
+    async def _ask_on(self) -> None:
+        """Ask without a break, and note the longest time without a token."""
+        world, last = self.world, self.world.loop.time()
+        node = world.nodes[2]
+        for seed in count():
+            request = Request(raw="abc", sampling=Sampling(0.8, seed=seed), max_tokens=10)
+            told = ""
+            async for event in node.router.generate(request):
+                now = world.loop.time()
+                self.took_s, last = max(self.took_s, now - last), now
+                told += event.text if isinstance(event, Piece) else ""
+            if told != toy.reference(request)[0]:
+                world.fault(f"{told!r} is not the answer to {request}")
+
+
+def leave(world: World) -> None:
+    world.leave(0 if world.nodes[0].ring_member.rank else 1)
+
+
+def moved(change: Callable[[World], None]) -> OneMove:
+    """Return what a change of the ring did."""
+    schedules = list[OneMove]()
+
+    def make(world: World, seed: int) -> Schedule:
+        schedules.append(OneMove(world, seed))
+        schedules[-1].change = change
+        return schedules[-1]
+
+    here = set[tuple[int, int]]()  # nodes, and parts of the model
+
+    async def obtain(_: WeightSupply, parts: Collection[int]) -> None:
+        process = process_here()
+        assert process is not None
+        wanted = {(process.number, part) for part in parts}
+        if schedules[0].is_slow and wanted - here:
+            await asyncio.sleep(LOAD_S)
+        here.update(wanted)
+
+    with (
+        patch("meshllm.node.planner.takeover", lambda _: None),  # nothing is loaded before
+        patch.object(WeightSupply, "obtain", obtain),
+    ):
+        world = simulate(1, make)
+
+    assert not world.wrong, told(world)
+    return schedules[0]
+
+
+LOAD_S = 5.0
+PAUSE_S = 1.0  # of virtual time; links, and rows of a toy model
+
+
+def test_answers_go_on_while_the_layers_of_a_leaving_node_are_fetched() -> None:
+    assert 0 < moved(leave).took_s < PAUSE_S
+
+
+def test_answers_pause_if_the_next_ring_is_not_prepared() -> None:
+    """A mutant: this test of the simulation can fail."""
+    with patch.object(Handover, "look", follow_at_once):
+        assert moved(leave).took_s >= LOAD_S
+
+
+LOOK = Handover.look
+
+
+def follow_at_once(handover: Handover, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+    return LOOK(handover, replace(outlook, is_whole=False), now)
 
 
 def test_a_misplaced_or_repeated_layer_changes_the_text() -> None:

@@ -160,30 +160,41 @@ class ModelRuntime:
                 await self.obtain(needed_parts(plan, me))
             self._held = held = None
             self._held = held = await self.worker.run(self._loader.load, part)
+        else:
+            await self.release_ahead()
         is_last = plan.stages[-1].node == me
         if part.is_divided and not part.is_entry and is_last and held.help is None:
             help_ = await self.worker.run(self._loader.load_help, part)
             self._held = held = replace(held, help=help_) if help_ else held
         return held
 
-    async def preload(self, plan: Plan, me: NodeId) -> None:
-        """Load this node's span of a plan that may follow, while the compute thread is idle.
+    async def preload(
+        self, plan: Plan, me: NodeId, lend: Callable[[int], bool], *, is_urgent: bool
+    ) -> None:
+        """Load this node's span of a plan that may follow, beside what it holds.
 
-        A later `hold` uses what of it the plan in force needs. Nothing else may be held meanwhile.
+        A later `hold` uses what of it the plan in force needs. Unless it ``is_urgent``, the compute
+        thread loads once it is idle. ``lend`` returns whether so many bytes may be used.
 
         Raises:
             ModelError: the weights are missing or damaged.
             OutOfMemory: they do not fit into memory that is free.
         """
-        part, shape = self._part(plan, me, 0), self.shape
-        needed = sum(shape.layer_bytes[part.span.start : part.span.stop])
-        needed += shape.embed_bytes + shape.head_bytes if part.is_entry else 0
-        free = free_memory() if self.device == CPU else free_bytes(self.device)
-        if needed > free:
-            raise OutOfMemory(f"{free} bytes are free", needed_bytes=needed)
+        part, worker = self._part(plan, me, 0), self.worker
         if self.obtain is not None:
             await self.obtain(needed_parts(plan, me))
-        await self.worker.run_when_idle(PRELOAD_IDLE_S, self._loader.load, part)
+        needed = await worker.run(self._loader.missing_bytes, part)
+        free = free_memory() if self.device == CPU else free_bytes(self.device)
+        if needed > free or not lend(needed):
+            raise OutOfMemory(f"{needed} bytes are needed, {free} are free", needed_bytes=needed)
+        if is_urgent:
+            await worker.run(self._loader.load_ahead, part)
+        else:
+            await worker.run_when_idle(PRELOAD_IDLE_S, self._loader.load_ahead, part)
+
+    async def release_ahead(self) -> None:
+        """Release what was loaded for a plan that may follow."""
+        await self.worker.run(self._loader.release_ahead)
 
     def _part(self, plan: Plan, me: NodeId, room: int) -> RankPart:
         """Return what a node loads for a plan of which it is a rank."""
@@ -207,10 +218,15 @@ class ModelRuntime:
         """Return the KV budget of the ranks of a plan."""
         return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
 
-    def release(self) -> None:
-        """Release the loaded span."""
+    def unload(self) -> None:
+        """Release the loaded span; what was loaded for a plan that may follow stays."""
         self._held = None
         self._loader.release()
+
+    def release(self) -> None:
+        """Release all that is loaded."""
+        self.unload()
+        self._loader.release_ahead()
 
     async def tidy(self) -> None:
         """Free the memory of what was released, once nothing uses it."""

@@ -142,9 +142,12 @@ class RingRuntime:
         self._recomputed = 0  # by earlier spans
         self._store: SessionStore | None = None
         self._limits = HangLimits()  # of the jobs of the span
-        self._foreseen: Plan | None = None  # the plan that this node prepares for
+        self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
+        self._preparing: asyncio.Task[None] | None = None
+        self.prepared: Plan | None = None
+        """The plan that may follow for which this node has loaded what it can."""
         self.preloaded: Plan | None = None
-        """The plan that may follow and whose span this node, without a rank, has loaded."""
+        """The plan that may follow whose span this node has loaded."""
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
         self._is_narrow = asyncio.Event()
@@ -194,13 +197,16 @@ class RingRuntime:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
             self._act(self._machine.follow(plan, self._now()))
 
-    def prepare(self, plan: Plan | None) -> None:
-        """Load the span of a plan that may follow, while no plan gives this node layers."""
-        self._foreseen = plan
-        if self._is_free and self.preloaded != plan:
-            self._drop_preloaded()
-            self._job = self._job_of(Stop())
-            self._is_replaced.set()
+    def prepare(self, plan: Plan | None, *, is_urgent: bool = False) -> None:
+        """Load the span of a plan that may follow, beside what this node serves.
+
+        Unless it ``is_urgent``, that waits until the compute thread is idle.
+        """
+        wanted = plan, is_urgent
+        if wanted != self._foreseen and not self._is_closed:
+            self._foreseen = wanted
+            self._stop_preparing()
+            self._preparing = self._tasks.create_task(self._prepare(plan, is_urgent))
 
     def reload(self) -> None:
         """Try again to load a span that could not be loaded."""
@@ -249,8 +255,7 @@ class RingRuntime:
                 case Release():
                     self._drop_span()
                     self._store = None
-                    if self.preloaded is None:
-                        self._model.release()
+                    self._model.unload()
                 case CloseLink(number):
                     self._close(number)
                 case ReportLoad(is_loaded, trouble):
@@ -278,7 +283,7 @@ class RingRuntime:
                         self._links[number].stop_watching()
                 return partial(self._serve, plan, before, after)
             case Stop():
-                return partial(self._rest, self._foreseen) if self._is_free else None
+                return self._model.tidy if self._is_free else None
 
     async def _until_replaced(self) -> None:
         """Run the current job until another one replaces it; wait for its end."""
@@ -297,27 +302,62 @@ class RingRuntime:
             if not job.cancelled():
                 job.result()
 
-    async def _rest(self, ahead: Plan | None) -> None:
-        """Free what an earlier plan needed, and load in advance what the next one may need."""
-        await self._model.tidy()
-        if ahead is not None:
-            await self._preload(ahead)
+    # Preparing for a plan that may follow.
 
-    async def _preload(self, plan: Plan) -> None:
-        if self.preloaded and _span_of(self.preloaded, self._me) == _span_of(plan, self._me):
+    async def _prepare(self, plan: Plan | None, is_urgent: bool) -> None:
+        rank = plan.rank(self._me) if plan else None
+        before = self.preloaded
+        if plan is None or rank is None:
+            await self._release_ahead()
+        elif before and _span_of(before, self._me) == _span_of(plan, self._me):
             self.preloaded = plan
-            return
+        else:
+            await self._release_ahead()
+            await self._preload(plan, is_urgent)
+        self.prepared = plan
+        self._host.at_work()
+
+    async def _preload(self, plan: Plan, is_urgent: bool) -> None:
+        lend = partial(self._lend, is_urgent)
         try:
-            await self._model.preload(plan, self._me)
+            await self._model.preload(plan, self._me, lend, is_urgent=is_urgent)
         except MeshError as error:
             logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
         else:
             self.preloaded = plan
             logger.info("layers %s are loaded in advance", _span_of(plan, self._me)[0])
-            self._host.at_work()
+
+    def _lend(self, is_urgent: bool, size: int) -> bool:
+        """Lend bytes of the room for caches, where this node has a rank, to layers."""
+        if (store := self._store) is None:
+            return True
+        if is_urgent:
+            store.prefixes.make_room(size)
+        return store.prefixes.index.budget.lend(size, self._take_back)
+
+    def _take_back(self) -> None:
+        """Release what is loaded in advance: a session needs its memory."""
+        logger.info("layers that were loaded in advance make room for a session")
+        self._stop_preparing()
+        self._preparing = self._tasks.create_task(self._give_up())
+
+    async def _give_up(self) -> None:
+        await self._release_ahead()
+        self.prepared, _ = self._foreseen
+        self._host.at_work()
+
+    async def _release_ahead(self) -> None:
+        self.preloaded = None
+        await self._model.release_ahead()
+
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
 
     async def _load(self, plan: Plan) -> None:
-        self.preloaded = None  # it is used, or replaced
+        self._stop_preparing()
+        self.preloaded = self.prepared = None  # it is used, or replaced
+        self._foreseen = None, False
         try:
             rooms, rank = self._host.rooms(plan), plan.rank(self._me)
             room = rooms[rank] if rooms and rank is not None else 0
@@ -391,15 +431,6 @@ class RingRuntime:
     @property
     def _is_free(self) -> bool:
         return self.plan is None or self.plan.rank(self._me) is None
-
-    def _drop_preloaded(self) -> None:
-        """Release what was loaded in advance, unless it is what is foreseen now."""
-        if self.preloaded is None:
-            return
-        ahead = self._foreseen
-        if ahead is None or _span_of(self.preloaded, self._me) != _span_of(ahead, self._me):
-            self.preloaded = None
-            self._model.release()
 
     def _drop_span(self) -> None:
         self._recomputed, self._span = self.recomputed, None

@@ -1,7 +1,8 @@
 """Loads the span of a rank, and keeps what the next plan needs too; runs on the compute thread."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,6 +114,7 @@ class SpanLoader:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, shape.dtype)
         self._kept = _Kept()
+        self._ahead = _Kept()  # for the plan that may follow; some of it is also kept
         self._is_untidy = False  # something was kept no more
         self._whole: nn.Module | None = None  # on meta, once it was needed
         self._head_parts: list[Parts | None] | None = None  # how the LM head is split, once known
@@ -124,8 +126,38 @@ class SpanLoader:
             ModelError: the weights are missing or damaged.
             OutOfMemory: they do not fit into free memory.
         """
-        try:
+        with self._reporting_memory(part):
             return self._load(part)
+
+    def load_ahead(self, part: RankPart) -> None:
+        """Load a part beside the one in force, with which it shares what is in both.
+
+        A later `load` of the part loads nothing. Whatever was loaded ahead before is released.
+
+        Raises:
+            ModelError: the weights are missing or damaged.
+            OutOfMemory: they do not fit into free memory.
+        """
+        self._keep(self._kept, self._reusable(part))
+        self.tidy()
+        with self._reporting_memory(part):
+            self._ahead, _ = self._completed(part, self._ahead)
+
+    def missing_bytes(self, part: RankPart) -> int:
+        """Return the bytes of a part that are not loaded yet."""
+        kept, shape = self._reusable(part), self._shape
+        size = sum(
+            sum(shape.layer_bytes[gap.start : gap.stop]) for gap in _gaps(part.span, kept.pieces)
+        )
+        has_ends = kept.head or any(piece.shard.head for piece in kept.pieces)
+        return size + (
+            shape.embed_bytes + shape.head_bytes if part.is_entry and not has_ends else 0
+        )
+
+    @contextmanager
+    def _reporting_memory(self, part: RankPart) -> Iterator[None]:
+        try:
+            yield
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if not is_out_of_memory(error):
                 raise
@@ -137,8 +169,12 @@ class SpanLoader:
             ) from error
 
     def release(self) -> None:
-        """Keep nothing."""
-        self._keep(_Kept())
+        """Keep nothing but what was loaded ahead."""
+        self._keep(_Kept(), self._ahead)
+
+    def release_ahead(self) -> None:
+        """Release what was loaded ahead, except what is in force."""
+        self._keep(self._kept, _Kept())
 
     def tidy(self) -> None:
         """Free the memory of what is not kept any more."""
@@ -149,7 +185,7 @@ class SpanLoader:
     @property
     def runners(self) -> set[Runner]:
         """Runners of what is loaded, but for the last rank's part of the LM head."""
-        return self._kept.runners
+        return self._kept.runners | self._ahead.runners
 
     def load_help(self, part: RankPart) -> Runner | None:
         """Load the last rank's part of the LM head, if it is split and the headroom suffices.
@@ -167,11 +203,15 @@ class SpanLoader:
             return None
 
     def _load(self, part: RankPart) -> LoadedSpan:
-        parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
-        self._keep(self._reusable(part, is_divided=parts[0] is not None))
+        self._keep(self._reusable(part), _Kept())
         self.tidy()  # before more is loaded
-        kept, span = self._kept, part.span
-        draft = kept.draft if part.is_entry else None
+        self._kept, loaded = self._completed(part, self._kept)
+        return loaded
+
+    def _completed(self, part: RankPart, kept: _Kept) -> tuple[_Kept, LoadedSpan]:
+        """Load what of a part is not kept."""
+        parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
+        span, draft = part.span, kept.draft if part.is_entry else None
         if part.is_entry and self._draft and draft is None:
             draft = self._draft.load(self._device)
         is_whole = part.is_alone and not kept.pieces
@@ -180,21 +220,25 @@ class SpanLoader:
         sent = SentRows(int(self._headroom(part) * _SENT_SHARE)) if sends else None
         layers = SpanRunner(pieces, sent)
         if not part.is_entry:
-            self._kept = _Kept(pieces)
-            return LoadedSpan(span, None, layers)
+            return _Kept(pieces), LoadedSpan(span, None, layers)
         head, helped = kept.head, kept.helped
         if head is None and not pieces[-1].shard.head:
             theirs, ours = parts
             build = partial(self._build, self._no_layers, head=True, share=pieces[0].shard)
             head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
-        self._kept = _Kept(pieces, head, helped, draft)
-        return LoadedSpan(span, EntryRunners(layers, head, self._context, helped), None, draft)
+        ends = EntryRunners(layers, head, self._context, helped)
+        return _Kept(pieces, head, helped, draft), LoadedSpan(span, ends, None, draft)
 
-    def _reusable(self, part: RankPart, *, is_divided: bool) -> _Kept:
-        """Return what of the loaded parts the next one needs."""
-        kept, span = self._kept, part.span
+    def _reusable(self, part: RankPart) -> _Kept:
+        """Return what of the loaded parts the next one needs: the more layers, the better."""
+        found = [self._reusable_of(part, each) for each in (self._ahead, self._kept)]
+        return max(found, key=lambda each: sum(len(piece.span) for piece in each.pieces))
+
+    def _reusable_of(self, part: RankPart, kept: _Kept) -> _Kept:
+        span = part.span
         if not part.is_entry:
             kept = _Kept(kept.pieces)
+        is_divided = part.is_entry and part.is_divided and self._split_head() is not None
         keeps_head = part.is_alone or (kept.helped is not None) is is_divided
         head, helped = (kept.head, kept.helped) if keeps_head else (None, None)
         pieces = []
@@ -208,9 +252,10 @@ class SpanLoader:
             pieces = []
         return _Kept(pieces, head if pieces else None, helped if pieces else None, kept.draft)
 
-    def _keep(self, kept: _Kept) -> None:
-        self._is_untidy |= kept.runners < self._kept.runners
-        self._kept = kept
+    def _keep(self, kept: _Kept, ahead: _Kept) -> None:
+        before = self.runners
+        self._kept, self._ahead = kept, ahead
+        self._is_untidy |= self.runners < before
 
     def _pieces(
         self, span: Span, kept: Sequence[Runner], *, embed: bool, head: bool

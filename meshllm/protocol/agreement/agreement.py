@@ -83,6 +83,10 @@ class Agreement:
     links: Links
     lacking: int = 0
     """Requested members that are not ready yet; 0 once a node follows a plan for the model."""
+    leaving: frozenset[NodeId] = frozenset()
+    """Living nodes that are leaving."""
+    ahead: Plan | None = None
+    """A better plan that waits until sessions end; None if none does."""
     best: Best | None = field(default=None, repr=False, compare=False)
     """The planning result, reused by the next `agree`."""
 
@@ -106,14 +110,15 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
     plans = [plan for node, plan in followed.items() if node in here]
     incumbent = max(plans, key=lambda plan: plan.precedence, default=None)
     found = find_candidates(view, here, nodes_of(incumbent) if incumbent else ())
-    plan, best, standbys = None, before.best if before else None, found.waiting
+    plan, ahead, standbys = None, None, found.waiting
+    best = before.best if before else None
     try:
         case = open_case(view, found, best)
     except UserError as error:
         best, reason = None, str(error)
     else:
         best = find_best(case, best)
-        plan, reason = _decide(case, best, incumbent, epoch)
+        plan, reason, ahead = _decide(case, best, incumbent, epoch)
         if plan is not None:
             standbys = {**standbys, **_standbys(case, best.problem.members, plan)}
     return Agreement(
@@ -125,6 +130,8 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         found.offers,
         found.links,
         0 if followed or _has_served(view, here, known) else count_lacking(view, here),
+        found.leaving,
+        ahead,
         best,
     )
 
@@ -141,28 +148,31 @@ def _has_served(view: MeshView, here: Collection[NodeId], known: Mapping[NodeId,
 
 def _decide(
     case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int
-) -> tuple[Plan | None, str]:
+) -> tuple[Plan | None, str, Plan | None]:
+    """Return the plan in force, why, and the plan that waits until sessions end, if any."""
     fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
     if incumbent is None or fault:
-        return new, fault if new else best.missing
+        return new, fault if new else best.missing, None
     if new is None:
-        return incumbent, "no other plan was found"
+        return incumbent, "no other plan was found", None
     if leaving := case.found.leaving.intersection(nodes_of(incumbent)):
-        return new, f"`{short(min(leaving))}` is leaving"
+        return new, f"`{short(min(leaving))}` is leaving", None
     if new.stages == incumbent.stages:
-        return incumbent, "no plan is better"
+        return incumbent, "no plan is better", None
     gain = _gain(case, incumbent, new)
     keeps = _satisfies(case, best.problem, incumbent)
     if keeps and gain <= GAIN:
-        return incumbent, f"another plan would gain {max(gain, 0):.0%}, too little for a change"
+        why = f"another plan would gain {max(gain, 0):.0%}, too little for a change"
+        return incumbent, why, None
     better = f"it gains {gain:.0%}" if keeps else "it satisfies the charter"
     if lacking := [stage.node for stage in new.stages if _lacks_weights(case, new, stage.node)]:
-        return incumbent, f"another plan waits for weights on `{short(lacking[0])}`: {better}"
+        why = f"another plan waits for weights on `{short(lacking[0])}`: {better}"
+        return incumbent, why, None
     state = case.view.states.get(incumbent.stages[0].node)
     if state and not state.may_change:
-        return incumbent, f"another plan waits until sessions end: {better}"
-    return new, better
+        return incumbent, f"another plan waits until sessions end: {better}", new
+    return new, better, None
 
 
 def _lacks_weights(case: PlanningInput, plan: Plan, node: NodeId) -> bool:

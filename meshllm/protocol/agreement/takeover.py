@@ -1,8 +1,9 @@
-"""The loss that a standby prepares for: which layers it would take over, and of which plan.
+"""The plan that a node prepares for: which layers it would have to load, if it has the memory.
 
-A node without layers has memory that nothing uses. It can load in advance what the next plan would
-give it if a node of the ring were lost; then that takeover loads nothing. Of the nodes that may be
-lost, it prepares for the one whose loss would make it load most.
+A better plan that waits until sessions end is the next one. Otherwise a node without layers, which
+has memory that nothing uses, can load in advance what the next plan would give it if a node of the
+ring were lost; then that takeover loads nothing. Of the nodes that may be lost, it prepares for the
+one whose loss would make it load most.
 """
 
 from dataclasses import replace
@@ -16,13 +17,15 @@ MOST_TRIED = 16  # nodes of a ring, those with the most bytes: each of them take
 
 
 def takeover(agreement: Agreement) -> Plan | None:
-    """Return the plan after the loss that a standby prepares for.
+    """Return the plan that waits, or the one after the loss that a standby prepares for.
 
     None if this node is in the ring, or takes nothing over. A pure function of the agreement.
     """
     plan, best = agreement.plan, agreement.best
     if plan is None or best is None:
         return None
+    if agreement.ahead is not None:
+        return agreement.ahead
     view = best.case.view
     if plan.rank(view.me) is not None:
         return None

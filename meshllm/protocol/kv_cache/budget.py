@@ -18,6 +18,9 @@ A finished session may be *kept* for prompts with the same prefix. Kept sessions
 running one: `fits` ignores them, and `meshllm.protocol.kv_cache.prefix_index` evicts the least
 recently used while `is_over`.
 
+Layers that the next plan may need are loaded in bytes that nothing uses: the budget *lends* them,
+and takes them back as soon as a session, running or kept, needs them.
+
 Invariant: the reservations alone always fit in every room. Together with the kept sessions they fit
 again once the prefix index has evicted, which happens before the new rows are computed.
 """
@@ -70,6 +73,8 @@ class KvBudget:
         """By rank, beginning with this one."""
         self._reserved: dict[SessionId, _Charge] = {}
         self._kept: dict[SessionId, _Charge] = {}
+        self._lent = 0  # bytes of this rank
+        self._take_back: Callable[[], None] = lambda: None
 
     def holds(self, tokens: int) -> bool:
         """Return whether a session fits on its own."""
@@ -87,7 +92,18 @@ class KvBudget:
         is_fit = self.fits(tokens, session)
         if is_fit:
             self._reserved[session] = self._charge(tokens)
+            self._recall()
         return is_fit
+
+    def has_room(self, size: int) -> bool:
+        """Return whether so many bytes of this rank are free."""
+        return self._is_within(self._reserved.values(), self._kept.values(), size)
+
+    def lend(self, size: int, take_back: Callable[[], None]) -> bool:
+        """Lend bytes of this rank, if they are free, until ``take_back`` is called."""
+        is_free = self.has_room(size)
+        self._lent, self._take_back = size if is_free else 0, take_back
+        return is_free
 
     def reserved(self, session: SessionId) -> int:
         """Return the tokens that a session has reserved."""
@@ -101,6 +117,7 @@ class KvBudget:
     def keep(self, session: SessionId, tokens: int) -> None:
         """Count a finished session as kept."""
         self._kept[session] = self._charge(tokens)
+        self._recall()
 
     def drop(self, session: SessionId) -> None:
         """Stop counting a kept session."""
@@ -108,8 +125,8 @@ class KvBudget:
 
     @property
     def is_over(self) -> bool:
-        """Whether running and kept sessions together exceed the budget."""
-        return not self._is_within(self._reserved.values(), self._kept.values())
+        """Whether running and kept sessions, and what is lent, together exceed the budget."""
+        return not self.has_room(self._lent)
 
     @property
     def tokens(self) -> int:
@@ -134,9 +151,17 @@ class KvBudget:
         whole = -(-tokens // BLOCK) * BLOCK
         return _Charge(whole, [room.cost(whole) for room in self.rooms])
 
-    def _is_within(self, live: Collection[_Charge], kept: Collection[_Charge] = ()) -> bool:
+    def _recall(self) -> None:
+        if self._lent and self.is_over:
+            self._lent = 0
+            self._take_back()
+
+    def _is_within(
+        self, live: Collection[_Charge], kept: Collection[_Charge] = (), lent: int = 0
+    ) -> bool:
         for rank, room in enumerate(self.rooms):
             held = sum(charge.costs[rank].held for charge in (*live, *kept))
+            held += 0 if rank else lent
             growth = max((charge.costs[rank].growth for charge in live), default=0)
             if held + growth > room.total:
                 return False

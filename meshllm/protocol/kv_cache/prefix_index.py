@@ -127,6 +127,13 @@ class PrefixIndex:
             gone.append(session)
         return gone
 
+    def evict(self) -> SessionId | None:
+        """Evict the least recently used session; None if none is kept."""
+        session = next(iter(self._items), None)
+        if session is not None:
+            self._drop(session)
+        return session
+
     def take(self, session: SessionId, length: int, now: float, *, whole: bool) -> int:
         """Return the positions for which a kept cache has room; 0 if it holds too few.
 

@@ -83,6 +83,13 @@ class PrefixCache(Generic[Cache]):
         hit, cache = self._hit(session, length, capacity, held, whole=True)
         return replace(hit, is_claimed=text is None), cache
 
+    def make_room(self, size: int) -> None:
+        """Evict the least recently used until so many bytes of this rank are free, or all."""
+        while not self.index.budget.has_room(size):
+            if (session := self.index.evict()) is None:
+                return
+            self._drop([session])
+
     def _hit(
         self, name: SessionId, length: int, capacity: int, chunks: Sequence[Chunk], *, whole: bool
     ) -> tuple[PrefixHit, Cache]:

@@ -13,6 +13,7 @@ from struct import Struct
 from typing import Self
 
 from meshllm.names import (
+    DIGEST_BYTES,
     FIRST_GROUP,
     GROUP_BYTES,
     MODEL_KEY_BYTES,
@@ -257,20 +258,21 @@ class RingMembership:
     is_loaded: bool = False
     may_change: bool = True
     obstacle: str = ""
+    prepared: bytes = b""
 
     def encode(self) -> bytes:
         """Encode the membership."""
         texts = sized(self.group) + sized(self.followed) + sized(self.obstacle.encode())
-        return texts + _FLAGS.pack(self.is_loaded, self.may_change)
+        return texts + sized(self.prepared) + _FLAGS.pack(self.is_loaded, self.may_change)
 
     @classmethod
     def read(cls, reader: Reader) -> Self:
         """Read a membership; raise `PeerFault` if it is malformed."""
         group, followed = GroupId(reader.sized(GROUP_BYTES)), reader.sized(MAX_PLAN_BYTES)
-        obstacle = reader.text(MAX_OBSTACLE_BYTES)
+        obstacle, prepared = reader.text(MAX_OBSTACLE_BYTES), reader.sized(DIGEST_BYTES)
         flags = (reader.bounded("for a flag", flag, 0, 1) for flag in reader.unpack(_FLAGS))
         is_loaded, may_change = map(bool, flags)
-        return cls(group, followed, is_loaded, may_change, obstacle)
+        return cls(group, followed, is_loaded, may_change, obstacle, prepared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,8 @@ class StateRecord:
     """The ring in which it takes part, if only as a standby: the model and the replica."""
     used: tuple[ModelKey, ...] = ()
     """The models of the mesh that were asked for here lately; empty while it serves one."""
+    prepared: bytes = b""
+    """The digest of the plan for which it has loaded in advance what it can; empty for none."""
     further: tuple[RingMembership, ...] = ()
     """The further rings in which it takes part, in order of their groups; the fields above are
     those of the first."""
@@ -304,7 +308,8 @@ class StateRecord:
     def memberships(self) -> tuple[RingMembership, ...]:
         """All rings in which the node takes part, the first one first."""
         own = RingMembership(
-            self.group, self.followed, self.is_loaded, self.may_change, self.obstacle
+            *(self.group, self.followed, self.is_loaded, self.may_change, self.obstacle),
+            self.prepared,
         )
         return own, *self.further
 
@@ -325,6 +330,7 @@ class StateRecord:
                     is_loaded=each.is_loaded,
                     may_change=each.may_change,
                     obstacle=each.obstacle,
+                    prepared=each.prepared,
                     group=group,
                     further=(),
                 )
@@ -338,7 +344,7 @@ class StateRecord:
         faulty = sized(b"".join(self.faulty))
         offers = _COUNT.pack(len(self.offers)) + b"".join(each.encode() for each in self.offers)
         state = _STATE.pack(self.lifecycle, *flags)
-        models = sized(self.group) + sized(b"".join(self.used))
+        models = sized(self.group) + sized(b"".join(self.used)) + sized(self.prepared)
         further = _COUNT.pack(len(self.further)) + b"".join(each.encode() for each in self.further)
         return start_record() + state + links + texts + faulty + offers + models + further
 
@@ -363,6 +369,7 @@ class StateRecord:
             _offers(reader) if reader.left else (),
             group := GroupId(reader.sized(GROUP_BYTES)) if reader.left else FIRST_GROUP,
             _keys(reader) if reader.left else (),
+            reader.sized(DIGEST_BYTES) if reader.left else b"",
             _memberships(reader, group) if reader.left else (),
         )
 

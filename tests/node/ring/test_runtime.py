@@ -13,7 +13,7 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
@@ -525,14 +525,96 @@ def _epoch(place: Place) -> int:
     return place.runtime.preloaded.epoch if place.runtime.preloaded else 0
 
 
-def test_a_rank_loads_nothing_in_advance(world: World, built: list[Span]) -> None:
+THREE = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
+TURNED = plan_of((B, "0:4"), (A, "4:6"), epoch=2)
+
+
+@pytest.mark.parametrize("after", [THREE, AFTER, TURNED], ids=["join", "leave", "another order"])
+def test_a_ring_serves_while_the_layers_of_the_next_one_are_loaded(
+    world: World, built: list[Span], after: Plan
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C) as (a, _, _):
+            await served_without_c(world)
+            before = await tokens(a)
+            built.clear()
+            nodes = [world.places[stage.node] for stage in after.stages]
+            for place in nodes:
+                place.runtime.prepare(after, is_urgent=True)
+                assert await tokens(a) == before
+            await until(lambda: all(place.runtime.prepared == after for place in nodes))
+            assert at_work(a, world.places[B])
+            assert await tokens(a) == before
+            built.clear()
+
+            world.follow(after)
+            await until(lambda: at_work(*nodes))
+
+            assert [span for span in built if span] == []  # but a part of the LM head
+            assert await tokens(nodes[0]) == before
+            assert not any(place.runtime.prepared for place in nodes)
+
+    run_virtual(main())
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave room for the caches of few tokens."""
+    monkeypatch.setattr(Place, "rooms", lambda _, plan: [1 << 21] * len(plan.stages))
+
+
+@pytest.mark.usefixtures("narrow")
+def test_layers_loaded_in_advance_make_room_for_a_session(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            runtime = world.places[B].runtime
+            runtime.prepare(TURNED, is_urgent=True)
+            await until(lambda: runtime.prepared == TURNED)
+            assert runtime.preloaded == TURNED
+            held = len(runtime._model.runners)
+            assert runtime.stage is not None
+            budget = runtime.stage.budget
+
+            assert budget.reserve(SessionId(bytes(16)), budget.tokens)
+            await until(lambda: runtime.prepared == TURNED and runtime.preloaded is None)
+
+            assert len(runtime._model.runners) < held
+            assert at_work(world.places[A], world.places[B])
+
+    run_virtual(main())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_node_without_room_has_prepared_what_it_can(world: World, built: list[Span]) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            runtime = world.places[B].runtime
+            assert runtime.stage is not None
+            budget = runtime.stage.budget
+            assert budget.reserve(SessionId(bytes(16)), budget.tokens)
+            built.clear()
+
+            runtime.prepare(TURNED, is_urgent=True)
+            await until(lambda: runtime.prepared == TURNED)
+
+            assert built == []
+            assert runtime.preloaded is None
+
+    run_virtual(main())
+
+
+def test_a_plan_without_this_node_needs_no_preparation(world: World, built: list[Span]) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):
             await served_without_c(world)
             built.clear()
-            world.places[B].runtime.prepare(plan_of((B, "0:6"), epoch=2))
-            await asyncio.sleep(10)
+            runtime = world.places[B].runtime
+            runtime.prepare(AFTER, is_urgent=True)
+            await until(lambda: runtime.prepared == AFTER)
             assert built == []
+            assert at_work(world.places[A], world.places[B])
 
     run_virtual(main())
 

@@ -117,6 +117,8 @@ def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
 
     assert replace(world, busy={A}).agree().plan == ring((A, 0, 4))
     assert "waits until sessions end" in replace(world, busy={A}).agree().reason
+    assert replace(world, busy={A}).agree().ahead == world.agree().plan
+    assert world.agree().ahead is None
     assert replace(world, busy={B}).agree().plan == ring((B, 0, 4), epoch=6)
 
 

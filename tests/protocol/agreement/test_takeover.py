@@ -1,4 +1,4 @@
-"""The loss that a standby prepares for."""
+"""The plan that waits, or the loss that a standby prepares for."""
 
 from dataclasses import replace
 
@@ -65,6 +65,14 @@ def test_a_standby_that_can_take_nothing_over_prepares_for_nothing() -> None:
 
     assert agreement.plan is not None
     assert takeover(agreement) is None
+
+
+def test_a_plan_that_waits_comes_first() -> None:
+    world, agreement, big, _ = ring_of_two()
+    after = agreement.plan
+
+    assert takeover(replace(agreement, ahead=after)) == after
+    assert takeover(replace(world.agree(big), ahead=after)) == after
 
 
 def test_without_a_ring_there_is_nothing_to_prepare_for() -> None:

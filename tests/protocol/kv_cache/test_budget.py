@@ -55,6 +55,30 @@ def test_the_tightest_rank_decides() -> None:
     assert budget.live_bytes == 0
 
 
+def test_free_bytes_are_lent_until_a_session_needs_them() -> None:
+    budget, taken = KvBudget([room(4), room(4)]), list[str]()
+    budget.reserve(A, BLOCK)
+    budget.keep(B, BLOCK)
+
+    assert not budget.lend(2 * BLOCK + 1, lambda: taken.append("too much"))
+    assert budget.lend(2 * BLOCK, lambda: taken.append("all"))
+    assert budget.fits(3 * BLOCK)
+    assert not budget.is_over
+    assert budget.reserve(A, 2 * BLOCK)
+    assert taken == ["all"]
+    assert budget.lend(BLOCK, lambda: taken.append("a block"))
+    budget.keep(C, 1)
+    budget.keep(B, 2 * BLOCK)
+    assert taken == ["all", "a block"]
+
+
+def test_bytes_are_lent_by_this_rank_alone() -> None:
+    budget = KvBudget([room(9), room(1)])
+
+    assert budget.lend(5 * BLOCK, lambda: None)
+    assert budget.reserve(A, BLOCK)
+
+
 def test_a_state_of_fixed_size_counts_for_each_session() -> None:
     budget = KvBudget([room(4, fixed=BLOCK)])
 

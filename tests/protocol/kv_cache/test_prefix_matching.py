@@ -91,6 +91,18 @@ def test_a_session_evicts_texts_in_its_way() -> None:
     assert prefixes.index.budget.kept_bytes == 0
 
 
+def test_texts_make_room_for_layers_and_the_latest_used_stay() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(blocks=3), None)
+    for name in "abc":
+        session = SessionId(name.encode() * 16)
+        prefixes.keep(session, (*PROMPT, ord(name)), 30, name, len(PROMPT) + 1, 0.0)
+
+    prefixes.make_room(BLOCK)
+    assert sorted(prefixes.caches.values()) == ["b", "c"]
+    prefixes.make_room(9 * BLOCK)
+    assert not prefixes.caches
+
+
 def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     prefixes = kept()
     assert prefixes.index.budget.reserve(SessionId(b"x" * 16), 9 * BLOCK)

@@ -70,7 +70,9 @@ def test_appended_fields_are_ignored_and_a_missing_one_is_refused(
 
 
 @pytest.mark.parametrize(
-    "missing", [1, 3, 5, 6, 8], ids=["further rings", "used", "group", "offers", "faulty"]
+    "missing",
+    [1, 3, 5, 7, 8, 10],
+    ids=["further rings", "prepared", "used", "group", "offers", "faulty"],
 )
 def test_a_state_of_an_earlier_version_lacks_what_it_did_not_know(missing: int) -> None:
     state = StateRecord(links=((A, 9),), obstacle="busy")

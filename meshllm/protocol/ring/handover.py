@@ -1,0 +1,140 @@
+"""When one node follows a plan that was agreed on: at once, or when the next ring is ready.
+
+Theory of operation
+-------------------
+::
+
+               another plan is agreed on       the ring of the followed plan is whole
+    FOLLOWING ---------------------------> SETTLING ---------------------------> PREPARING
+        ^                                      |                                      |
+        |        it is not, or a node follows  |      all nodes are prepared, it is   |
+        |        the other plan                v      late, a node follows, not whole v
+        '---------------------------------- Follow <----------------------------------'
+
+When a node joins or leaves, its links change one by one, and each change could give a short-lived
+plan: a plan is settled once it has not changed for a while.
+
+If the ring of the followed plan still serves, it goes on while each node of the next plan loads
+what it lacks, as far as its memory allows, and publishes that it has prepared. Following the plan
+then costs no more than the links and the rows of the layers that moved. Every node of the mesh runs
+this machine, on the same records; the first one that follows takes all others along, so no two of
+them serve different plans for longer than one message takes.
+
+Races, and who wins:
+
+- The ring breaks while the next one is prepared: the plan is followed at once, loaded or not.
+- Another plan is agreed on meanwhile: it settles and is prepared instead; the limit of the time
+  runs on, so that plans that keep changing hold up nothing.
+- The followed plan is agreed on again, as when a session begins: nothing more happens.
+- A node cannot prepare, for lack of memory or weights: it publishes that it has prepared too, and
+  loads when it follows the plan. A node that says nothing holds up the rest for `PREPARE_S`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from meshllm.names import NodeId
+from meshllm.protocol.planning.plan import Plan
+
+PREPARE_S = 60.0  # s; a leaving node drains as long
+
+
+class HandoverState(Enum):
+    """The progress of a node towards the plan that was agreed on."""
+
+    FOLLOWING = auto()
+    SETTLING = auto()
+    PREPARING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What one node knows about two plans."""
+
+    plan: Plan | None
+    """The plan that was agreed on."""
+    followed: Plan | None
+    settle_s: float
+    """Seconds for which a plan must not change before it is settled."""
+    is_whole: bool = False
+    """Whether the ring of the followed plan serves, as far as known here."""
+    is_begun: bool = False
+    """Whether another node follows the plan that was agreed on."""
+    prepared: Collection[NodeId] = ()
+    """The nodes that have prepared for it, or cannot."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all nodes of the plan that was agreed on have prepared for it."""
+        return self.plan is None or all(each.node in self.prepared for each in self.plan.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Load in advance what this node lacks for a plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Follow a plan from now on."""
+
+    plan: Plan | None
+
+
+class Handover:
+    """One node's way from plan to plan; times are on the driver's clock."""
+
+    def __init__(self) -> None:
+        self.state = HandoverState.FOLLOWING
+        self._wanted: tuple[Plan | None, float] | None = None  # since it settles
+        self._settled_at = 0.0
+        self._latest: float | None = None  # when the next plan is followed, prepared or not
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call ``look`` again at the latest; None if nothing is awaited."""
+        match self.state:
+            case HandoverState.SETTLING:
+                return self._settled_at
+            case HandoverState.PREPARING:
+                return self._latest
+            case _:
+                return None
+
+    def reset(self) -> None:
+        """Begin again, with nothing followed."""
+        self.state, self._wanted, self._latest = HandoverState.FOLLOWING, None, None
+
+    def look(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+        """Decide what to do now; called after each change, and at the deadline."""
+        plan, followed = outlook.plan, outlook.followed
+        is_older = plan and followed and plan.precedence < followed.precedence
+        if plan == followed or is_older:  # a newer one will come
+            self.reset()
+            return []
+        wanted = plan, outlook.settle_s
+        if self.state is HandoverState.PREPARING and self._wanted and self._wanted[0] == plan:
+            return self._prepared(outlook, now)
+        if wanted != self._wanted:
+            self._wanted, self._settled_at = wanted, now + outlook.settle_s
+            self.state = HandoverState.SETTLING
+        if now < self._settled_at and not outlook.is_begun:
+            return []
+        if plan is None or not outlook.is_whole or outlook.is_begun:
+            return self._follow(plan)
+        self.state = HandoverState.PREPARING
+        self._latest = now + PREPARE_S if self._latest is None else self._latest
+        return [Prepare(plan), *self._prepared(outlook, now)]
+
+    def _prepared(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+        is_late = self._latest is not None and now >= self._latest
+        if outlook.is_ready or outlook.is_begun or is_late or not outlook.is_whole:
+            return self._follow(outlook.plan)
+        return []
+
+    def _follow(self, plan: Plan | None) -> list[Prepare | Follow]:
+        self.reset()
+        return [Follow(plan)]

@@ -1,0 +1,151 @@
+"""When a node follows a plan: settled, prepared for, late, or because others do or a ring broke."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshllm.names import NodeId, Span
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
+from meshllm.protocol.ring.handover import (
+    PREPARE_S,
+    Follow,
+    Handover,
+    HandoverState,
+    Outlook,
+    Prepare,
+)
+from tests.builders.offers import A, B, C
+
+
+def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
+    stages = tuple(PlanStage(node, Span.parse(span)) for node, span in places)
+    return Plan(epoch, "tiny", Ends.ENTRY, stages)
+
+
+OLD = plan_of((A, "0:2"), (B, "2:6"))
+NEW = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
+OTHER = plan_of((A, "0:3"), (C, "3:6"), epoch=2)
+WHOLE = Outlook(NEW, OLD, 0.5, is_whole=True)
+BROKEN = replace(WHOLE, is_whole=False)
+
+
+def preparing() -> Handover:
+    """Return the machine of a node that prepares for the next plan since 0.5 s."""
+    machine = Handover()
+    machine.look(WHOLE, 0.0)
+    assert machine.look(WHOLE, 0.5) == [Prepare(NEW)]
+    return machine
+
+
+def test_the_plan_that_is_followed_needs_nothing() -> None:
+    machine = Handover()
+
+    assert machine.look(replace(WHOLE, plan=OLD), 0.0) == []
+    assert (machine.state, machine.deadline) == (HandoverState.FOLLOWING, None)
+
+
+def test_an_older_plan_is_not_followed() -> None:
+    machine = Handover()
+
+    assert machine.look(Outlook(OLD, NEW, 0.0), 0.0) == []
+    assert machine.state is HandoverState.FOLLOWING
+
+
+@pytest.mark.parametrize("followed", [None, OLD], ids=["none", "broken"])
+def test_without_a_ring_that_serves_a_plan_is_followed_once_it_is_settled(
+    followed: Plan | None,
+) -> None:
+    machine, outlook = Handover(), replace(BROKEN, followed=followed)
+
+    assert machine.look(outlook, 0.0) == []
+    assert (machine.state, machine.deadline) == (HandoverState.SETTLING, 0.5)
+    assert machine.look(outlook, 0.4) == []
+    assert machine.look(outlook, 0.5) == [Follow(NEW)]
+    assert machine.deadline is None
+
+
+def test_another_plan_or_another_time_to_settle_begins_again() -> None:
+    machine = Handover()
+    machine.look(BROKEN, 0.0)
+
+    assert machine.look(replace(BROKEN, plan=OTHER), 0.4) == []
+    assert machine.deadline == pytest.approx(0.9)
+    assert machine.look(replace(BROKEN, plan=OTHER, settle_s=0.15), 0.5) == []
+    assert machine.deadline == pytest.approx(0.65)
+    assert machine.look(replace(BROKEN, plan=OTHER, settle_s=0.15), 0.7) == [Follow(OTHER)]
+
+
+def test_that_there_is_no_plan_any_more_is_followed() -> None:
+    machine, outlook = Handover(), replace(WHOLE, plan=None)
+    machine.look(outlook, 0.0)
+
+    assert machine.look(outlook, 0.5) == [Follow(None)]
+
+
+def test_a_ring_that_serves_goes_on_until_all_have_prepared() -> None:
+    machine = preparing()
+
+    assert (machine.state, machine.deadline) == (HandoverState.PREPARING, 0.5 + PREPARE_S)
+    assert machine.look(WHOLE, 1.0) == []
+    assert machine.look(replace(WHOLE, prepared={A, C}), 2.0) == []
+    assert machine.look(replace(WHOLE, prepared={A, B, C}), 3.0) == [Follow(NEW)]
+    assert (machine.state, machine.deadline) == (HandoverState.FOLLOWING, None)
+
+
+def test_what_all_have_prepared_before_is_followed_once_it_is_settled() -> None:
+    machine, outlook = Handover(), replace(WHOLE, prepared=(A, B, C))
+    machine.look(outlook, 0.0)
+
+    assert machine.look(outlook, 0.5) == [Prepare(NEW), Follow(NEW)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace(WHOLE, is_begun=True), BROKEN, replace(BROKEN, settle_s=0.15)],
+    ids=["another node follows", "the ring broke", "a node was lost"],
+)
+def test_nothing_is_awaited_that_does_not_come(change: Outlook) -> None:
+    assert preparing().look(change, 1.0) == [Follow(NEW)]
+
+
+def test_a_node_that_follows_takes_one_along_that_is_not_settled() -> None:
+    machine = Handover()
+    machine.look(WHOLE, 0.0)
+
+    assert machine.look(replace(WHOLE, is_begun=True), 0.1) == [Follow(NEW)]
+
+
+def test_a_node_that_says_nothing_holds_up_the_rest_for_a_while() -> None:
+    machine = preparing()
+
+    assert machine.look(WHOLE, PREPARE_S) == []
+    assert machine.look(WHOLE, 0.5 + PREPARE_S) == [Follow(NEW)]
+
+
+def test_plans_that_keep_changing_do_not_extend_the_time() -> None:
+    machine, other = preparing(), replace(WHOLE, plan=OTHER)
+
+    assert machine.look(other, 40.0) == []
+    assert machine.look(other, 40.5) == [Prepare(OTHER)]
+    assert machine.deadline == 0.5 + PREPARE_S
+    assert machine.look(WHOLE, 50.0) == []
+    assert machine.look(WHOLE, 0.5 + PREPARE_S) == [Prepare(NEW), Follow(NEW)]
+
+
+def test_the_followed_plan_again_ends_it() -> None:
+    machine = preparing()
+
+    assert machine.look(replace(WHOLE, plan=OLD), 40.0) == []
+    assert machine.deadline is None
+    machine.look(WHOLE, 50.0)
+    assert machine.look(WHOLE, 50.5) == [Prepare(NEW)]
+    assert machine.deadline == 50.5 + PREPARE_S
+
+
+def test_a_node_that_moves_begins_again() -> None:
+    machine = preparing()
+    machine.reset()
+
+    assert machine.deadline is None
+    assert machine.look(replace(BROKEN, followed=None), 2.0) == []
+    assert machine.deadline == 2.5
