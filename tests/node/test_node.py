@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.v1.embeddings import numbers
+from meshllm.api.v1.service import Service
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
@@ -568,3 +570,29 @@ async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Me
 
     assert await ask(control_of(a), replace(QUESTION, trusted=("b",)))
     assert await ask(control_of(b), QUESTION)
+
+
+@pytest.mark.socket
+async def test_a_prompt_with_a_key_reaches_only_the_nodes_that_the_key_trusts(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(provider_module, "POLL_S", 0.05)
+    engine = FakeEngine()
+    a = await mesh.start("a")
+    await until(lambda: len(spans(a)) == 1, a)
+    async with serving(engine) as url:
+        await mesh.start("b", Provider(EngineClient(url)), join=a.ticket)
+        await until(lambda: provided(a) == {"fox": ("b",)}, a)
+        with Accounts.open(tmp_path / "keys") as accounts:
+            service = Service(control_of(a), accounts)
+
+            async def answer(name: str, *trust: str) -> str:
+                key = accounts.find(accounts.create(name, KeyLimits(trust=trust), 0))
+                events = service.answer(key, await service.model(key, "fox"), [QUESTION])
+                return "".join([each.text async for _, each in events if isinstance(each, Piece)])
+
+            with pytest.raises(ModelError, match="No trusted node provides `fox`"):
+                await answer("home", "a")
+            assert engine.asked == []
+            assert await answer("away", "b") == "What is a ring? "
+            assert len(engine.asked) == 1

@@ -46,7 +46,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
     name TEXT PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash BLOB NOT NULL, created_s INTEGER NOT NULL,
     expires_s INTEGER, models TEXT NOT NULL, concurrency INTEGER, tokens_per_day INTEGER,
-    revoked_s INTEGER, owner INTEGER NOT NULL DEFAULT 0
+    revoked_s INTEGER, owner INTEGER NOT NULL DEFAULT 0, trust TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS usage (
     day TEXT, key TEXT, model TEXT, requests INTEGER NOT NULL, errors INTEGER NOT NULL,
@@ -72,6 +72,8 @@ class KeyLimits:
     """Requests at a time."""
     tokens_per_day: int | None = None
     """Read and written, in a day of UTC."""
+    trust: tuple[str, ...] = ()
+    """Names or ids of the only nodes that may see its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class ApiKey:
             "models": list(self.limits.models),
             "concurrency": self.limits.concurrency,
             "tokens_per_day": self.limits.tokens_per_day,
+            "trust": list(self.limits.trust),
         }
 
 
@@ -162,7 +165,7 @@ class Accounts:
         key = f"{PREFIX}-{key_id}-{secrets.token_urlsafe(SECRET_BYTES)}"
         row = (
             name, key_id, self._hash(key), int(now_s), limits.expires_s, "\n".join(limits.models),
-            limits.concurrency, limits.tokens_per_day, None, is_owner,
+            limits.concurrency, limits.tokens_per_day, None, is_owner, "\n".join(limits.trust),
         )  # fmt: skip
         tag = key_id, self._seal(key_id, tag_of(key))
         try:
@@ -274,9 +277,13 @@ def tag_of(key: str) -> bytes:
     return blake3(key.encode(), derive_key_context=_TAG_CONTEXT).digest(KEY_TAG_BYTES)
 
 
-_KEY = "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner"
+_KEY = (
+    "name, id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner, trust"
+)
 _COLUMNS = _KEY.replace("id, ", "id, hash, ", 1)
 _VALUES = ", ".join("?" for _ in _COLUMNS.split(", "))
+_ADDED = {"owner": "INTEGER NOT NULL DEFAULT 0", "trust": "TEXT NOT NULL DEFAULT ''"}
+"""Columns that files of earlier versions lack."""
 _NAMES = [each.name for each in fields(KeyUsage)]
 _RECORD = (
     f"INSERT INTO usage VALUES (?, ?, ?, {', '.join('?' for _ in _NAMES)}) "
@@ -297,31 +304,33 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.executescript(_SCHEMA)
-        _add_owner(database)
+        for name, kind in _ADDED.items():
+            _add_column(database, name, kind)
     except sqlite3.Error as error:
         database.close()
         raise UserError(f"`{path}` cannot be used: {error}") from None
     return database
 
 
-def _add_owner(database: sqlite3.Connection) -> None:
-    """Add the column that files of earlier versions lack."""
-    if "owner" in {name for _, name, *_ in database.execute("PRAGMA table_info(keys)")}:
+def _add_column(database: sqlite3.Connection, column: str, kind: str) -> None:
+    """Add a column that files of earlier versions lack."""
+    if column in {name for _, name, *_ in database.execute("PRAGMA table_info(keys)")}:
         return
     try:
-        database.execute("ALTER TABLE keys ADD COLUMN owner INTEGER NOT NULL DEFAULT 0")
+        database.execute(f"ALTER TABLE keys ADD COLUMN {column} {kind}")
     except sqlite3.OperationalError as error:
         if "duplicate column" not in str(error):  # else another process has just added it
             raise
 
 
 def _key_of(row: Sequence[object]) -> ApiKey:
-    name, key_id, created_s, expires_s, models, concurrency, tokens_per_day, revoked_s, owner = row
+    name, key_id, created_s, expires_s, models, concurrency, tokens, revoked_s, owner, trust = row
     limits = KeyLimits(
         expires_s,  # type: ignore[arg-type]  # the types of the columns
         tuple(filter(None, str(models).split("\n"))),
         concurrency,  # type: ignore[arg-type]
-        tokens_per_day,  # type: ignore[arg-type]
+        tokens,  # type: ignore[arg-type]
+        tuple(filter(None, str(trust).split("\n"))),
     )
     return ApiKey(
         str(name),

@@ -35,6 +35,7 @@ class NewKey:
     models: tuple[str, ...] = ()
     concurrency: int | None = None
     tokens_per_day: int | None = None
+    trust: tuple[str, ...] = ()
 
     def limits(self) -> KeyLimits:
         """Return its limits; raise `UserError` for one that is out of range."""
@@ -42,9 +43,12 @@ class NewKey:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_COUNT:
                 raise UserError(f"`{name}` is {value}, not at least 1", hint="null means no limit")
-        if any("\n" in model for model in self.models):
-            raise UserError("The name of a model in `models` has more than one line")
-        return KeyLimits(self.expires_s, self.models, self.concurrency, self.tokens_per_day)
+        for field in ("models", "trust"):
+            if any("\n" in name for name in getattr(self, field)):
+                raise UserError(f"A name in `{field}` has more than one line")
+        return KeyLimits(
+            self.expires_s, self.models, self.concurrency, self.tokens_per_day, self.trust
+        )
 
 
 @dataclass(frozen=True, slots=True)

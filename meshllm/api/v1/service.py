@@ -20,6 +20,7 @@ from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
+from meshllm.strict_json import WrongField
 from meshllm.traces.recorder import Recorder
 
 MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
@@ -99,6 +100,7 @@ class Service:
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
             await self._learn_usage(key)
+            asked = [_trusting(key, each) for each in asked]
             with self._counted(key), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
@@ -177,3 +179,18 @@ class Service:
 def day_of(seconds: float) -> str:
     """Return the day of a Unix time in UTC, as `2026-11-25`."""
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+def _trusting(key: ApiKey | None, asked: Request) -> Request:
+    """Return a request that only the trusted nodes of its key see; it may name some of them.
+
+    Raises:
+        WrongField: it names others.
+    """
+    trusted = key.limits.trust if key else ()
+    if not trusted:
+        return asked
+    if strangers := [each for each in asked.trusted or () if each not in trusted]:
+        text = f"The key does not trust the node `{strangers[0][:100]}`"
+        raise WrongField("meshllm.trust", text, hint=f"it trusts {', '.join(trusted)}")
+    return asked if asked.trusted is not None else replace(asked, trusted=trusted)

@@ -31,6 +31,7 @@ Examples:
   meshllm key create guest --expires 7d --concurrency 1 --tokens-per-day 100000
   meshllm key create me --owner
   meshllm key create ci --models Qwen/Qwen3-0.6B --json
+  meshllm key create clinic --trust attic,cellar
 """
 )
 @takes("state")
@@ -52,6 +53,13 @@ def create(
         int | None,
         typer.Option(min=1, metavar="N", help="Allow N tokens a day (UTC), read and written."),
     ] = None,
+    trust: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Let only these nodes see its requests: names or ids, comma-separated.",
+        ),
+    ] = None,
     owner: Annotated[
         bool,
         typer.Option(
@@ -68,9 +76,11 @@ def create(
     """
     from meshllm.api.access.accounts import KeyLimits
 
-    now = time.time()
+    now, trusted = time.time(), listed(trust)
+    if trusted == ():
+        raise UserError("`--trust` names no node", hint="leave it out to trust all")
     expires_s = None if expires is None else int(now) + parse_duration(expires)
-    limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day)
+    limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day, trusted or ())
     with _accounts(settings(flags)) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
     if as_json:
@@ -92,7 +102,7 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     elif found:
         header = (
             "name", "id", "state", "role", "created", "expires", "models", "at a time",
-            "tokens a day",
+            "tokens a day", "trusts",
         )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
@@ -155,7 +165,7 @@ def _row(key: "ApiKey", now: float) -> tuple[object, ...]:
     return (
         key.name, key.id, key.state(now), "owner" if key.is_owner else "user",
         _date(key.created_s), expires, ", ".join(limits.models) or "all",
-        limits.concurrency, limits.tokens_per_day,
+        limits.concurrency, limits.tokens_per_day, ", ".join(limits.trust) or "all",
     )  # fmt: skip
 
 

@@ -168,6 +168,7 @@ def test_keys_of_an_earlier_version_are_users(tmp_path: Path) -> None:
         key = accounts.create("old", KeyLimits(), NOW)
     with closing(sqlite3.connect(tmp_path / FILE)) as database:
         database.execute("ALTER TABLE keys DROP COLUMN owner")
+        database.execute("ALTER TABLE keys DROP COLUMN trust")
 
     for _ in range(2):
         with Accounts.open(tmp_path) as accounts:

@@ -82,7 +82,10 @@ async def test_keys_are_created_listed_and_revoked(
     owned: httpx2.AsyncClient, accounts: Accounts
 ) -> None:
     me = owner(accounts)
-    asked = {"name": "ci", "models": ["a"], "concurrency": 2, "tokens_per_day": 9, "expires_s": 1}
+    asked = {
+        "name": "ci", "models": ["a"], "concurrency": 2, "tokens_per_day": 9, "expires_s": 1,
+        "trust": ["attic"],
+    }  # fmt: skip
 
     made = await owned.post("/owner/keys", headers=me, json=asked)
     again = await owned.post("/owner/keys", headers=me, json=asked)
@@ -92,7 +95,7 @@ async def test_keys_are_created_listed_and_revoked(
 
     key = accounts.find(made.json()["key"])
     assert key
-    assert (key.limits, key.is_owner) == (KeyLimits(1, ("a",), 2, 9), False)
+    assert (key.limits, key.is_owner) == (KeyLimits(1, ("a",), 2, 9, ("attic",)), False)
     assert [each.status_code for each in (made, again, gone, nobody)] == [200, 400, 200, 400]
     assert listed.headers["cache-control"] == "no-store"
     found = {each["name"]: each for each in listed.json()["keys"]}

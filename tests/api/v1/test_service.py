@@ -262,3 +262,59 @@ async def test_a_cancelled_outline_ends_all_its_sessions_which_are_accounted_for
     assert (writer.open, writer.cancelled) == (0, 3)
     [(_, used)] = accounts.usage("model")
     assert used == KeyUsage(1, 0, 40, 0, 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "trusted"),
+    [(None, ("attic", "cellar")), (["cellar"], ("cellar",)), ([], ())],
+    ids=["all of the key", "fewer", "none"],
+)
+async def test_only_the_trusted_nodes_of_a_key_see_its_requests(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    asked: list[str] | None,
+    trusted: tuple[str, ...],
+) -> None:
+    key = accounts.create("clinic", KeyLimits(trust=("attic", "cellar")), 0)
+
+    said = await client.post(PATH, json=BODY | {"meshllm": {"trust": asked}}, headers=bearer(key))
+
+    assert (said.status_code, door.requests[0].trusted) == (200, trusted)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_cannot_trust_more_nodes_than_its_key(
+    client: httpx2.AsyncClient, accounts: Accounts, door: FakeNode, *, stream: bool
+) -> None:
+    key = accounts.create("clinic", KeyLimits(trust=("attic",)), 0)
+    body = BODY | {"meshllm": {"trust": ["attic", "desk"]}, "stream": stream}
+
+    said = await client.post(PATH, json=body, headers=bearer(key))
+
+    error = said.json()["error"]
+    assert (said.status_code, error["param"]) == (400, "meshllm.trust")
+    assert "does not trust the node `desk`" in error["message"]
+    assert not door.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "builtin", "prompt": "hi"}),
+        ("/v1/responses", {"model": "builtin", "input": "hi"}),
+        ("/v1/messages", BODY | {"max_tokens": 4}),
+    ],
+)
+async def test_the_trusted_nodes_of_a_key_hold_for_every_route(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    path: str,
+    body: dict[str, object],
+) -> None:
+    key = accounts.create("clinic", KeyLimits(trust=("attic",)), 0)
+
+    said = await client.post(path, json=body, headers=bearer(key))
+
+    assert (said.status_code, door.requests[0].trusted) == (200, ("attic",))

@@ -19,13 +19,25 @@ def test_only_the_key_goes_to_stdout(meshllm: Invoke, home: Path) -> None:
 
 
 def test_limits_are_stored(meshllm: Invoke) -> None:
-    words = ("--expires", "30d", "--models", "a,b", "--concurrency", "2", "--tokens-per-day", "9")
+    words: tuple[str, ...] = (
+        "--expires",
+        "30d",
+        "--models",
+        "a,b",
+        "--concurrency",
+        "2",
+        "--tokens-per-day",
+        "9",
+    )
+    words = (*words, "--trust", "attic, cellar")
     made = json.loads(meshllm("key", "create", "ci", *words, "--json").stdout)
 
     (listed,) = json.loads(meshllm("key", "list", "--json").stdout)["keys"]
     assert listed["expires_s"] == made["expires_s"] == listed["created_s"] + 30 * 86400
     assert (listed["models"], listed["concurrency"], listed["tokens_per_day"]) == (["a", "b"], 2, 9)
+    assert listed["trust"] == ["attic", "cellar"]
     assert made["key"] not in meshllm("key", "list", "--json").stdout
+    assert "attic, cellar" in meshllm("key", "list").stdout
 
 
 def test_a_list_shows_every_key_and_no_secret(meshllm: Invoke) -> None:
@@ -57,6 +69,7 @@ def test_an_invalid_name_is_refused(meshllm: Invoke, name: str) -> None:
     ("words", "told"),
     [
         (("create", "a", "--expires", "soon"), "Invalid duration `soon`"),
+        (("create", "a", "--trust", ","), "`--trust` names no node"),
         (("create", "a", "--concurrency", "0"), "Invalid value for '--concurrency'"),
         (("revoke", "nobody"), "There is no key `nobody`"),
     ],
