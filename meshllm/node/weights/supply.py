@@ -89,6 +89,7 @@ class WeightSupply:
     ) -> None:
         self.obstacle = ""
         """Why no plan should use this node yet; empty if one may."""
+        self._trouble = ""  # why the last attempt to fetch failed
         self._me = me
         self._fetcher = fetcher
         self._host = host
@@ -98,15 +99,16 @@ class WeightSupply:
 
     @property
     def progress(self) -> str:
-        """What is fetched now, a phrase; empty for nothing."""
-        return self._fetcher.progress
+        """What is fetched now, or why that failed, a phrase; empty for nothing."""
+        return self._fetcher.progress or self._trouble
 
     def can_fetch(self, charter: Charter, profiles: Mapping[NodeId, Profile]) -> bool:
         """Return whether a model was fetched before, or a linked node can send it."""
         return self._fetcher.place(charter).is_described or any(
-            has_model(charter, profiles[node]) and not is_bare(profiles[node].weights)
+            has_model(charter, each) and not is_bare(each.weights)
             for node in self._host.linked()
             if node in profiles
+            for each in profiles[node].by_ring()
         )
 
     async def describe(self) -> Path:
@@ -117,11 +119,15 @@ class WeightSupply:
             nodes = self._holders(view, self._digests(view))
             order = sorted(nodes, key=lambda node: (node != view.author, node))
             try:
-                return await self._fetcher.describe(view.charter, order)
+                folder = await self._fetcher.describe(view.charter, order)
             except ModelError as error:
+                self._note(str(error))
                 logger.warning("%s, again in %.0f s", error, delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_S)
+            else:
+                self._note("")
+                return folder
 
     async def _described_somewhere(self) -> MeshView:
         """Wait until the model is described here or at a node that is linked."""
@@ -146,8 +152,10 @@ class WeightSupply:
             self._set_obstacle(obstacle)
             try:
                 await self.obtain(parts)
+                self._note("")
                 delay = FIRST_RETRY_S
             except ModelError as error:
+                self._note(str(error))
                 logger.warning("%s, again in %.0f s", error, delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_S)
@@ -161,8 +169,14 @@ class WeightSupply:
 
     def end(self) -> None:
         """Forget the ring that this node leaves."""
-        self._before = None
+        self._before, self._trouble = None, ""
         self._set_obstacle("")
+
+    def _note(self, trouble: str) -> None:
+        """Show why weights could not be fetched, such as for a full disk; empty if they were."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self._host.publish_state()
 
     def _set_obstacle(self, obstacle: str) -> None:
         if obstacle != self.obstacle:

@@ -174,6 +174,11 @@ class Profile:
             shares=(),
         )
 
+    def by_ring(self) -> "list[Profile]":
+        """Return the profile as each ring of the node sees it."""
+        first = self.in_ring(FIRST_GROUP, is_further=False)
+        return [first, *(self.in_ring(each.group, is_further=True) for each in self.shares)]
+
     def encode(self) -> bytes:
         """Encode the record."""
         start, stop = (self.span.start, self.span.stop) if self.span else (0, 0)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.names import Digest, NodeId
+from meshllm.names import Digest, GroupId, NodeId
 from meshllm.node.weights import WeightFetcher, WeightSupply
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.membership.records import Profile, RingShare
 from meshllm.protocol.weights.holders import ABSENT, FETCHES, LACKS, is_bare
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
@@ -52,6 +52,8 @@ class Mesh:
         self.is_described = False
         self.progress = ""
         self.obstacles: list[str] = []
+        self.shown: list[str] = []
+        """What of its progress it showed."""
         self._news = asyncio.Event()
         self.supply = WeightSupply(me, cast("WeightFetcher", self), self, at_once)
 
@@ -92,7 +94,9 @@ class Mesh:
         self.change(replace(self.world, profiles=profiles))
 
     def publish_state(self) -> None:
-        self.obstacles.append(self.supply.obstacle)
+        if self.supply.obstacle not in self.obstacles[-1:]:
+            self.obstacles.append(self.supply.obstacle)
+        self.shown.append(self.supply.progress)
         assert self.world
         fetching = {self.me} if self.supply.obstacle else ()
         self.change(replace(self.world, fetching=fetching))
@@ -208,6 +212,7 @@ def test_failures_are_retried_with_backoff() -> None:
     assert mesh.failures == 0
     assert mesh.fetched
     assert mesh.obstacles == [FETCHES, ""]
+    assert mesh.shown == ["", "The holder burns", "", ""]  # to the owner, until it is fetched
 
 
 def test_layers_of_a_plan_are_fetched_when_it_asks_for_them() -> None:
@@ -301,6 +306,7 @@ def test_a_model_is_described_by_its_founder_first_once_somebody_is_linked() -> 
     mesh = run(BOTH, story)
 
     assert mesh.described == [A, C, A, C]
+    assert mesh.shown == ["The holder burns", ""]
 
 
 def test_a_model_that_was_fetched_before_needs_no_other_node() -> None:
@@ -322,6 +328,8 @@ def test_a_model_can_be_fetched_from_a_linked_node_that_has_a_part_of_it() -> No
         assert not mesh.supply.can_fetch(charter(), {B: profiles[B]})
         assert not mesh.supply.can_fetch(charter(), {A: bare(profile(2)), C: profile(2)})
         assert not mesh.supply.can_fetch(other, profiles)
+        share = RingShare(GroupId(b"1"), 1, weights=(*WHOLE[:-1], other.config_digest[:16]))
+        assert mesh.supply.can_fetch(other, {A: replace(profiles[A], shares=(share,))})
         mesh.is_described = True
         assert mesh.supply.can_fetch(charter(), {})
 

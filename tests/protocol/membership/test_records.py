@@ -119,6 +119,8 @@ def test_a_ring_sees_its_part_of_a_profile() -> None:
     assert (further.model, further.weights, further.head_s) == ("m", (bytes(16),), 0.25)
     assert (unknown.memory_bytes, unknown.weights, unknown.layer_s) == (0, (), ())
     assert PROFILE.in_ring(GroupId(b""), is_further=False) is PROFILE
+    assert SHARED.by_ring()[:2] == [first, further]
+    assert PROFILE.by_ring() == [PROFILE]
 
 
 def test_a_ring_sees_its_part_of_a_state() -> None:
