@@ -96,11 +96,21 @@ class Machines(VirtualLoop):
     ) -> Handle:
         """Run a callback, once its process is not paused."""
         owner = _OWNER.get() if context is None else context.get(_OWNER)
-        if owner is None or not owner.is_paused:
-            return super().call_soon(callback, *args, context=context)
         handle = Handle(callback, args, self, context)
-        owner.backlog.append(handle)
+        if owner is None or not owner.is_paused:
+            self._ready.append(handle)  # type: ignore[attr-defined]  # as asyncio does
+        else:
+            owner.backlog.append(handle)
         return handle
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> Handle:
+        """Run a callback; there are no other threads, which the loop would have to be woken for."""
+        return self.call_soon(callback, *args, context=context)
 
     def call_at(
         self,

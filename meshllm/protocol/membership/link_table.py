@@ -137,12 +137,13 @@ class LinkTable(Mapping[NodeId, Contact]):
     @property
     def deadline(self) -> float:
         """When the first link times out, unless a message arrives."""
-        return min((contact.heard for contact in self.values()), default=inf) + SILENCE
+        return min((contact.heard for contact in self._contacts.values()), default=inf) + SILENCE
 
     def nodes(self) -> list[tuple[NodeId, Contact]]:
         """Return the links to nodes, without those to clients, sorted by node id."""
         return sorted(
-            (pair for pair in self.items() if pair[1].role is Role.NODE), key=lambda pair: pair[0]
+            (pair for pair in self._contacts.items() if pair[1].role is Role.NODE),
+            key=lambda pair: pair[0],
         )
 
     def refusal(self, peer: NodeId, contact: Contact, now: float) -> CloseReason | None:
@@ -152,7 +153,7 @@ class LinkTable(Mapping[NodeId, Contact]):
         old = self.get(peer)
         if old is None:
             most = MAX_MEMBERS - 1 if contact.role is Role.NODE else MAX_CLIENTS
-            same = sum(other.role is contact.role for other in self.values())
+            same = sum(other.role is contact.role for other in self._contacts.values())
             return CloseReason.FULL if same >= most else None
         if not old.is_fresh(now):
             return None
@@ -171,9 +172,9 @@ class LinkTable(Mapping[NodeId, Contact]):
     def timed_out(self, now: float) -> list[NodeId]:
         """Return the peers that timed out; a late call means that this process was suspended."""
         if now > self.deadline + BEAT:
-            for contact in self.values():
+            for contact in self._contacts.values():
                 contact.heard = max(contact.heard, now + BEAT - SILENCE)
-        return [peer for peer, contact in self.items() if now >= contact.heard + SILENCE]
+        return [peer for peer, contact in self._contacts.items() if now >= contact.heard + SILENCE]
 
     def round_trips(self) -> tuple[tuple[NodeId, int], ...]:
         """Return the links to nodes as published: peer, and round trip in microseconds."""
