@@ -54,9 +54,9 @@ from meshllm.node.supervisor import Supervisor
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
+from meshllm.protocol.membership.duplicate_identity import DuplicateIdentity
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
-from meshllm.protocol.membership.twin import Twin
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
@@ -152,7 +152,7 @@ class MeshNode:
         )
         self._off_loop = off_loop
         self._unsaved = asyncio.Event()
-        self._twin = Twin()
+        self._duplicate_identity = DuplicateIdentity()
         self._beacon: Beacon | None = None
         self._context = copy_context()  # of the supervisor, for callbacks from other contexts
         self._jobs = asyncio.TaskGroup()
@@ -358,8 +358,11 @@ class MeshNode:
     def dropped(self, peer: NodeId, why: CloseReason) -> None:
         """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
-        is_twin, heard = why is CloseReason.TWIN and not self.links.by_peer, self.machine.heard
-        if error := self._twin.dropped(peer, is_twin=is_twin, now=self.now(), heard=heard):
+        is_duplicate = why is CloseReason.DUPLICATE and not self.links.by_peer
+        heard, now = self.machine.heard, self.now()
+        if error := self._duplicate_identity.dropped(
+            peer, is_duplicate=is_duplicate, now=now, heard=heard
+        ):
             self._stop(error)
 
     # Inside.

@@ -6,11 +6,11 @@ __all__ = [
     "client_quota",
     "codec",
     "dial_limit",
+    "duplicate_identity",
     "gossip",
     "link_table",
     "mesh",
     "read_budget",
     "records",
     "strikes",
-    "twin",
 ]

@@ -55,7 +55,7 @@ class CloseReason(IntEnum):
     """A reason added by a later version."""
     LEAVING = 1
     """The node is shutting down."""
-    TWIN = 2
+    DUPLICATE = 2
     """Another process with the same key is already linked."""
     CROSSED = 3
     """Both sides dialled; the other link is kept."""

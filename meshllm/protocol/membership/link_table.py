@@ -149,7 +149,7 @@ class LinkTable(Mapping[NodeId, Contact]):
     def refusal(self, peer: NodeId, contact: Contact, now: float) -> CloseReason | None:
         """Return why to refuse a new link; None to accept it, replacing an old one if any."""
         if peer == self._me:
-            return CloseReason.TWIN
+            return CloseReason.DUPLICATE
         old = self.get(peer)
         if old is None:
             most = MAX_MEMBERS - 1 if contact.role is Role.NODE else MAX_CLIENTS
@@ -158,7 +158,7 @@ class LinkTable(Mapping[NodeId, Contact]):
         if not old.is_fresh(now):
             return None
         if old.instance != contact.instance:
-            return CloseReason.TWIN
+            return CloseReason.DUPLICATE
         return None if contact.is_favoured and not old.is_favoured else CloseReason.CROSSED
 
     def add(self, peer: NodeId, contact: Contact) -> None:

@@ -266,7 +266,7 @@ def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
         await twin.open()
         twin.meet(a)
         await asyncio.sleep(1)
-        assert twin.byes == [(a.me, CloseReason.TWIN)]
+        assert twin.byes == [(a.me, CloseReason.DUPLICATE)]
         assert a.peers == {b.me}
         assert set(a.machine.links) == {b.me}
 

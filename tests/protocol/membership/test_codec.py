@@ -46,7 +46,7 @@ MESSAGES: list[Message] = [
     Generate(ID, b"{}"),
     AnswerEvent(ID, b"{}"),
     CancelRequest(ID),
-    Bye(CloseReason.TWIN),
+    Bye(CloseReason.DUPLICATE),
     AskModels(),
     ModelList(b"{}"),
 ]

@@ -156,7 +156,7 @@ def test_after_a_suspension_peers_get_one_more_beat() -> None:
 
 
 def test_a_link_to_itself_is_refused() -> None:
-    assert links().refusal(A, contact(), 0.0) is CloseReason.TWIN
+    assert links().refusal(A, contact(), 0.0) is CloseReason.DUPLICATE
 
 
 def test_the_first_link_to_a_peer_is_accepted() -> None:
@@ -167,7 +167,7 @@ def test_another_process_with_the_same_key_is_refused_while_the_first_is_active(
     one = links(b=contact(0.0, instance=1, is_favoured=False))
     other = contact(1.0, instance=2)
 
-    assert one.refusal(B, other, FRESH - 0.01) is CloseReason.TWIN
+    assert one.refusal(B, other, FRESH - 0.01) is CloseReason.DUPLICATE
     assert one.refusal(B, other, FRESH) is None
 
 

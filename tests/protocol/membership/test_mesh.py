@@ -419,9 +419,9 @@ def test_a_forged_item_drops_the_peer_that_sent_it() -> None:
 def test_a_bye_ends_the_link() -> None:
     node = linked(LAST)
 
-    actions = node.receive(LAST.node, Bye(CloseReason.TWIN), 2.0)
+    actions = node.receive(LAST.node, Bye(CloseReason.DUPLICATE), 2.0)
 
-    assert actions == [Parted(LAST.node, CloseReason.TWIN), Changed()]
+    assert actions == [Parted(LAST.node, CloseReason.DUPLICATE), Changed()]
     assert node.links == {}
 
 
@@ -429,7 +429,7 @@ def test_a_bye_ends_the_link() -> None:
 def test_a_link_to_a_non_member_or_itself_is_dropped(key: NodeKey) -> None:
     (drop,) = link(mesh(), key)
 
-    why = CloseReason.REMOVED if key is STRANGER else CloseReason.TWIN
+    why = CloseReason.REMOVED if key is STRANGER else CloseReason.DUPLICATE
     assert drop == Drop(key.node, why, is_newcomer=True)
 
 
@@ -453,7 +453,7 @@ def test_a_second_process_with_the_same_key_is_refused_while_the_first_is_active
     refused = link(node, LAST, 1.0 + FRESH / 2, instance=2)
     taken = link(node, LAST, 1.0 + FRESH, instance=2)
 
-    assert refused == [Drop(LAST.node, CloseReason.TWIN, is_newcomer=True)]
+    assert refused == [Drop(LAST.node, CloseReason.DUPLICATE, is_newcomer=True)]
     assert taken[0] == Drop(LAST.node, CloseReason.SILENT)
     assert node.links[LAST.node].instance == 2
 
