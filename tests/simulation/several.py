@@ -107,11 +107,22 @@ class SeveralSchedule(Schedule):
         await super()._ask_all()
 
 
+class SharedChecks(RingChecks):
+    """The same where nodes have shares of their memory in the other ring."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether one node has the memory for both models, or each of two for one of them."""
+        rooms = [self._world.capacity[number] for number in self.here]
+        return max(rooms, default=0) > 2 * LAYERS or sum(room > LAYERS for room in rooms) > 1
+
+
 class SharedSchedule(SeveralSchedule):
     """The same with nodes that have memory for both models, or for one and a part of the other."""
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
+        self.checks = SharedChecks(world)
         self.count = self.random.choice((2, 3))
         world.capacity = {number: self.random.choice((3, 5, 9)) for number in range(self.count)}
         world.newcomers = {each for each in world.newcomers if each < self.count}

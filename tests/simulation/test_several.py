@@ -58,3 +58,11 @@ def test_broken_nodes_are_found(target: str, broken: Callable[[Any], object], fa
         found = next(world.wrong for world in worlds if world.wrong)
 
     assert fault in found[0]
+
+
+def test_a_node_that_begins_no_further_ring_is_found() -> None:
+    with patch("meshllm.node.ring_service.RingService._begin_further", lambda *_: None):
+        worlds = (simulate(seed, SharedSchedule) for seed in range(1, 40))
+        found = next(world.wrong for world in worlds if world.wrong)
+
+    assert ", not " in found[0]
