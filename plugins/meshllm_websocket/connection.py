@@ -172,6 +172,7 @@ class WebsocketConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the link."""
         self.is_writable = False
+        self._buffer = memoryview(b"")  # at once: this object is in a reference cycle
         self._handshake.closed(self)
         self.link.end()
         self._closed.set_result(None)

@@ -26,7 +26,12 @@ class WebsocketListener:
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = ()
         self._half_open = HalfOpen[WebsocketConnection](LIMITS)
-        self._arrivals: asyncio.Queue[WebsocketConnection | None] = asyncio.Queue()  # None: closed
+        self._arrivals: dict[WebsocketConnection, None] = {}
+        """Open connections that the application has not accepted, in the order of arrival."""
+        self._expiries: dict[WebsocketConnection, asyncio.TimerHandle] = {}
+        """By open connection: a timer would keep a closed one, and its buffer, in memory."""
+        self._arrived = asyncio.Event()
+        self._is_closed = False
 
     @property
     def address(self) -> str:
@@ -41,10 +46,13 @@ class WebsocketListener:
         return self
 
     async def __anext__(self) -> Link:
-        connection = await self._arrivals.get()
-        if connection is None:
-            self._arrivals.put_nowait(None)  # for other tasks that iterate
-            raise StopAsyncIteration
+        while not self._arrivals:
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        connection = next(iter(self._arrivals))
+        del self._arrivals[connection]
         self._half_open.remove(connection)
         connection.socket.resume_reading()
         return connection.link
@@ -58,14 +66,15 @@ class WebsocketListener:
         for connection in self._half_open:
             connection.abort()
             await connection.wait_closed()
-        while not self._arrivals.empty():
-            self._arrivals.get_nowait()
-        self._arrivals.put_nowait(None)
+        self._arrivals.clear()
+        self._is_closed = True
+        self._arrived.set()
 
     def begin(self, connection: WebsocketConnection) -> None:
         """Wait for the handshake request; if too many are half-open, drop another one."""
         self._count(connection)
-        asyncio.get_running_loop().call_later(OPEN_S, self._expire, connection)
+        loop = asyncio.get_running_loop()
+        self._expiries[connection] = loop.call_later(OPEN_S, self._expire, connection)
 
     def received(self, connection: WebsocketConnection, message: Request | Response | None) -> None:
         """Answer the request; browsers (`Origin`) are refused, and errors reveal no details."""
@@ -81,7 +90,8 @@ class WebsocketListener:
             machine.send_response(response)
             connection.transmit()
             connection.socket.pause_reading()  # until accepted: bounds the memory
-            self._arrivals.put_nowait(connection)
+            self._arrivals[connection] = None
+            self._arrived.set()
 
     def note_authentication(
         self, connection: WebsocketConnection, *, is_authenticated: bool
@@ -93,8 +103,10 @@ class WebsocketListener:
             self._count(connection)
 
     def closed(self, connection: WebsocketConnection) -> None:
-        """Stop counting a closed connection."""
+        """Stop counting a closed connection, and forget it if nobody has accepted it."""
         self._half_open.remove(connection)
+        self._arrivals.pop(connection, None)
+        self._expiries.pop(connection).cancel()
 
     def _expire(self, connection: WebsocketConnection) -> None:
         if not connection.is_open:

@@ -80,6 +80,59 @@ async def test_the_owners_routes_are_not_served(
     assert said.startswith(b"HTTP/1.1 404 ")
 
 
+HIDDEN = b"GET /mesh/status HTTP/1.1\r\nhost: localhost\r\n\r\n"
+SMUGGLED = {
+    "both lengths": b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two lengths": b"content-length: 0\r\ncontent-length: 64\r\n\r\n",
+    "a list of lengths": b"content-length: 0, 64\r\n\r\n",
+    "a negative length": b"content-length: -1\r\n\r\n",
+    "a signed length": b"content-length: +0\r\n\r\n",
+    "a hidden encoding": b"transfer-encoding: xchunked\r\n\r\n",
+    "two encodings": b"transfer-encoding: identity, chunked\r\n\r\n0\r\n\r\n",
+    "space before the colon": b"content-length : 64\r\n\r\n",
+    "a folded line": b"x: y\r\n content-length: 64\r\n\r\n",
+    "a bare line feed": b"x: y\ncontent-length: 0\r\n\r\n",
+    "a bad chunk": b"transfer-encoding: chunked\r\n\r\n-1\r\n\r\n",
+    "a chunk extension": b"transfer-encoding: chunked\r\n\r\n0;\nx\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("headers", SMUGGLED.values(), ids=SMUGGLED)
+async def test_a_request_inside_another_reaches_no_route_of_the_owner(
+    door: FakeNode, accounts: Accounts, headers: bytes
+) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + headers + HIDDEN
+        )
+        writer.write_eof()
+        said = await reader.read()
+        writer.close()
+
+    lines = said.replace(b"HTTP/1.1", b"\nHTTP/1.1").splitlines()
+    statuses = [int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1")]
+    assert statuses
+    assert set(statuses) <= {400, 404, 411, 413, 415, 422, 501}
+    assert b'"mesh"' not in said
+
+
+async def test_pipelined_requests_are_answered_in_order_each_by_its_own_route(
+    door: FakeNode, accounts: Accounts
+) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        models = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        last = models.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        writer.write(models + HIDDEN + models.replace(b"localhost", b"page.example") + last)
+        said = await reader.read()
+        writer.close()
+
+    lines = said.replace(b"HTTP/1.1", b"\nHTTP/1.1").splitlines()  # a body ends without one
+    statuses = [int(line.split()[1]) for line in lines if line.startswith(b"HTTP/1.1")]
+    assert statuses == [200, 404, 421, 200]
+
+
 async def test_tls_is_served(door: FakeNode, accounts: Accounts, tmp_path: Path) -> None:
     cert = certificate(tmp_path)
     options = replace(LOCAL, tls_cert=cert, tls_key=cert)

@@ -1,8 +1,10 @@
 """Hostile input to a listener, byte by byte: it stays up, and its log stays quiet."""
 
 import asyncio
+import gc
 import logging
 import random
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -25,6 +27,7 @@ REQUEST = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
+MEMORY_BYTES = 8 << 20  # of 100 connections that are not yet closed, each 256 KiB at most
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -245,6 +248,35 @@ async def test_unauthenticated_links_of_a_host_make_room_for_another() -> None:
         await taken[1].send([b"still there"])
         assert bytes((await silent[1].receive())[1]) == b"still there"
         await asyncio.gather(*(link.close() for link in (*silent, *taken)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_ten_thousand_connections_leave_room_and_memory() -> None:
+    await survive_connections(100)
+
+
+async def test_connections_that_close_before_they_are_accepted_are_forgotten() -> None:
+    await survive_connections(2)
+
+
+async def survive_connections(hundreds: int) -> None:
+    """Open and close connections that nobody accepts; then let another one in."""
+    transport = WebsocketTransport()
+    tracemalloc.start()
+    async with transport.listen("ws://127.0.0.1:0") as place:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(hundreds):
+            opened = [connected(place) for _ in range(100)]
+            for each in opened:
+                (_, writer) = await each.__aenter__()
+                writer.write(REQUEST)
+            for each in opened:
+                await each.__aexit__(None, None, None)
+        gc.collect()  # of the strangers themselves
+        assert tracemalloc.get_traced_memory()[0] - before < MEMORY_BYTES
+        await (await transport.dial(place.address)).close()
+    tracemalloc.stop()
 
 
 async def test_an_incomplete_request_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
