@@ -418,8 +418,9 @@ def test_a_replayed_dialer_is_refused() -> None:
     talk = Talk()
     listener = make_listener(fresh=OTHER_FRESH)
 
-    listener.receive(talk.messages[0])
+    answer = said(listener.receive(talk.messages[0]))
 
+    assert len(answer) < len(talk.messages[0])  # a member's; nothing is amplified
     expect_end(listener, talk.messages[2], PeerFault)
 
 
