@@ -76,7 +76,8 @@ class PrefixCache(Generic[Cache]):
         text, length = self._texts.get(session), len(tokens)
         if not tokens or (text and text.tokens[:length] != array("i", tokens)):
             return None
-        if not (capacity := self.index.take(session, length, now, whole=True)):
+        capacity = self.index.take(session, length, now, whole=True)
+        if not capacity or session not in self.caches:  # as a stage, it may have had no cache yet
             return None
         self._drop(self.index.make_room())
         held = text.chunks if text else chunks

@@ -91,6 +91,15 @@ def test_a_session_evicts_texts_in_its_way() -> None:
     assert prefixes.index.budget.kept_bytes == 0
 
 
+def test_a_session_that_was_counted_and_whose_cache_is_missing_is_gone() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    session = SessionId(b"a" * 16)
+    prefixes.index.put(session, len(PROMPT), len(PROMPT), 0.0, is_lost=True)
+
+    assert prefixes.resume(session, PROMPT, (), 1.0) is None
+    assert prefixes.index.budget.kept_bytes == 0
+
+
 def test_texts_make_room_for_layers_and_the_latest_used_stay() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(blocks=3), None)
     for name in "abc":
