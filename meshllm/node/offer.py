@@ -51,11 +51,17 @@ class NodeOffer:
         self._member = member
         self._call_later = call_later
         self._retry_s = FIRST_RETRY_S
+        self._is_over = False
 
     def publish(self, **changes: Any) -> None:
         """Publish the profile with other fields than before."""
         self.profile = replace(self.profile, **changes)
-        self._send(self.profile)
+        if not self._is_over:
+            self._send(self.profile)
+
+    def close(self) -> None:
+        """Publish nothing from now on, as the ring has ended; timers may still run."""
+        self._is_over = True
 
     def hold(self, models: Collection[ModelKey]) -> None:
         """Publish which models this node may hold."""
@@ -128,7 +134,7 @@ class NodeOffer:
             return
         if isinstance(trouble, OutOfMemory):
             less = self.measured.reserve_bytes + int(trouble.needed_bytes * SMALLER)
-            memory = min(self.measured.memory_bytes, less)
+            memory = min(self.measured.memory_bytes, less + self.shared_bytes)
             self.measured = replace(self.measured, memory_bytes=memory)
         self._show(is_open=False)
         self._call_later(self._retry_s, self._offer_again)

@@ -104,10 +104,16 @@ class Preparation:
             self.described.append(name)
         return charter
 
-    async def offer(self, model: ModelRuntime, profile: Profile) -> Profile:
-        """Measure the speed and memory that this node offers; return its completed profile."""
+    async def offer(
+        self, model: ModelRuntime, profile: Profile, *, is_further: bool = False
+    ) -> Profile:
+        """Measure the speed and memory that this node offers; return its completed profile.
+
+        The model of a further ring runs with the threads that were chosen for the first one.
+        """
         run, options = self.worker.run, self.options
-        await model.calibrate()
+        if not is_further:
+            await model.calibrate()
         weights = await run(manifest, model.source, self.cache)
         dtype: torch.dtype = getattr(torch, model.shape.dtype)
         what = model.source, dtype, self.cache, model.quant, model.device

@@ -316,17 +316,22 @@ class RingService:
             async for _ in changes:
                 self._hand_over()
 
+    def _settle_s(self) -> float:
+        """Return for how long what is agreed on must not change before this node acts on it."""
+        agreement, member = self.agreement, self.member
+        if agreement is None:  # the mesh serves this model no more
+            return MOVE_S if member.sessions else SETTLE_S
+        if agreement.lacking:
+            return GATHER_S
+        return LOST_S if agreement.has_lost(member.plan) else SETTLE_S
+
     def _hand_over(self) -> None:
         """Follow the plan that was agreed on, or prepare for it, see `Handover`."""
         agreement, member, now = self.agreement, self.member, asyncio.get_running_loop().time()
         if (runtime := member.runtime) is None:
             return
-        plan, wait_s = agreement.plan if agreement else None, SETTLE_S
-        if agreement and agreement.lacking:
-            wait_s = GATHER_S
-        elif agreement and agreement.has_lost(member.plan):
-            wait_s = LOST_S
-        for action in self._handover.look(member.outlook(plan, wait_s), now):
+        outlook = member.outlook(agreement.plan if agreement else None, self._settle_s())
+        for action in self._handover.look(outlook, now):
             match action:
                 case Prepare(plan):
                     runtime.prepare(plan, is_urgent=True)
@@ -365,8 +370,8 @@ class RingService:
 
     def _schedule_further(self) -> None:
         """Schedule what changes in further rings once it has been wanted for a while."""
-        part = self.planner.parts.get(self.machine.me)
-        is_out = part is None and bool(self.planner.parts)  # it cannot take part now, as it hangs
+        part, view = self.planner.parts.get(self.machine.me), self.view()
+        is_out = part is None and view is not None and has_several(view)  # as when it hangs
         wanted = part.further if part else {}
         if is_out or wanted == self._wanted or self.member.provider:
             return
@@ -386,10 +391,11 @@ class RingService:
         for at in ending:
             at.stop()
         for group, memory in wanted.items():
-            if at_ := self.further.get(group):
-                at_.resize(memory)
-            else:
+            at_ = self.further.get(group)
+            if at_ is None:
                 self._begin_further(group, memory)
+            elif not at_._is_stopped:  # else it begins again once it has ended
+                at_.resize(memory)
 
     def _begin_further(self, group: GroupId, memory: int) -> None:
         def why() -> str:
@@ -415,24 +421,40 @@ class RingService:
         service._task = self.spawn(service.run_further)
 
     async def run_further(self) -> None:
-        """Serve in one further ring until cancelled."""
+        """Serve in one further ring until cancelled, or until its model cannot be served here."""
+        assert self.first is not None  # this is a further ring
+        ring = self.member.charter
         try:
             async with asyncio.TaskGroup() as tasks:
                 self.planner.invalidate()
                 tasks.create_task(self.planner.run())
                 tasks.create_task(self._serve(None))
+        except* ModelError as failed:
+            self._is_stopped = True
+            if ring is not None:
+                self.first._give_up(ring.key, _first_of(failed))
         finally:
-            self._leave_further()
+            self._leave_further(self.first)
 
-    def _leave_further(self) -> None:
-        assert self.first is not None  # this is a further ring
-        group, first = self.member.group, self.first
+    def _leave_further(self, first: "RingService") -> None:
+        group = self.member.group
         del first.further[group], first.member.further[group]
+        self.offer.close()
         if self._is_stopped:  # else the whole node stops
             self._supply.end()
+            self._end_member(group)
             first.offer.share(group, None)
-        self.member.end(group)
+        else:
+            self.member.end(group)
+        first._wanted = {}  # if it is wanted again meanwhile, it begins again
         first.changed()
+
+    def _end_member(self, group: GroupId) -> None:
+        """Release the model, and take part in another group; free its memory in the background."""
+        model = self.member.model
+        self.member.end(group)
+        if model is not None:
+            self.spawn(model.tidy)
 
     def stop(self) -> None:
         """End the service in a further ring."""
@@ -454,7 +476,7 @@ class RingService:
         self._supply.end()
         self._handover.reset()
         self.offer.end()
-        self.member.end(group)
+        self._end_member(group)
         self.planner.move()
 
     async def _serve(self, model: "ModelRuntime | None") -> None:
@@ -462,19 +484,18 @@ class RingService:
         preparation, ring = self._preparation, self.member.charter
         if ring is None:
             return  # until there is a ring for this node
-        if model is None:
-            try:
-                model = await self._join(ring)
-            except ModelError as error:
-                first = self.first or self
-                if not first.offer.profile.models:
-                    raise
-                first._give_up(ring.key, error)
-                return
-        if self.member.group == FIRST_GROUP:
-            self.editor.amend(model.shape.context)
-        offered = await preparation.offer(model, self.offer.profile)
-        if self.first:
+        is_further = self.first is not None
+        try:
+            model = model or await self._join(ring)
+            if self.member.group == FIRST_GROUP:
+                self.editor.amend(model.shape.context)
+            offered = await preparation.offer(model, self.offer.profile, is_further=is_further)
+        except ModelError as error:
+            if is_further or not self.offer.profile.models:
+                raise
+            self._give_up(ring.key, error)
+            return
+        if is_further:
             offered = replace(offered, memory_bytes=self._memory, reserve_bytes=0, span=None)
         self._supply.begin(offered.weights, model.source.folder)
         self.offer.begin(offered)
@@ -530,3 +551,9 @@ class RingService:
 
     async def _check_parts(self, folder: Path, weights: Mapping[str, int]) -> None:
         await self._preparation.check_parts(folder.name, folder, weights)
+
+
+def _first_of(group: BaseExceptionGroup[ModelError]) -> ModelError:
+    """Return the first error of a group, which may hold groups."""
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

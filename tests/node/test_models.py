@@ -15,6 +15,7 @@ from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
+from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring_member import RingMember
 from meshllm.protocol.agreement import groups
@@ -149,3 +150,51 @@ async def test_a_model_that_nobody_uses_makes_room_for_one_that_somebody_asks_fo
     assert other != first
     assert await ask(a) == first
     assert serving(a) == {("builtin", 0)}
+
+
+async def test_a_further_model_that_cannot_be_opened_leaves_the_first(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,))
+    await until(lambda: serving(a) == {("builtin", 0)}, a)
+    first, measure_offer, failed = await ask(a), Preparation.offer, asyncio.Event()
+
+    async def offer(self: Preparation, model: Any, profile: Any, *, is_further: bool) -> Any:
+        if is_further:
+            failed.set()
+            raise ModelError("`model.safetensors` is damaged")
+        return await measure_offer(self, model, profile)
+
+    monkeypatch.setattr(Preparation, "offer", offer)
+    served = await control_of(a).serve(ModelOptions(random))
+
+    async with asyncio.timeout(PATIENCE_S):
+        await failed.wait()
+    await until(lambda: served.key not in [key.hex() for key in a.machine.profiles[a.me].models], a)
+    await until(lambda: not a.service.further, a)
+    assert not a.machine.profiles[a.me].shares
+    assert not a.stopped.done()
+    assert await ask(a) == first
+
+
+async def test_an_answer_ends_before_its_model_is_stopped(mesh: Mesh, random: str) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,))
+    await until(lambda: serving(a) == {("builtin", 0)}, a)
+    served = await control_of(a).serve(ModelOptions(random))
+    await until(lambda: len(serving(a)) == 2, a)
+    begun = asyncio.Event()
+
+    async def answer() -> Answer:
+        request = Request(raw="A ring is", max_tokens=1000, ignores_end=True, model=served.key)
+        async for event in control_of(a).generate(request):
+            if isinstance(event, Answer):
+                return event
+            begun.set()
+        raise AssertionError
+
+    answering = asyncio.ensure_future(answer())
+    async with asyncio.timeout(PATIENCE_S):
+        await begun.wait()
+        control_of(a).stop(served.key)
+        assert len((await answering).tokens) == 1000
+    await until(lambda: not a.service.further, a)

@@ -184,7 +184,18 @@ def test_a_ring_that_runs_out_of_memory_leaves_the_shares(case: Case) -> None:
 
     assert case.is_open
     assert Profile.decode(case.told[-1].encode()) == case.told[-1]
-    assert case.told[-1].memory_bytes == 250
+    told = case.told[-1]
+    assert told.memory_bytes == 250 + MEASURED.reserve_bytes + 9  # the share, and what did fit
+
+
+def test_a_ring_that_has_ended_publishes_nothing(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    case.offer.close()
+    told = len(case.told)
+
+    case.later.pop()()  # the backoff ends
+
+    assert len(case.told) == told
 
 
 def test_a_share_can_be_resized(case: Case) -> None:

@@ -261,7 +261,10 @@ class ToyPreparation(Preparation):
         options = replace(self.options, context=context)
         return found_charter(options, ToyModel(self.worker, name).shape, config_of(name))
 
-    async def offer(self, engine: ModelRuntime, profile: Profile) -> Profile:
+    async def offer(
+        self, engine: ModelRuntime, profile: Profile, *, is_further: bool = False
+    ) -> Profile:
+        _ = is_further
         return replace(
             profile,
             memory_bytes=self.options.inference.memory_bytes or 0,

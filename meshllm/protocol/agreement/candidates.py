@@ -99,7 +99,7 @@ def decode_plans(encoded: Iterable[bytes]) -> dict[bytes, Plan]:
     return {data: plan for data, plan in plans if plan and plan.epoch < MAX_EPOCH}
 
 
-@lru_cache(64)
+@lru_cache(512)
 def decoded(followed: bytes) -> Plan | None:
     """Return the plan of a state record; None if it is not one."""
     try:

@@ -249,9 +249,11 @@ class _Table:
         groups = [group for group in known if group in unique.values()]
         self.place[node], *further = groups or [UNASSIGNED]
         given = {share.group: share.memory_bytes for share in profile.shares}
-        self.shares[node] = {}
-        for group in further:
-            self.shares[node][group] = given.get(group) or self._share(node, self.numbers[group])
+        shares = {group: given[group] for group in further if given.get(group)}
+        self.shares[node] = shares
+        for group in further:  # of the rest, what is left: it has not published how much it uses
+            if group not in shares:
+                shares[group] = self._share(node, self.numbers[group])
 
     def parts(self) -> dict[NodeId, NodeGroups]:
         """Return the groups of each node."""

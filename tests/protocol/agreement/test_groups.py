@@ -540,6 +540,23 @@ def test_no_share_is_taken_in_vain() -> None:
     assert [list(part.further) for part in mesh.parts.values()] == [[], [other]]
 
 
+def test_a_share_that_is_not_published_yet_leaves_those_that_are() -> None:
+    mesh = shared_mesh({0: 1200}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
+    mesh.settle()
+    view, at = mesh.view(), NODES[0]
+    part, shares = divide(view)[at], view.profiles[at].shares
+    first, others = part.first, sorted(part.further)
+    assert len(shares) == 2
+
+    # The later one has all that the first ring leaves; the earlier one is still being measured.
+    for left in (sum(each.memory_bytes for each in shares), 890):
+        only = replace(view.profiles[at], shares=(replace(shares[1], memory_bytes=left),))
+        told = divide(replace(view, profiles={at: only}))[at]
+
+        assert told.first == first
+        assert told.further == {others[0]: 890 - left, others[1]: left}
+
+
 def test_a_share_that_is_not_published_yet_is_what_is_left() -> None:
     mesh = shared_mesh({0: 400}, served_model(0, 3), served_model(1, 3))
     other = ids_of(mesh)[1]
