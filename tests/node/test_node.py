@@ -484,9 +484,11 @@ async def test_a_change_of_address_while_profiling_is_published(
     mesh.network = network = Roaming()
     offer = Preparation.offer
 
-    async def moving(self: Preparation, engine: Any, profile: Profile) -> Profile:
+    async def moving(
+        self: Preparation, engine: Any, profile: Profile, *, is_further: bool
+    ) -> Profile:
         network.moves[0]("loopback:elsewhere")
-        return await offer(self, engine, profile)
+        return await offer(self, engine, profile, is_further=is_further)
 
     monkeypatch.setattr(Preparation, "offer", moving)
     a = await mesh.start("a")

@@ -28,12 +28,9 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from unittest.mock import patch
 
-from blake3 import blake3
-
-from meshllm.names import NodeId
 from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import make_plan
-from meshllm.protocol.trust.identity import SIGNATURE_BYTES, NodeKey, agreement_key, show
+from meshllm.protocol.trust.identity import agreement_key, show
 from tests.simulation.machines import Machines, process_here, time_of_day
 from tests.simulation.schedule import Schedule
 from tests.simulation.world import World
@@ -86,16 +83,6 @@ def _frozen(value: object) -> Hashable:
     return tuple(frozenset(part.items()) if isinstance(part, dict) else part for part in parts)
 
 
-def seal_of(node: NodeId, data: bytes) -> bytes:
-    """Return what stands in for a signature, ten times as fast: no simulated node forges one."""
-    return blake3(node + data).digest(SIGNATURE_BYTES)
-
-
-def is_seal(node: NodeId, data: bytes, signature: bytes) -> bool:
-    """Return whether ``signature`` is that of ``node`` for ``data``."""
-    return signature == seal_of(node, data)
-
-
 @contextmanager
 def shortcuts() -> Iterator[None]:
     """Skip what takes time and changes nothing: what was computed before, and fsync."""
@@ -104,10 +91,6 @@ def shortcuts() -> Iterator[None]:
         patch("meshllm.protocol.agreement.advice.make_plan", remembering(make_plan)),
         patch("meshllm.transport.registry.entry_points", lru_cache(entry_points)),
         patch("meshllm.protocol.trust.transcript.agreement_key", lru_cache(64)(agreement_key)),
-        patch.object(NodeKey, "sign", lambda key, data: seal_of(key.node, data)),
-        patch("meshllm.protocol.membership.gossip.verify", is_seal),
-        patch("meshllm.protocol.trust.credential.verify", is_seal),
-        patch("meshllm.protocol.trust.transcript.verify", is_seal),
         patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
         patch("meshllm.node.ring.span_loader.reclaim", lambda: None),
