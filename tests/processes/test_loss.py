@@ -63,11 +63,10 @@ def test_a_leaving_node_finishes_its_answers(
         leaver.send(number)
         answer = chat.answer()
     code = leaver.ended()
-    until(lambda: witness.states()["cellar"] not in {"serving", "loading", "standby"}, trio.told)
+    until(lambda: witness.states()["cellar"] == "left", trio.told)
 
     assert answer == answers[STORY]
     assert code == 0
-    assert witness.states()["cellar"] == "left"
     assert ask(witness, QUESTION) == answers[QUESTION]
     assert witness.states()["cellar"] == "left"
 
@@ -82,12 +81,12 @@ def test_a_leaving_node_hands_its_layers_over(
 
     with asking(ingress, STORY) as chat:
         leaver.send(signal.SIGTERM)
-        until(lambda: ingress.states()[leaver.name] == "left", trio.told)
-        is_under_way = chat.is_under_way
+        is_under_way = chat.is_under_way  # it may end on the old ring while the next one is loaded
         answer = chat.answer()
 
     assert is_under_way
     assert answer == answers[STORY]
+    until(lambda: ingress.states()[leaver.name] == "left", trio.told)
     assert leaver.ended() == 0
 
 
@@ -95,10 +94,13 @@ def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> Non
     leaver, ingress = trio.node("cellar"), trio.node("bench")
 
     with asking(ingress, STORY) as chat, asking(leaver, STORY):
+        trio.node("attic").send(signal.SIGSTOP)  # so that no answer ends before the second signal
         leaver.send(signal.SIGINT)
         leaver.sees("Ctrl-C again exits at once")
         leaver.send(signal.SIGINT)
+        code = leaver.ended()
+        trio.node("attic").send(signal.SIGCONT)
         answer = chat.answer()
 
-    assert leaver.ended() == 130
+    assert code == 130
     assert answer == answers[STORY]
