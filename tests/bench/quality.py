@@ -58,9 +58,7 @@ class Speaker:
         self.kind = kind
         self.report = quantise(self.model, Quant.NONE if kind == WIRE else Quant(kind))
         if kind == WIRE:
-            layers = self.model.model.layers
-            for rank in range(1, NODES + 1):  # the last rank sends to the entry
-                layers[len(layers) * rank // NODES - 1].register_forward_hook(_travel)
+            send_quantised(self.model.model.layers)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return a conversation as tokens, up to the start of the answer."""
@@ -91,6 +89,12 @@ class Speaker:
         target = ids[0, len(prompt) :]
         loss = torch.nn.functional.cross_entropy(logits, target, reduction="none")
         return loss, logits.argmax(-1) == target
+
+
+def send_quantised(layers: nn.ModuleList) -> None:
+    """Quantise hidden states behind the layers of each rank; the last one sends to the entry."""
+    for rank in range(1, NODES + 1):
+        layers[len(layers) * rank // NODES - 1].register_forward_hook(_travel)
 
 
 def _travel(_module: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
