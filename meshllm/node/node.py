@@ -156,6 +156,7 @@ class MeshNode:
         self._beacon: Beacon | None = None
         self._context = copy_context()  # of the supervisor, for callbacks from other contexts
         self._jobs = asyncio.TaskGroup()
+        self._is_ending = False
 
     @property
     def agreement(self) -> Agreement | None:
@@ -318,7 +319,10 @@ class MeshNode:
                 self._jobs.create_task(beacon.run())
             self.endpoints.on_change(lambda: self._call_later(0, self._update_addresses))
             self._update_addresses()  # in case they changed before
-            await asyncio.Event().wait()  # never set: wait until cancelled
+            try:
+                await asyncio.Event().wait()  # never set: wait until cancelled
+            finally:
+                self._is_ending = True
 
     def close(self) -> None:
         """Write records to disk that are not written yet."""
@@ -466,9 +470,13 @@ class MeshNode:
             self._stop(error)
 
     def _call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
-        """Schedule a callback; an error in it ends the node."""
-        loop = asyncio.get_running_loop()
-        loop.call_later(delay_s, callback, *args, context=self._context)
+        """Schedule a callback, unless the node ends before; an error in it ends the node."""
+
+        def call() -> None:
+            if not self._is_ending:
+                callback(*args)
+
+        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
 
     def _stop(self, error: BaseException | None) -> None:
         if self.stopped.done():

@@ -99,7 +99,7 @@ class RingService:
     _wanted: Mapping[GroupId, int] = field(default_factory=dict)  # further groups, and memory
     _memory: int = 0  # for this ring, if it is a further one
     _task: asyncio.Task[None] | None = None  # of a further ring
-    _is_stopped: bool = False  # by the first service
+    _is_stopped: bool = False  # it ends, and the node goes on without this ring
 
     def __post_init__(self) -> None:
         folder = cache_path() / "weights"
@@ -391,11 +391,11 @@ class RingService:
         for at in ending:
             at.stop()
         for group, memory in wanted.items():
-            at_ = self.further.get(group)
-            if at_ is None:
+            running = self.further.get(group)
+            if running is None:
                 self._begin_further(group, memory)
-            elif not at_._is_stopped:  # else it begins again once it has ended
-                at_.resize(memory)
+            elif not running._is_stopped:  # else it begins again once it has ended
+                running.resize(memory)
 
     def _begin_further(self, group: GroupId, memory: int) -> None:
         def why() -> str:

@@ -28,7 +28,7 @@ from meshllm.bench.ring_table import DIMENSIONS, NUMBER_TOKENS, WORD, random_mod
 from meshllm.names import Quant
 from meshllm.request import Request
 from tests.bench.gguf_file import write_gguf
-from tests.bench.peers import load_of_others, processor
+from tests.bench.peers import conditions, load_of_others, progress
 from tests.bench.report import Report, parser_of
 
 SERVER, BENCH = "ggml-rpc-server", "llama-bench"
@@ -131,7 +131,7 @@ async def measure(folder: Path, quant: Quant, options: Namespace) -> Row:
     found: dict[str, list[float]] = {}
     async with line_up(folder, quant, options) as peers:
         for number in range(options.rounds + 1):
-            _progress(f"{quant}, round {number} of {options.rounds}")
+            progress(f"{quant}, round {number} of {options.rounds}")
             for name in random.sample(list(peers), len(peers)):
                 spent = await peers[name]()
                 if number:
@@ -175,14 +175,10 @@ def main(args: Sequence[str] | None = None) -> int:
         rows = [
             asyncio.run(measure(folder, quant, options)) for quant in options.quants or list(Quant)
         ]
-    about = {"processor": processor(), "model": options.model, "layers": options.layers}
+    about = conditions(options, others)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
-    report.write(rows, **about, others=others)
+    report.write(rows, **about)
     return 0
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -274,6 +274,17 @@ def load_of_others() -> Iterator[list[float]]:
         found.append(max(0.0, now - used - (_own_s() - own)) / spent)
 
 
+def conditions(options: Namespace, others: Sequence[float], **found: object) -> dict[str, object]:
+    """Return what a table says about the machine and the model; ``others`` of `load_of_others`."""
+    return {
+        "processor": processor(),
+        "others": round(others[0], 2) if others else None,
+        **found,
+        "model": options.model,
+        "layers": options.layers,
+    }
+
+
 def _busy_s() -> float | None:
     """Return the seconds that all cores were busy since the start; None if unknown."""
     with suppress(OSError):
@@ -355,25 +366,20 @@ def main(args: Sequence[str] | None = None) -> int:
         torch.inference_mode(),
         load_of_others() as others,
     ):
-        peers = list(line_up(folder, options, _progress))
-        times, speeds = take_turns(peers, tasks, options, _progress)
+        peers = list(line_up(folder, options, progress))
+        times, speeds = take_turns(peers, tasks, options, progress)
         sizes = {(peer.width, peer.name): peer.bytes for peer in peers}
     torch.set_num_threads(threads)
     limits = {count: statistics.median(found) for count, found in speeds.items()}
     rows = summarise(times, sizes, {} if options.cpu_time else limits)
-    about = {
-        "processor": processor(),
-        "others": round(others[0], 2) if others else None,
-        "gb_per_s": limits,
-        "model": options.model,
-        "layers": options.layers,
-    }
+    about = conditions(options, others, gb_per_s=limits)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
     report.write(rows, **about)
     return 0
 
 
-def _progress(text: str) -> None:
+def progress(text: str) -> None:
+    """Tell on stderr what is done now."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -28,7 +28,7 @@ from meshllm.model.kernels.program import Call, Program
 from meshllm.model.steps import compiled_step
 from meshllm.model.steps.lowering import calls_for
 from meshllm.names import Quant
-from tests.bench.peers import load_of_others, lower_quartile, processor
+from tests.bench.peers import conditions, load_of_others, lower_quartile
 from tests.bench.report import Report, counts, parser_of
 
 STEPS = 40
@@ -175,13 +175,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 rows += measure(folder, quant, count)
             limits[count] = max(read_memory(memory) for _ in range(STEPS))
     torch.set_num_threads(threads)
-    about = {
-        "processor": processor(),
-        "others": round(others[0], 2) if others else None,
-        "gb_per_s": limits,
-        "model": options.model,
-        "layers": options.layers,
-    }
+    about = conditions(options, others, gb_per_s=limits)
     report.say(*(f"{name}: {value}" for name, value in about.items()), *table(rows))
     report.write(rows, **about)
     return 0

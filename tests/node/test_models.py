@@ -11,6 +11,7 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.errors import ModelError
+from meshllm.node import ring_service
 from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
 from meshllm.node.node import MeshNode
@@ -177,7 +178,10 @@ async def test_a_further_model_that_cannot_be_opened_leaves_the_first(
     assert await ask(a) == first
 
 
-async def test_an_answer_ends_before_its_model_is_stopped(mesh: Mesh, random: str) -> None:
+async def test_an_answer_ends_before_its_model_is_stopped(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_service, "MOVE_S", PATIENCE_S)  # however slow this machine is
     a = await mesh.start("a", model="builtin", more_models=(random,))
     await until(lambda: serving(a) == {("builtin", 0)}, a)
     served = await control_of(a).serve(ModelOptions(random))

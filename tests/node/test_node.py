@@ -478,6 +478,18 @@ class Moved:
             callback()
 
 
+async def test_no_timer_of_a_node_fires_after_its_end(mesh: Mesh) -> None:
+    a, fired = await mesh.start("a"), list[str]()
+    a._call_later(0.0, fired.append, "before")
+    await until(lambda: fired == ["before"], a)
+    a._call_later(0.0, fired.append, "after")
+
+    await mesh.kill("a")
+    await asyncio.sleep(0.01)
+
+    assert fired == ["before"]
+
+
 async def test_a_change_of_address_while_profiling_is_published(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

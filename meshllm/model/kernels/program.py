@@ -9,8 +9,8 @@ function, the arguments and the threads of each call.
 All threads run it together: the first, the leader, goes through the calls, and publishes the number
 of each one that has blocks for others. The others follow, and claim blocks of the latest. The
 leader goes on when all blocks are finished, not when all threads have come: a thread that the
-system has suspended, because other programs use the cores, delays nobody unless it holds a block.
-One that comes late finds no block left. All threads have left a program before it runs again, so
+system has suspended, because other programs use the cores, delays no call unless it holds a block.
+One that comes late finds no block left. Only the end of a program waits for all threads, so
 counters are never reset under a thread.
 """
 
@@ -43,7 +43,10 @@ class Call:
     native: JitFunction
     threads: int
     given: "ctypes.Array[ctypes.c_int64]"
-    """Counters, the number of blocks, and the fields, which may be changed; see `given`."""
+    """Counters, the number of blocks, and the fields, which may be changed.
+
+    See `JitFunction.given`.
+    """
     kept: Any
     """Memory that the fields point to, if this call owns it."""
 

@@ -229,10 +229,12 @@ class RingRuntime:
         """Serve until cancelled."""
         try:
             async with self._tasks, self._timer:
-                while True:
-                    await self._until_replaced()
+                try:
+                    while True:
+                        await self._until_replaced()
+                finally:
+                    self._is_closed = True  # from now on nothing may be started
         finally:
-            self._is_closed = True
             self._machine.close()
             links, self._links = self._links, {}
             await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
@@ -349,6 +351,8 @@ class RingRuntime:
     async def _release_ahead(self) -> None:
         self.preloaded = None
         await self._model.release_ahead()
+        if self._store is not None:
+            self._store.prefixes.index.budget.end_loan()
 
     def _stop_preparing(self) -> None:
         if self._preparing is not None:

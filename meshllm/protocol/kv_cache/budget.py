@@ -105,6 +105,10 @@ class KvBudget:
         self._lent, self._take_back = size if is_free else 0, take_back
         return is_free
 
+    def end_loan(self) -> None:
+        """Take back what is lent, as it is not used any more."""
+        self._lent = 0
+
     def reserved(self, session: SessionId) -> int:
         """Return the tokens that a session has reserved."""
         charge = self._reserved.get(session)

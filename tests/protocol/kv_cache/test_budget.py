@@ -72,6 +72,17 @@ def test_free_bytes_are_lent_until_a_session_needs_them() -> None:
     assert taken == ["all", "a block"]
 
 
+def test_a_loan_that_has_ended_is_not_taken_back() -> None:
+    budget, taken = KvBudget([room(4)]), list[str]()
+    assert budget.lend(4 * BLOCK, lambda: taken.append("all"))
+
+    budget.end_loan()
+
+    assert budget.reserve(A, 4 * BLOCK)
+    assert not budget.is_over
+    assert not taken
+
+
 def test_bytes_are_lent_by_this_rank_alone() -> None:
     budget = KvBudget([room(9), room(1)])
 
