@@ -139,6 +139,7 @@ class StageNode:
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
         match result:
             case CacheMiss():
+                logger.info("a session is computed again from its first position: %s", result)
                 actions = self._machine.missed(job.session)
             case Exception():  # the supervisor: a bug ends its session only
                 if isinstance(result, PeerFault):

@@ -146,6 +146,7 @@ class _SessionState:
     pending: deque[tuple[Data, Compute]] = field(default_factory=deque)
     tally: Tally = _EMPTY_TALLY
     feeds_lost: bool = False  # the layer after this rank's last is lost
+    has_missed: bool = False  # its cache is gone, and cannot be refilled any more
 
     def raise_gen(self, gen: int) -> None:
         if gen > self.gen:
@@ -230,7 +231,8 @@ class Stage:
         state = self._sessions.get(session)
         if state is None or state.running is None:
             return []
-        missing, state.running, state.kv_len = state.running, None, 0
+        missing, state.running, state.kv_len, state.has_missed = state.running, None, 0, True
+        state.pending = deque(item for item in state.pending if not item[1].refills)
         return [_gap(missing, 0), *self._next(state)]
 
     def failed(self, session: SessionId, code: FaultCode, text: str) -> list[Action]:
@@ -281,12 +283,13 @@ class Stage:
         if data.epoch > self.epoch:
             text = f"Rank {self._rank} is at epoch {self.epoch}, not {data.epoch}"
             return [self._fault(data, FaultCode.EPOCH, text)]
-        state = self._sessions.get(session)
+        state, refills = self._sessions.get(session), bool(data.flags & Flags.REFILL)
         if refusal := self._refusal(data, state):
             return self._refuse(data, *refusal)
-        refills = bool(data.flags & Flags.REFILL)
+        if refills and (state is None or state.has_missed):  # it was on the way at the miss
+            return [_gap(data, 0)]
         if state is None:
-            if data.pos > 0 or refills:
+            if data.pos > 0:
                 return [_gap(data, 0)]
             if len(self._sessions) >= self._max_sessions:
                 text = f"The limit of {self._max_sessions} sessions is reached"
@@ -309,7 +312,8 @@ class Stage:
         stop = data.pos + data.rows
         if broken := _violation(data):
             return broken, FaultCode.RULES
-        if state and data.flags & Flags.REFILL and stop > state.kv_len:
+        is_refill = data.flags & Flags.REFILL and state and not state.has_missed
+        if state and is_refill and stop > state.kv_len:
             return f"Refill of positions up to {stop} of {state.kv_len}", FaultCode.RULES
         if stop > self._context:
             text = f"Positions {data.pos} to {stop} exceed the context of {self._context}"

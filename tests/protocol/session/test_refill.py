@@ -176,6 +176,21 @@ def test_a_lost_cache_that_cannot_be_refilled_is_a_gap() -> None:
     assert stage.missed(s.TWO) == [Forward(Gap(s.TWO, s.EPOCH, 0, 0))]
 
 
+def test_refills_on_the_way_when_a_cache_is_missed_are_gaps_too() -> None:
+    stage, gap = stage_of(Span(4, 8)), Forward(Gap(s.TWO, s.EPOCH, 0, 0))
+    stage.receive(RESUME, 1.0)
+    stage.receive(refill(0, 1, blob=True), 1.1)
+    assert stage.receive(refill(1, 1, blob=True), 1.1) == []  # queued
+
+    assert stage.missed(s.TWO) == [gap]
+
+    assert stage.receive(refill(2, 2, blob=True), 1.2) == [gap]
+    again = s.data(0, rows=4, gen=1, session=s.TWO, flags=Flags.PREFILL)
+    (job,) = stage.receive(again, 1.3)
+    assert isinstance(job, Compute)
+    assert (job.pos, job.rows, job.refills) == (0, 4, False)
+
+
 def test_a_rank_without_room_for_new_layers_leaves_a_gap() -> None:
     stage = Stage(1, 3, epoch=s.EPOCH, index=s.shelf_of(0), span=Span(4, 8))
 
