@@ -38,7 +38,7 @@ class Batcher(Generic[Job]):
         self._run = run
         self._jobs = jobs
         self._lock = Lock()
-        self._waiting: list[tuple[Job, Sequence[Callback]]] = []
+        self._batch: list[tuple[Job, Sequence[Callback]]] = []  # the next one
         self._is_closed = False
         self._last: Future[object] | None = None  # submitted to the worker
 
@@ -64,13 +64,22 @@ class Batcher(Generic[Job]):
         if self._is_closed:
             return
         with self._lock:
-            is_first = not self._waiting
-            self._waiting.append((job, callbacks))
-        if is_first:
-            self._last = self._worker.start(self._run_batch, asyncio.get_running_loop())
+            batch = self._batch
+            batch.append((job, callbacks))
+        if len(batch) == 1:
+            self._last = self._worker.start(self._run_batch, asyncio.get_running_loop(), batch)
+
+    def submit_between(self, function: Callable[[], Any]) -> None:
+        """Run a function after all that was submitted before, and before all that follows."""
+        with self._lock:
+            self._batch = []  # what follows must not join a batch that runs earlier
+        self.submit_alone(function)
 
     def submit_alone(self, function: Callable[[], Any], *callbacks: Callback) -> None:
-        """Run a function by itself, after all that was submitted before."""
+        """Run a function by itself, after all that was submitted before.
+
+        Jobs that are submitted later may still join a batch that waits before it.
+        """
         if not self._is_closed:
             loop = asyncio.get_running_loop()
             self._last = self._worker.start(self._run_alone, loop, function, callbacks)
@@ -83,12 +92,15 @@ class Batcher(Generic[Job]):
     ) -> None:
         loop.call_soon_threadsafe(self._report, callbacks, [attempt(function)] * len(callbacks))
 
-    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run all waiting jobs; runs on the compute thread."""
+    def _run_batch(
+        self, loop: asyncio.AbstractEventLoop, batch: Sequence[tuple[Job, Sequence[Callback]]]
+    ) -> None:
+        """Run all jobs of a batch; runs on the compute thread."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        phases = list(zip_longest(*(callbacks for _, callbacks in waiting), fillvalue=_ignore))
-        jobs, reported = [job for job, _ in waiting], 0
+            if batch is self._batch:
+                self._batch = []
+        phases = list(zip_longest(*(callbacks for _, callbacks in batch), fillvalue=_ignore))
+        jobs, reported = [job for job, _ in batch], 0
         try:
             for callbacks, results in zip(phases, self._run(jobs), strict=True):
                 loop.call_soon_threadsafe(self._report, callbacks, results)

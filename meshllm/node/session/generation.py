@@ -195,9 +195,9 @@ class Generation:
         self.base = base = start.base
         lost = base.lost if base else ()
         self._feeds_lost = any(ends.front.span.stop in span for span in lost)
-        self.cache: SessionCache | None = None
-        """KV cache of the local layers, from the first job on."""
-        self._make_cache: Callable[[], SessionCache] | None = start.make
+        self.cache = start.cache
+        """KV cache of the local layers; one that is not taken over is made by the first job."""
+        self._make_cache = start.make
         self._history = list(order.known)
         self._is_alone = machine.is_alone
         self._rows: Tensor | None = None  # the last local outputs, for a Pick without a blob
@@ -340,14 +340,12 @@ class Generation:
 
     def _opened_cache(self) -> SessionCache:
         """Return the cache, made on first use; raise `CacheMiss` if it cannot be."""
-        if make := self._make_cache:
-            self._make_cache = None
+        if self.cache is None:
             try:
-                self.cache = make()
+                self.cache = self._make_cache()
             except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
                 self.cache = self._ends.front.new_cache()
                 raise CacheMiss(str(error)) from None
-        assert self.cache is not None
         return self.cache
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:

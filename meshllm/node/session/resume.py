@@ -60,8 +60,10 @@ class Start:
     """The cache that a generation begins with."""
 
     base: PrefixHit | None
+    cache: SessionCache | None
+    """Taken over from the base; it may hold more."""
     make: Callable[[], SessionCache]
-    """Called once, on the compute thread; the cache holds the base, and possibly more."""
+    """Called on the compute thread if none is taken over."""
 
 
 def start_from(
@@ -69,9 +71,9 @@ def start_from(
 ) -> Start:
     """Begin with a prefix cache hit, or with an empty cache."""
     if found is None:
-        return Start(None, new_cache)
+        return Start(None, None, new_cache)
     base, cache = found
-    return Start(base, (lambda: cache) if base.whole else lambda: cache.branch(base.length))
+    return Start(base, cache if base.whole else None, lambda: cache.branch(base.length))
 
 
 def new_key() -> ResumeKey:

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any, assert_never
 
 from torch import Tensor
@@ -66,6 +68,8 @@ class StageNode:
         self._encoder = ActivationEncoder(wire, neighbours)
         self._sessions: dict[SessionId, _StageSession] = {}
         self._kept = kept
+        self._changes = deque[Free | Keep | Adopt]()  # of these two, in order
+        self._changing = Lock()
         self._jobs = asyncio.TaskGroup()
         self._steps = Batcher(worker, self._step, self._jobs)
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
@@ -98,9 +102,10 @@ class StageNode:
             async with self._jobs, self._timer, self._steps:
                 reason = await self._neighbours.run(self._receive)
         finally:  # what still runs on the compute thread only writes rows that are cropped later
-            for action in self._machine.interrupt(self._now()):
-                if isinstance(action, Keep | Free):
-                    self._change(action)
+            ended = self._machine.interrupt(self._now())
+            self._changes += [each for each in ended if isinstance(each, Keep | Free)]
+            while self._changes:
+                self._change_next()
             self._sessions.clear()
         logger.info("a stage lost its ring: %s", reason)
         return reason
@@ -120,7 +125,8 @@ class StageNode:
                 case Compute():
                     self._serve(action, Stopwatch())
                 case Free() | Keep() | Adopt():
-                    self._steps.submit_alone(partial(self._change, action))
+                    self._changes.append(action)
+                    self._steps.submit_between(self._change_next)
                 case _:
                     assert_never(action)
         self._timer.reset()
@@ -164,6 +170,12 @@ class StageNode:
                 pass
 
     # On the compute thread.
+
+    def _change_next(self) -> None:
+        """Apply the next change; when the ring is lost, the event loop applies all at once."""
+        with self._changing:
+            if self._changes:
+                self._change(self._changes.popleft())
 
     def _change(self, action: Free | Keep | Adopt) -> None:
         match action:

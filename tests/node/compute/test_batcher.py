@@ -80,6 +80,22 @@ async def test_waiting_jobs_run_in_one_batch() -> None:
     assert tracer.batches == [[0, 1, 2, 3, 4], [7]]
 
 
+async def test_no_later_job_joins_a_batch_before_a_change() -> None:
+    async with recording() as (worker, tracer):
+        gate, changes = busy(worker), list[int]()
+        first = tracer.submit(1)
+        tracer.batcher.submit_alone(lambda: None)
+        second = tracer.submit(2)
+        tracer.batcher.submit_between(lambda: changes.append(len(tracer.batches)))
+        third = tracer.submit(3)
+        gate.set()
+        for futures in (first, second, third):
+            await futures[1]
+
+    assert tracer.batches == [[1, 2], [3]]
+    assert changes == [1]
+
+
 async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
     async with recording() as (worker, tracer):
         gate, short = busy(worker), asyncio.Future[int]()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.errors import Busy, LinkLost, ModelError, PeerFault
+from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.wire.payload import RowFormat
@@ -85,6 +85,7 @@ class Running:
     """An entry that runs, and what is around it."""
 
     node: EntryNode
+    task: "asyncio.Task[MeshError]"
     layers: CountingLayers
     thread: HeldExecutor
     neighbours: RecordingNeighbours | None
@@ -121,7 +122,7 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    *, ring: int = 1, sessions: int = 2, blocks: int = 8, keeps: bool = False
+    *, ring: int = 1, sessions: int = 2, blocks: int = 8, keeps: bool = False, resumes: bool = False
 ) -> AsyncIterator[Running]:
     """Run an entry of a ring of one or two, with room for so many blocks of tokens."""
     thread = HeldExecutor()
@@ -130,7 +131,7 @@ async def running(
     form = RowFormat(1, torch.float32)
     layers = CountingLayers(hidden if ring > 1 else next_token, row_format=form)
     rooms = [Room(blocks * BLOCK, lambda tokens: (tokens, 0))] * ring
-    index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=False)
+    index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=resumes)
     head = cast("Runner", StepHead()) if ring > 1 else None
     node = EntryNode(
         EntryRunners(cast("SpanRunner", layers), head, CONTEXT),
@@ -145,10 +146,10 @@ async def running(
         Worker(thread),
         cast("Neighbours", neighbours) if neighbours else None,
     )
-    task = asyncio.ensure_future(node.run())
+    task = asyncio.create_task(node.run())
     await asyncio.sleep(0)
     try:
-        yield Running(node, layers, thread, neighbours, travelled)
+        yield Running(node, task, layers, thread, neighbours, travelled)
     finally:
         await thread.settle()
         task.cancel()
@@ -348,6 +349,22 @@ async def test_a_prompt_continues_from_the_cache_of_an_earlier_one() -> None:
         assert entry.layers.passes[0] == ("prefill", [len(LONG)])
         assert isinstance(ended, Ended)
         assert ended.measured.reused == len(LONG)
+
+
+async def test_a_cache_that_was_just_taken_over_is_kept_when_the_ring_is_lost() -> None:
+    async with running(ring=2, keeps=True, resumes=True) as entry:
+        await entry.read(entry.node.generate(order(*LONG)))
+        (before,) = entry.node._prefixes.caches.values()
+
+        asked = asyncio.ensure_future(anext(entry.node.generate(order(*LONG, 50))))
+        await asyncio.sleep(0)
+        assert entry.node._prefixes.caches == {}  # nothing was computed since
+        entry.task.cancel()
+        await asyncio.wait([entry.task])
+
+        with pytest.raises(LinkLost):
+            await asked
+        assert [*entry.node._prefixes.caches.values()] == [before]
 
 
 async def test_a_prefix_that_another_rank_has_lost_is_forgotten() -> None:

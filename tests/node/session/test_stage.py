@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshllm.errors import LinkLost, ModelError
+from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SessionId
@@ -65,6 +65,7 @@ class Served:
     """A stage that runs, and what is around it."""
 
     node: StageNode
+    task: "asyncio.Task[MeshError]"
     layers: CountingLayers
     neighbours: RecordingNeighbours
     thread: HeldExecutor
@@ -100,11 +101,11 @@ async def serving(*, rank: int = 1, head: CountingLayers | None = None) -> Async
     async with asyncio.TaskGroup() as group:
         task = group.create_task(node.run())
         await asyncio.sleep(0)
-        yield Served(node, layers, neighbours, thread, kept)
+        yield Served(node, task, layers, neighbours, thread, kept)
         await thread.settle()
         if not task.done():
             neighbours.lose(GONE)
-    assert task.result() is GONE
+    assert task.cancelled() or task.result() is GONE
 
 
 async def test_rows_are_run_and_sent_on() -> None:
@@ -231,6 +232,37 @@ async def test_what_a_close_keeps_is_adopted_by_a_resume() -> None:
         assert stage.layers.passes[-2:] == [("step", [2]), ("step", [2])]
         assert stage.kept == {}
         assert stage.node.sessions == 2
+
+
+async def test_a_step_waits_for_the_cache_that_its_session_adopts() -> None:
+    async with serving() as stage:
+        for session in (ONE, THREE):
+            await stage.receive(data(session, 0, 1, 2, flags=PREFILL))
+        await stage.receive(Close(ONE, EPOCH, keep=2))
+
+        *_, step = await stage.receive(
+            data(THREE, 2, 3), Resume(TWO, EPOCH, ONE, 2, whole=True), data(TWO, 2, 9)
+        )
+
+        assert values_of(step) == [10]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_changes_that_wait_when_the_ring_is_lost_are_made(*, whole: bool) -> None:
+    async with serving() as stage:
+        for session in (ONE, THREE):
+            await stage.receive(data(session, 0, 1, 2, flags=PREFILL))
+        await stage.receive(Close(ONE, EPOCH, keep=2))
+
+        stage.neighbours.deliver(Resume(TWO, EPOCH, ONE, 2, whole=whole))
+        stage.neighbours.deliver(Close(THREE, EPOCH, keep=2))
+        stage.task.cancel()
+        await asyncio.wait([stage.task])
+
+        lengths = {session: cache.length for session, cache in stage.kept.items()}
+        assert lengths == {TWO: 2, THREE: 2, **({} if whole else {ONE: 2})}
+        await stage.thread.settle()  # what waited finds nothing to do
+        assert {session: cache.length for session, cache in stage.kept.items()} == lengths
 
 
 async def test_a_close_that_keeps_nothing_frees_the_cache() -> None:
