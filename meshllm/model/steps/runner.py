@@ -144,19 +144,26 @@ class SpanRunner:
         return outputs
 
     def refill(
-        self, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool
+        self, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool, is_sent: bool
     ) -> Tensor | None:
         """Compute rows only in the pieces that lack them, after the layers came from a lost rank.
 
         ``x`` is the input of the first piece at the positions ``places``; None if it is unknown.
-        Returns the output of the last piece ``[1, T, D]``; None if it is unknown, as only the
-        layers in front of a lost one need to know theirs.
+        Returns the output of the last piece ``[1, T, D]`` if it ``is_sent``: if the next rank lacks
+        the rows too. A piece that has the rows runs again only for an output that is needed and was
+        not recorded.
 
         Raises:
-            ModelError: the input of a piece that lacks the rows is unknown.
+            ModelError: the input of a piece that must run is unknown.
         """
-        for piece, part in zip(self.pieces, cache.parts, strict=True):
-            if part.length >= places.stop:
+        parts = [*zip(self.pieces, cache.parts, strict=True)]
+        runs, is_needed = list[bool](), is_sent
+        for piece, part in reversed(parts):
+            is_known = cache.recorded(piece.span.stop, places.start, places.stop) is not None
+            is_needed = part.length < places.stop or (is_needed and not is_known)
+            runs.insert(0, is_needed)
+        for (piece, part), runs_it in zip(parts, runs, strict=True):
+            if not runs_it:
                 x = cache.recorded(piece.span.stop, places.start, places.stop)
             elif x is None:
                 raise ModelError(f"Nothing to compute layers {piece.span} at {places} from")
@@ -165,7 +172,7 @@ class SpanRunner:
                 x = piece.step(x, part) if is_step else piece.prefill(x, part, 1)
                 self.recomputed += len(places) * len(piece.span)
                 self._record(cache, places.start, x, piece)
-        return x
+        return x if is_sent else None
 
     def _record(
         self, cache: SessionCache, start: int, output: Tensor, piece: Runner | None = None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ class SpanLoader:
         self._keep(self._kept, self._reusable(part))
         self.tidy()
         with self._reporting_memory(part):
-            self._ahead, _ = self._completed(part, self._ahead)
+            in_force = [piece.span for piece in self._kept.pieces]
+            self._ahead, _ = self._completed(part, self._ahead, in_force)
 
     def missing_bytes(self, part: RankPart) -> int:
         """Return the bytes of a part that are not loaded yet."""
@@ -203,19 +205,23 @@ class SpanLoader:
             return None
 
     def _load(self, part: RankPart) -> LoadedSpan:
+        before = [piece.span for piece in self._kept.pieces]
         self._keep(self._reusable(part), _Kept())
         self.tidy()  # before more is loaded
-        self._kept, loaded = self._completed(part, self._kept)
+        self._kept, loaded = self._completed(part, self._kept, before)
         return loaded
 
-    def _completed(self, part: RankPart, kept: _Kept) -> tuple[_Kept, LoadedSpan]:
-        """Load what of a part is not kept."""
+    def _completed(
+        self, part: RankPart, kept: _Kept, before: Sequence[Span]
+    ) -> tuple[_Kept, LoadedSpan]:
+        """Load what of a part is not kept; there are KV caches for the pieces ``before``."""
         parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
         span, draft = part.span, kept.draft if part.is_entry else None
         if part.is_entry and self._draft and draft is None:
             draft = self._draft.load(self._device)
         is_whole = part.is_alone and not kept.pieces
-        pieces = self._pieces(span, kept.pieces, embed=part.is_entry, head=is_whole)
+        gaps = _cut(_gaps(span, kept.pieces), before, MOST_PIECES - len(kept.pieces))
+        pieces = self._pieces(gaps, span, kept.pieces, embed=part.is_entry, head=is_whole)
         sends = span.stop < self._shape.layers
         sent = SentRows(int(self._headroom(part) * _SENT_SHARE)) if sends else None
         layers = SpanRunner(pieces, sent)
@@ -258,14 +264,14 @@ class SpanLoader:
         self._is_untidy |= self.runners < before
 
     def _pieces(
-        self, span: Span, kept: Sequence[Runner], *, embed: bool, head: bool
+        self, gaps: Sequence[Span], span: Span, kept: Sequence[Runner], *, embed: bool, head: bool
     ) -> list[Runner]:
-        """Load the layers of a span that are not loaded yet."""
+        """Load the layers of a span that are not loaded yet, those in ``gaps``."""
         added = [
             self._build(
                 gap, embed=embed and gap.start == span.start, head=head and gap.stop == span.stop
             )
-            for gap in _gaps(span, kept)
+            for gap in gaps
         ]
         return sorted((*kept, *added), key=lambda piece: piece.span.start)
 
@@ -320,3 +326,16 @@ def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:
             gaps.append(Span(at, piece.span.start))
         at = piece.span.stop
     return [*gaps, Span(at, span.stop)] if at < span.stop or not pieces else gaps
+
+
+def _cut(gaps: Sequence[Span], before: Sequence[Span], most: int) -> Sequence[Span]:
+    """Cut gaps where pieces ``before`` begin or end, unless that makes more than ``most``.
+
+    A piece takes over the KV caches of all of its layers, or none.
+    """
+    borders = {border for span in before for border in (span.start, span.stop)}
+    cut = list[Span]()
+    for gap in gaps:
+        inner = sorted(border for border in borders if gap.start < border < gap.stop)
+        cut += [Span(*pair) for pair in pairwise([gap.start, *inner, gap.stop])]
+    return cut if len(cut) <= most else gaps

@@ -25,7 +25,6 @@ from meshllm.node.session.resume import (
     crop_cache,
     refill,
     resumable,
-    sent_again,
 )
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
@@ -280,9 +279,10 @@ class Generation:
     def _refill(self, job: Embed, tokens: Tensor, watch: Stopwatch) -> Blob | None:
         """Compute rows only in the layers that lack them; return them if the next rank does."""
         places = range(job.pos, job.pos + len(job.tokens))
-        rows = refill(self._ends.front, tokens, self._opened_cache(), places, is_step=job.is_step)
+        front, cache, sent = self._ends.front, self._opened_cache(), self._feeds_lost
+        rows = refill(front, tokens, cache, places, is_step=job.is_step, is_sent=sent)
         watch.computed()
-        return self._encoder.seal(sent_again(rows), 0, is_step=False) if self._feeds_lost else None
+        return None if rows is None else self._encoder.seal(rows, 0, is_step=False)
 
     @property
     def key(self) -> SessionKey:

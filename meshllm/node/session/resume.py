@@ -36,23 +36,22 @@ def crop_cache(cache: SessionCache, length: int) -> None:
 
 
 def refill(
-    layers: SpanRunner, x: Tensor | None, cache: SessionCache, places: range, *, is_step: bool
+    layers: SpanRunner,
+    x: Tensor | None,
+    cache: SessionCache,
+    places: range,
+    *,
+    is_step: bool,
+    is_sent: bool,
 ) -> Tensor | None:
     """Run rows only in the layers that lack them; raise `CacheMiss` if their input is unknown.
 
     See `SpanRunner.refill`.
     """
     try:
-        return layers.refill(x, cache, places, is_step=is_step)
+        return layers.refill(x, cache, places, is_step=is_step, is_sent=is_sent)
     except ModelError as error:
         raise CacheMiss(str(error)) from None
-
-
-def sent_again(rows: Tensor | None) -> Tensor:
-    """Return recorded rows; raise `CacheMiss` if they were not recorded."""
-    if rows is None:
-        raise CacheMiss("The rows that a lost layer was computed from are not recorded")
-    return rows
 
 
 @dataclass(frozen=True, slots=True)

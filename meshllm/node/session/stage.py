@@ -20,7 +20,7 @@ from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
-from meshllm.node.session.resume import CacheMiss, crop_cache, refill, sent_again
+from meshllm.node.session.resume import CacheMiss, crop_cache, refill
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer
@@ -219,9 +219,10 @@ class StageNode:
         held, places = self._session(job.session), range(job.pos, job.pos + job.rows)
         x = self._rows(job, held) if job.blob else None
         watch.serialised()
-        rows = refill(self._runner, x, held.cache, places, is_step=job.is_step)
+        steps, sent = job.is_step, job.keep > 0
+        rows = refill(self._runner, x, held.cache, places, is_step=steps, is_sent=sent)
         watch.computed()
-        return held.encoder.seal(sent_again(rows), 0, is_step=False) if job.keep else None
+        return None if rows is None else held.encoder.seal(rows, 0, is_step=False)
 
     def _step(self, steps: Sequence[tuple[Compute, Stopwatch]]) -> Iterator[Sequence[Any]]:
         rows, before = sum(job.rows for job, _ in steps), max(job.pos for job, _ in steps)

@@ -158,7 +158,7 @@ def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) ->
 
     after.regroup(cache)
     assert cache.length == 0
-    again = after.refill(None, cache, range(TOKENS.shape[1]), is_step=False)
+    again = after.refill(None, cache, range(TOKENS.shape[1]), is_step=False, is_sent=True)
     assert again is not None
     assert torch.equal(again, rows)
     assert cache.parts[0].layers[1].keys.data_ptr() == keys
@@ -174,8 +174,8 @@ def test_a_refill_without_the_rows_before_a_lost_layer_is_refused(source: Source
     cache.sent.clear()
     after.regroup(cache)
 
-    with pytest.raises(ModelError, match="layers 2:4"):
-        after.refill(None, cache, range(4), is_step=False)
+    with pytest.raises(ModelError, match="layers 0:2"):
+        after.refill(None, cache, range(4), is_step=False, is_sent=True)
 
 
 def test_a_refill_that_was_cut_off_goes_on(source: Source) -> None:
@@ -185,22 +185,44 @@ def test_a_refill_that_was_cut_off_goes_on(source: Source) -> None:
     before.prefill(TOKENS, cache)
     whole.prefill(TOKENS[:, :4], right)
     after.regroup(cache)
-    after.refill(None, cache, range(2), is_step=False)
+    after.refill(None, cache, range(2), is_step=False, is_sent=True)
 
-    rows = after.refill(None, cache, range(4), is_step=False)
+    rows = after.refill(None, cache, range(4), is_step=False, is_sent=True)
     assert rows is not None
     assert rows.shape == (1, 4, 64)
     with pytest.raises(ModelError, match="Cannot crop"):
-        after.refill(None, cache, range(7, 9), is_step=False)
+        after.refill(None, cache, range(7, 9), is_step=False, is_sent=True)
 
 
-def test_an_unknown_output_is_none(source: Source) -> None:
+def test_an_output_that_is_not_sent_need_not_be_known(source: Source) -> None:
     runner = span_runner(source, "0:2")
     cache = runner.new_cache()
     runner.prefill(TOKENS, cache)
     cache.sent.clear()
 
-    assert runner.refill(None, cache, range(4), is_step=False) is None
+    assert runner.refill(None, cache, range(4), is_step=False, is_sent=False) is None
+    assert runner.recomputed == 0
+    with pytest.raises(ModelError, match="Nothing to compute layers 0:2"):
+        runner.refill(None, cache, range(4), is_step=False, is_sent=True)
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_layers_run_again_for_an_output_that_is_sent_and_was_not_recorded(
+    source: Source, *, is_sent: bool
+) -> None:
+    first, before = span_runner(source, "0:1"), span_runner(source, "1:3")
+    after, whole = span_runner(source, "0:1", "1:2"), span_runner(source, "0:2")
+    cache, count = before.new_cache(), TOKENS.shape[1]
+    before.prefill(first.prefill(TOKENS, first.new_cache()), cache)
+    after.regroup(cache)
+
+    output = after.refill(TOKENS, cache, range(count), is_step=False, is_sent=is_sent)
+
+    assert after.recomputed == count * (2 if is_sent else 1)
+    assert cache.length == count
+    if is_sent:
+        assert output is not None
+        assert torch.equal(output, whole.prefill(TOKENS, whole.new_cache()))
 
 
 def test_a_piece_without_layers_takes_over_the_length(source: Source) -> None:

@@ -163,6 +163,11 @@ TAKEOVERS = {
     "a ring of one": (plan_of((A, "0:6"), epoch=2), {2, 3, 4, 5}),
     "the one behind, for the entry": (plan_of((B, "0:4"), (C, "4:6"), epoch=2), {0, 1}),
     "the last, for the entry": (plan_of((C, "0:2"), (B, "2:6"), epoch=2), {0, 1, 4, 5}),
+    "a span that moves on": (plan_of((A, "0:3"), (B, "3:6"), epoch=2), {2, 4, 5}),
+    "a span that moves back, and its kept layer": (
+        plan_of((B, "0:3"), (C, "3:6"), epoch=2),
+        {0, 1, 2, 3},
+    ),
     "the last alone": (plan_of((C, "0:6"), epoch=2), {0, 1, 2, 3}),
 }
 
