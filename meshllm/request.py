@@ -162,6 +162,9 @@ class Request:
     ingress puts whole ids; None trusts all members."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
+    scope: str = ""
+    """Whose cached prefixes and drafts it shares: those of its asker in the same scope. The ingress
+    names it."""
     embeds: bool = False
     """Compute the embedding of the prompt, which is `raw` or `ids`, instead of an answer."""
     dimensions: int | None = None

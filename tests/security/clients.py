@@ -1,15 +1,17 @@
 """Clients that send what is expensive to read."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.requests.request_json import request_to_json
 from meshllm.protocol.membership.codec import REQUEST_ID_BYTES, Generate
 from meshllm.protocol.trust.credential import Role
 from meshllm.request import Request
-from tests.processes.fleet import ALONE, open_fleet
+from tests.processes.fleet import ALONE, meshllm, open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.flood import flood
 from tests.security.member import Member
@@ -17,6 +19,7 @@ from tests.security.owner import slowed
 
 OBJECTS = b"[" + b'{"":{}},' * ((4 << 20) // 8 - 1) + b"{}]"  # as long as a request may be
 PAUSE_S = 0.05  # s between two requests
+GUESS = "The safe in the cellar opens with 4711, and nobody else knows that."
 LONG_PAUSE_S = 0.5  # s between two of 4 MiB: 64 Mbit/s, each 0.69 s of work before
 
 
@@ -34,6 +37,29 @@ def endless_requests() -> Outcome:
     """Let a client ask for answers without end, 16 at a time, while the owner asks."""
     request = request_to_json(Request(raw="once upon a time", max_tokens=1_000_000))
     return _during(lambda: request, PAUSE_S)
+
+
+def guess_a_prompt() -> Outcome:
+    """Ask what the owner asked, as a client that is told how much of it was cached."""
+    with open_fleet() as fleet:
+        fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        at = (f"ws://{owner.address}",)
+        ticket = StateStore.open(owner.state).invite(at, Role.CLIENT, lasts_s=3600, uses=None)
+        client = fleet.folder / "client"
+
+        def cached(*words: str, state: Path) -> int:
+            asked = "chat", "--json", "--max-tokens", "2", *words
+            answer = json.loads(meshllm(*asked, state=state, stdin=GUESS).stdout)
+            return int(answer["cached_tokens"])
+
+        cached(state=owner.state)
+        own = cached(state=owner.state)
+        theirs = [cached("--join", ticket.encode(), state=client) for _ in range(2)]
+    effect = f"told {theirs[0]} tokens, {theirs[1]} when it asks again; the owner {own}"
+    held = theirs[0] == 0 and own > 0 and theirs[1] == own
+    return Outcome(effect, "prefixes of an asker are its own", held=held)
 
 
 def _during(request: Callable[[], bytes], pause_s: float) -> Outcome:
@@ -54,5 +80,6 @@ def _during(request: Callable[[], bytes], pause_s: float) -> Outcome:
 ATTACKS = (
     Attack("4 MiB of `{}` twice a second", "owner's answer 0.7 s -> 26 s", objects_in_a_row),
     Attack("4 MiB of `{}` 20 times a second", "owner's answer 3 times slower", objects_in_a_flood),
+    Attack("guesses at a cached prompt", "told how much of it was right", guess_a_prompt),
     Attack("endless requests", "owner's answer 0.4 s -> 36 s", endless_requests),
 )

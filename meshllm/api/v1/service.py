@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from meshllm.errors import MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
@@ -64,6 +66,7 @@ class Service:
     """Of the trace of its requests, if there is one."""
     _running: Counter[str] = field(default_factory=Counter)
     _quota: ClientQuota = field(default_factory=lambda: ClientQuota("key"))
+    _scopes: ScopeNames = field(default_factory=lambda: ScopeNames(os.urandom(SECRET_BYTES)))
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
         """List the models that a key may use."""
@@ -100,7 +103,7 @@ class Service:
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
             await self._learn_usage(key)
-            asked = [_trusting(key, each) for each in asked]
+            asked = [self._scoped(key, _trusting(key, each)) for each in asked]
             with self._counted(key), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
@@ -120,6 +123,12 @@ class Service:
                 for name in ("read", "cached", "written")
             )
             await self._record(key, model, KeyUsage(1, errors, read, cached, written))
+
+    def _scoped(self, key: ApiKey | None, asked: Request) -> Request:
+        """Keep what a key asks apart from the prompts of others, such as the owner's own."""
+        if self.accounts is None:
+            return asked
+        return replace(asked, scope=self._scopes.name(key.name.encode() if key else b""))
 
     async def _learn_usage(self, key: ApiKey | None) -> None:
         """Count what a key with a limit has used today, before this door opened or at another."""

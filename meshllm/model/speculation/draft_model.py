@@ -6,13 +6,13 @@ cache holds the text and, behind it, the draft tokens. Accepted ones are in the 
 next draft; the cache is cropped to the first rejected one, and only new tokens are read. A long
 text, such as a prompt, is prefilled in chunks, one per call, so that nothing waits long for it;
 until it is up to date there is no draft. The cache of the last finished text is kept for a text
-with the same prefix: the next turn of a conversation.
+of the same scope with the same prefix: the next turn of a conversation.
 
 Both models need the same vocabulary. The number of rows of their embeddings does not matter:
 families pad them differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from weakref import WeakSet
@@ -92,21 +92,21 @@ class ModelDrafting:
         self.context = draft.shape.context
         self._vocabulary = draft.vocabulary
         self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have filled a cache
-        self._spare: tuple[list[int], SpanCache] | None = None
+        self._spare: tuple[Hashable, list[int], SpanCache] | None = None
         whole = Span(0, draft.shape.layers)
         shard = load_shard(draft.source, whole, embed=True, head=True, device=device)
         self._runner = Runner(shard, (MOST_ROWS,))
         self.read([0], self.new_cache())  # the first call is slower
 
-    def begin(self) -> "ModelDrafter":
+    def begin(self, scope: Hashable = None) -> "ModelDrafter":
         """Start a text."""
-        return ModelDrafter(self)
+        return ModelDrafter(self, scope)
 
-    def keep(self, tokens: Sequence[int]) -> None:
+    def keep(self, tokens: Sequence[int], scope: Hashable = None) -> None:
         """Keep the cache of a finished text."""
-        for drafter in [each for each in self._drafters if each.has_text(tokens)]:
+        for drafter in [each for each in self._drafters if each.has_text(tokens, scope)]:
             self._drafters.discard(drafter)  # two drafters must never share a cache
-            self._spare = drafter.held()
+            self._spare = scope, *drafter.held()
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one text."""
@@ -115,8 +115,8 @@ class ModelDrafting:
     def open(self, drafter: "ModelDrafter", text: Sequence[int]) -> tuple[SpanCache, int]:
         """Return a cache for a drafter, and how many tokens of its text are in it."""
         self._drafters.add(drafter)
-        if self._spare:
-            tokens, cache = self._spare
+        if self._spare and self._spare[0] == drafter.scope:
+            _, tokens, cache = self._spare
             same = _count_same(tokens, text)
             if same > max(STRIDE, cache.floor):
                 self._spare = None
@@ -140,8 +140,8 @@ class ModelDrafting:
 class ModelDrafter:
     """Drafts for one text."""
 
-    def __init__(self, drafting: ModelDrafting) -> None:
-        self._drafting = drafting
+    def __init__(self, drafting: ModelDrafting, scope: Hashable) -> None:
+        self._drafting, self.scope = drafting, scope
         self._cache = drafting.new_cache()
         self._text: list[int] = []
         self._held = 0  # tokens of the text that are in the cache
@@ -179,9 +179,9 @@ class ModelDrafter:
             likely *= probability
         return tuple(draft)
 
-    def has_text(self, text: Sequence[int]) -> bool:
-        """Return whether this is the text of the drafter."""
-        return self._text == list(text)
+    def has_text(self, text: Sequence[int], scope: Hashable) -> bool:
+        """Return whether this is the text of the drafter, and its scope."""
+        return self.scope == scope and self._text == list(text)
 
     def held(self) -> tuple[list[int], SpanCache]:
         """Return the text as far as it was read, and its cache."""

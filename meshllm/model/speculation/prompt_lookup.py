@@ -8,7 +8,7 @@ to the previous one of the same pair.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from sys import getsizeof
 
 KEY = 2  # tokens of an n-gram key; fewer match anywhere
@@ -76,34 +76,49 @@ class NgramIndex:
 
 
 class SuffixDrafting:
-    """Prompt lookup in each text and in the texts before it; used on one thread."""
+    """Prompt lookup in each text and in those before it of the same scope; used on one thread.
+
+    An accepted draft shows that a text was stored: nobody is drafted the texts of others.
+    """
 
     def __init__(self) -> None:
-        self.store = NgramIndex()
+        self._stores: dict[Hashable, NgramIndex] = {}  # by scope, the latest last
 
     @property
     def bytes(self) -> int:
         """The memory of the stored texts."""
-        return self.store.bytes
+        return sum(store.bytes for store in list(self._stores.values()))
 
-    def begin(self) -> "SuffixDrafter":
+    def store(self, scope: Hashable = None) -> NgramIndex:
+        """Return the texts of a scope."""
+        return self._stores.get(scope) or NgramIndex()
+
+    def begin(self, scope: Hashable = None) -> "SuffixDrafter":
         """Start a text."""
-        return SuffixDrafter(self)
+        return SuffixDrafter(self, scope)
 
-    def keep(self, tokens: Sequence[int]) -> None:
-        """Store a finished text; when the store is full, drop its older half."""
-        if len(self.store.tokens) + len(tokens) > MAX_STORE:
-            newest = self.store.tokens[-MAX_STORE // 2 :]
-            self.store = NgramIndex()
-            self.store.extend(newest)
-        self.store.extend((*tokens[-MAX_STORE // 2 :], _BETWEEN))
+    def keep(self, tokens: Sequence[int], scope: Hashable = None) -> None:
+        """Store a finished text; a store that is full drops its older half, or the oldest store."""
+        store = self._stores.pop(scope, None) or NgramIndex()
+        if len(store.tokens) + len(tokens) > MAX_STORE:
+            newest = store.tokens[-MAX_STORE // 2 :]
+            store = NgramIndex()
+            store.extend(newest)
+        store.extend((*tokens[-MAX_STORE // 2 :], _BETWEEN))
+        self._stores[scope] = store
+        while len(self._stores) > 1 and self._size > MAX_STORE:
+            del self._stores[next(iter(self._stores))]
+
+    @property
+    def _size(self) -> int:
+        return sum(len(store.tokens) for store in self._stores.values())
 
 
 class SuffixDrafter:
     """Drafts for one text."""
 
-    def __init__(self, drafting: SuffixDrafting) -> None:
-        self._drafting = drafting
+    def __init__(self, drafting: SuffixDrafting, scope: Hashable) -> None:
+        self._drafting, self._scope = drafting, scope
         self._own = NgramIndex()
         self._found: tuple[NgramIndex, int] | None = None
 
@@ -114,7 +129,8 @@ class SuffixDrafter:
     def look(self) -> int | None:
         """Return the confidence of the next draft, by the longest match; None without one."""
         end = self._own.tokens[-MAX_MATCH:]
-        finds = [(index, *index.find(end)) for index in (self._own, self._drafting.store)]
+        stores = self._own, self._drafting.store(self._scope)
+        finds = [(index, *index.find(end)) for index in stores]
         index, length, place = max(finds, key=lambda found: found[1])  # its own text on a tie
         self._found = (index, place) if length >= KEY else None
         return sum(length >= step for step in _STEPS) if self._found else None

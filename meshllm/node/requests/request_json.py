@@ -38,6 +38,7 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.json_shape import check_shape
+from meshllm.protocol.kv_cache.prefix_scope import MAX_SCOPE_CHARS
 from meshllm.request import (
     Answer,
     Event,
@@ -132,6 +133,8 @@ def request_from_json(data: bytes) -> Request:
     if sum((request.raw is not None, bool(request.turns), bool(request.ids))) > 1:
         text = "`raw`, `turns` and `ids` cannot be combined"
         raise WrongField("raw", text, hint="give one of them")
+    if len(request.scope) > MAX_SCOPE_CHARS:
+        raise WrongField("scope", f"`scope` has more than {MAX_SCOPE_CHARS} characters")
     if request.max_tokens < 0:
         raise WrongField("max_tokens", f"`max_tokens` is {request.max_tokens}, not at least 0")
     if len(request.given) > request.max_tokens and not request.scores_prompt:

@@ -28,6 +28,7 @@ ingress.
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ from meshllm.node.requests.request_json import (
     event_to_lines,
     request_from_json,
 )
+from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import (
     AnswerEvent,
@@ -221,6 +223,7 @@ class RequestRouter:
         self._strikes = Strikes()
         self._lists = Strikes(MAX_LISTS, LISTS_S)
         self._quota = ClientQuota()
+        self._scopes = ScopeNames(os.urandom(SECRET_BYTES))
         self._me = me
         self._ring = ring
         self._send = send
@@ -247,7 +250,7 @@ class RequestRouter:
         Raises:
             MeshError: the request cannot be served, or no ring answered it.
         """
-        request = self._with_ids(request, asker)
+        request = self._scoped(self._with_ids(request, asker), asker)
         is_provided = self._ring.is_provided(request.model)
         answer = self._provided(request) if is_provided else self._failing_over(request, asker)
         self.counts.active += 1
@@ -355,6 +358,12 @@ class RequestRouter:
         if asker is not None and own not in ids:
             raise WrongField("trust", "The node that was asked is not one of those trusted")
         return replace(request, trusted=(*ids, own))
+
+    def _scoped(self, request: Request, asker: NodeId | None) -> Request:
+        """Keep what a client asks apart from the prompts of others, whatever scope it gave."""
+        if asker is None:
+            return request
+        return replace(request, scope=self._scopes.name(asker, request.scope))
 
     def receive(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request.

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.text.pooling import Pooling, PoolingMode
-from meshllm.names import NodeId
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
+from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.request import Answer, Event, FinishReason, Prefilled, Sampling
 from meshllm.strict_json import WrongField
 
@@ -68,7 +68,7 @@ async def embed(
     pooling: Pooling,
     prompt: tuple[int, ...],
     dimensions: int | None,
-    asker: NodeId | None,
+    scope: PrefixScope,
 ) -> AsyncGenerator[Event, None]:
     """Yield the progress of an embedding, and the `Answer` that has it.
 
@@ -88,7 +88,8 @@ async def embed(
         is_last=bool,
         forced=wanted[known:],
         on_rows=pool.take,
-        asker=asker,
+        asker=scope[0],
+        scope=scope[1],
     )
     done = 0
     async with aclosing(entry.generate(order)) as outputs:

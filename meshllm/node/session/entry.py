@@ -10,6 +10,8 @@ from random import SystemRandom
 from typing import Any
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
+from meshllm.model.speculation.draft_model import ModelDrafting
+from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import NodeId, SessionId, WireMode
@@ -43,11 +45,13 @@ from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.known_text import KnownText
+from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
+from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
 from meshllm.protocol.session.codec import MAX_ROWS, size
@@ -252,6 +256,7 @@ class EntryNode:
         if self._speculation:
             clock = asyncio.get_running_loop().time
             shared = self._speculation
+            shared = _within(shared, order.prefix_scope)
             if order.forced:  # every draft is right
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
             speculator = Speculator(shared, order.known, clock, self._prepared)
@@ -271,7 +276,8 @@ class EntryNode:
             session, chunks, held = read_resumable(order.resume, len(known), most)
             found = self._prefixes.resume(session, known[:held], chunks, now)
         if found is None and self._uses_prefixes(order):
-            found = self._prefixes.find(known, now, is_shared=order.shares_prefix)
+            scope = order.prefix_scope
+            found = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
         return start_from(found, self._ends.front.new_cache)
 
     def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
@@ -363,6 +369,7 @@ class EntryNode:
                 lost=machine.lost,
                 is_lost=self._lost is not None,
                 is_claimed=base is not None and base.is_claimed,
+                scope=generation.scope,
             )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:
@@ -487,3 +494,15 @@ class EntryNode:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _within(shared: Speculation, scope: PrefixScope) -> Speculation:
+    """Draft from the texts of a scope only."""
+
+    def scoped(drafting: Drafting) -> Drafting:
+        if isinstance(drafting, SuffixDrafting | ModelDrafting):
+            return ScopedDrafting(drafting, scope)
+        return drafting
+
+    draft = scoped(shared.draft) if shared.draft else None
+    return replace(shared, drafting=scoped(shared.drafting), draft=draft)

@@ -28,6 +28,7 @@ from meshllm.node.session.resume import (
 )
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
+from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
 from meshllm.protocol.session.blob import SessionKey
 from meshllm.protocol.session.entry import Entry
@@ -80,6 +81,8 @@ class GenerationRequest:
     token of the prompt on; nothing is sampled then."""
     asker: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request, for its turn in the queue; None is the owner of this one."""
+    scope: str = field(default="", kw_only=True)
+    """Of the asker, see `Request`."""
 
     shares_prefix: bool = field(default=False, kw_only=True)
     """Other requests continue the same text: its cache is copied, not taken over."""
@@ -88,6 +91,11 @@ class GenerationRequest:
     def known(self) -> tuple[int, ...]:
         """The tokens to prefill."""
         return self.prompt + self.given
+
+    @property
+    def prefix_scope(self) -> PrefixScope:
+        """Whose texts it may continue."""
+        return self.asker, self.scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +194,7 @@ class Generation:
         """Generations that run at the next Pick, this one included."""
         self.logits_request: LogitsRequest | None = None
         """Logits requested from the last rank with the last step."""
+        self.scope = order.prefix_scope
         self._order = order
         self._ends = ends
         self._encoder = encoder

@@ -153,7 +153,9 @@ class RingBackend:
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
         prompt = await self._prompt(request, ())
-        embedding = embed(self.entry, self.text.pooling, prompt, request.dimensions, self.asker)
+        embedding = embed(
+            self.entry, self.text.pooling, prompt, request.dimensions, (self.asker, request.scope)
+        )
         async with aclosing(embedding) as events:
             async for event in events:
                 yield event
@@ -282,6 +284,7 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         resume=request.resume,
         logit_bias=request.logit_bias,
         shares_prefix=request.shares_prefix,
+        scope=request.scope,
         on_logits=None if request.logprobs is None else transcript.score,
     )
 

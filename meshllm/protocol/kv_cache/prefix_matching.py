@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, PrefixIndex, crop_chunks
+from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
 
 MIN_SHARED = 16
 """Tokens; all chats of a model begin with the same few."""
@@ -26,6 +27,7 @@ class _Text:
     tokens: "array[int]"
     prompt: int
     chunks: tuple[Chunk, ...] = ()
+    scope: PrefixScope = OWN
 
 
 class PrefixCache(Generic[Cache]):
@@ -41,9 +43,16 @@ class PrefixCache(Generic[Cache]):
         self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
 
     def find(
-        self, prompt: Sequence[int], now: float, *, is_shared: bool = False
+        self,
+        prompt: Sequence[int],
+        now: float,
+        *,
+        is_shared: bool = False,
+        scope: PrefixScope = OWN,
     ) -> tuple[PrefixHit, Cache] | None:
-        """Find the text with the longest common prefix, and its cache; None is a fresh start.
+        """Find the text of a scope with the longest common prefix, and its cache.
+
+        None is a fresh start.
 
         The next turn of a chat takes over the cache of the previous one; if much of the cache would
         be thrown away, or the text ``is_shared`` with other prompts that continue it, the cache is
@@ -51,7 +60,11 @@ class PrefixCache(Generic[Cache]):
         in its way are evicted, the one that it continues last.
         """
         wanted = array("i", prompt)
-        shares = {name: self._shared(wanted, self._texts[name]) for name in reversed(self._texts)}
+        shares = {
+            name: self._shared(wanted, self._texts[name])
+            for name in reversed(self._texts)
+            if self._texts[name].scope == scope
+        }
         name = max(shares, key=lambda each: shares[each], default=None)
         if name is None or shares[name] < MIN_SHARED:
             self._drop(self.index.make_room())
@@ -113,18 +126,20 @@ class PrefixCache(Generic[Cache]):
         lost: Sequence[Span] = (),
         is_lost: bool = False,
         is_claimed: bool = False,
+        scope: PrefixScope = OWN,
     ) -> None:
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
         was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
-        ``is_claimed``: the cache may hold other tokens, so that no prompt may match them.
+        ``is_claimed``: the cache may hold other tokens, so that no prompt may match them. Others
+        of the ``scope`` may.
         """
         self.caches[session] = cache
         self._lost[session] = frozenset(at for span in lost for at in range(span.start, span.stop))
         if not is_claimed:
             held = array("i", tokens)
-            self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks))
+            self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks), scope)
         self._drop(self.index.put(session, len(tokens), capacity, now, is_lost=is_lost))
 
     def lose(self, layers: Collection[int]) -> None:

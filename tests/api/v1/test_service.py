@@ -62,6 +62,24 @@ async def test_a_request_is_accounted_for_by_key(
     assert accounts.usage("model") == [("builtin", KeyUsage(2, 0, 4, 0, 10))]
 
 
+async def test_each_key_has_a_scope_of_its_own(door: FakeNode, accounts: Accounts) -> None:
+    (model,) = await door.models()
+    keys = [ApiKey(name, "", 0) for name in ("laptop", "phone")]
+    askers: list[tuple[Service, ApiKey | None]] = [(Service(door), None)]
+    served = Service(door, accounts)
+    askers += [(served, key) for key in (None, *keys, keys[0])]
+
+    for service, key in askers:
+        async with aclosing(service.answer(key, model, [Request(raw="hi")])) as events:
+            assert [event async for event in events]
+
+    owner, *others, again = [each.scope for each in door.requests]
+    assert owner == ""
+    assert len({owner, *others}) == 4
+    assert again == others[1]
+    assert "laptop" not in again
+
+
 async def test_requests_but_embeddings_are_recorded(
     door: FakeNode, accounts: Accounts, tmp_path: Path
 ) -> None:

@@ -110,6 +110,25 @@ def test_a_good_draft_model_saves_steps(source: Source, texts: list[list[int]]) 
     assert all(answer.tokens_per_step > 2 for answer in found)
 
 
+def test_nobody_is_drafted_the_answers_of_others(source: Source) -> None:
+    async def steps(*scopes: str) -> list[float]:
+        found = []
+        options = RingOptions(nodes=3, inference=InferenceConfig(threads=1))
+        async with open_local_ring(source, options, LoopbackTransport(FAR)) as ring:
+            for scope in scopes:
+                order = GenerationRequest(
+                    PROMPT, SAMPLED, TOKENS, is_last=lambda _: False, scope=scope
+                )
+                *_, ended = [output async for output in ring.entry.generate(order)]
+                assert isinstance(ended, Ended)
+                found.append(ended.measured.tokens_per_step)
+        return found
+
+    first, other, again = run_virtual(steps("", "key", ""))
+
+    assert first == other < again
+
+
 def test_a_bad_draft_model_saves_no_steps_and_changes_no_text(
     source: Source, stranger: Source, texts: list[list[int]]
 ) -> None:

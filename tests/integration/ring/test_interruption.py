@@ -16,6 +16,7 @@ from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.embedding import embed
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
+from meshllm.protocol.kv_cache.prefix_scope import OWN
 from meshllm.request import Answer, Resumable, Sampling
 from meshllm.testing.models import tiny_model
 from tests.builders.tampering import Tampering
@@ -211,6 +212,6 @@ async def test_an_embedding_that_is_interrupted_can_be_asked_for_again(
 
 
 async def embedding(ring: LocalRing, mode: PoolingMode) -> list[float]:
-    *_, answer = [event async for event in embed(ring.entry, Pooling(mode), PROMPT, None, None)]
+    *_, answer = [event async for event in embed(ring.entry, Pooling(mode), PROMPT, None, OWN)]
     assert isinstance(answer, Answer)
     return numbers(answer.embedding)

@@ -11,10 +11,12 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.names import NodeId
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.node.session.resume import ResumeKey, session_of
+from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
 from meshllm.protocol.session.messages import Close, Data, Resume
 from meshllm.request import FinishReason, Resumable, Sampling
 from meshllm.testing.counting import CountingTransport
@@ -43,11 +45,18 @@ async def ask(
     *,
     resume: Resumable | None = None,
     told: list[Resumable] | None = None,
+    scope: PrefixScope = OWN,
 ) -> tuple[list[int], int]:
     """Return the answer, and the number of cached tokens of the prompt."""
     text: list[int] = []
     order = GenerationRequest(
-        tuple(prompt), Sampling(), tokens, is_last=lambda _: False, resume=resume
+        tuple(prompt),
+        Sampling(),
+        tokens,
+        is_last=lambda _: False,
+        resume=resume,
+        asker=scope[0],
+        scope=scope[1],
     )
     async for output in ring.entry.generate(order):
         if isinstance(output, Resumable) and told is not None:
@@ -81,6 +90,16 @@ async def test_a_chat_turn_prefills_only_its_new_tokens(family: Path, nodes: int
 
     assert reused == len(PROMPT) + TOKENS - 1  # the last token was never computed
     assert second == await fresh(family, turn, nodes)
+
+
+async def test_who_asks_the_same_is_not_told_that_others_did(llama: Path) -> None:
+    client = NodeId(bytes(32))
+    askers = [OWN, (None, "key"), (client, ""), (client, "key")]
+    async with ring_of(llama) as ring:
+        first = [(await ask(ring, PROMPT, scope=scope))[1] for scope in askers]
+        again = [(await ask(ring, PROMPT, scope=scope))[1] for scope in askers]
+
+    assert (first, again) == ([0] * 4, [len(PROMPT) - 1] * 4)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

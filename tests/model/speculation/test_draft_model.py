@@ -267,6 +267,19 @@ def test_only_a_text_with_the_same_prefix_reuses_the_cache(watched: Watched, sha
     assert read == (2 if shared > STRIDE else shared + 2)
 
 
+def test_only_a_text_of_the_same_scope_reuses_the_cache(watched: Watched) -> None:
+    text, read = list(range(60)), []
+    for scope in ("key", "other", "other"):
+        drafter = watched.drafting.begin(scope)
+        drafter.extend(text)
+        looked(drafter, 1)
+        read.append(sum(map(len, watched.taken())))
+        watched.drafting.keep(text, "third")
+        watched.drafting.keep(text, scope)
+
+    assert read[0] == read[1] > read[2]
+
+
 def test_two_texts_never_share_a_cache(drafting: ModelDrafting) -> None:
     text = list(range(60))
     finished = after(drafting, *text)

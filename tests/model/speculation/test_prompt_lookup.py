@@ -76,9 +76,19 @@ def test_the_store_is_bounded_and_keeps_the_newest() -> None:
     for text in range(40):
         drafting.keep(range(text * 10_000, (text + 1) * 10_000))
 
-    assert len(drafting.store.tokens) <= MAX_STORE
+    assert len(drafting.store().tokens) <= MAX_STORE
     assert looked(after(390_001, 390_002, drafting=drafting), 1) == (0, (390_003,))
     assert looked(after(1, 2, drafting=drafting), 1) == (None, ())
+
+
+def test_the_stores_of_all_scopes_are_bounded_together() -> None:
+    drafting = SuffixDrafting()
+    for scope in range(40):
+        drafting.keep(range(10_000), scope)
+
+    sizes = [len(drafting.store(scope).tokens) for scope in range(40)]
+    assert sum(sizes) <= MAX_STORE
+    assert [bool(size) for size in sizes] == [False] * 27 + [True] * 13
 
 
 def test_a_huge_text_does_not_fill_the_store() -> None:
@@ -86,7 +96,7 @@ def test_a_huge_text_does_not_fill_the_store() -> None:
 
     drafting.keep(range(2 * MAX_STORE))
 
-    assert len(drafting.store.tokens) <= MAX_STORE
+    assert len(drafting.store().tokens) <= MAX_STORE
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 20))

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,7 @@ from meshllm.node.requests.request_json import (
     request_from_json,
     request_to_json,
 )
+from meshllm.protocol.kv_cache.prefix_scope import MAX_SCOPE_CHARS
 from meshllm.request import (
     Event,
     FinishReason,
@@ -311,3 +313,10 @@ def test_log_probabilities_are_sent_once_with_a_long_piece() -> None:
 def test_one_kind_of_prompt_is_accepted() -> None:
     with pytest.raises(WrongField, match="cannot be combined"):
         request_from_json(request_to_json(Request(raw="a", ids=(1,))))
+
+
+def test_a_scope_is_short() -> None:
+    for size, is_read in ((MAX_SCOPE_CHARS, True), (MAX_SCOPE_CHARS + 1, False)):
+        line = request_to_json(Request(raw="a", scope="x" * size))
+        with nullcontext() if is_read else pytest.raises(WrongField, match="more than 64"):
+            assert request_from_json(line).scope == "x" * size

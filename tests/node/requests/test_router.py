@@ -301,6 +301,23 @@ def test_a_client_uses_any_node_as_its_ingress(world: World) -> None:
     assert (client.counts.served, router.counts.served) == (1, 1)
 
 
+def test_a_client_cannot_choose_the_scope_of_another(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer() for _ in range(5)]))
+
+    async def story() -> None:
+        await all_of(router, replace(REQUEST, scope="of a key"))  # from this node's door
+        for peer, scope in ((OTHER, ""), (OTHER, "of a key"), (ENTRY, "of a key"), (OTHER, "")):
+            request = Generate(ASK, request_to_json(replace(REQUEST, scope=scope)))
+            router.receive(peer, request, is_client=True)
+            await asyncio.sleep(1)
+
+    world.run(story)
+    own, *of_clients, again = [each.scope for each in world.rings[ME].asked]
+    assert own == "of a key"
+    assert len({"", own, *of_clients}) == 5
+    assert again == of_clients[0]
+
+
 def test_only_the_entry_answers_a_node(world: World) -> None:
     world.add(ME, FakeRing(at=ENTRY, attempts=[[LinkLost("This node is not the entry")]]))
     world.add(ENTRY)

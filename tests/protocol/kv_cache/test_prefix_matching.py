@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshllm.names import SessionId, Span
+from meshllm.names import NodeId, SessionId, Span
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import (
     IDLE_S,
@@ -12,6 +12,7 @@ from meshllm.protocol.kv_cache.prefix_index import (
     PrefixIndex,
 )
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
+from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
 
 PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
 MORE = (91, 92, 93)
@@ -229,3 +230,18 @@ def test_a_session_of_a_lost_ring_is_kept_without_a_prefix_cache() -> None:
     assert prefixes.caches == {A: "a"}
     prefixes.expire(RESUME_S)
     assert prefixes.caches == {}
+
+
+@pytest.mark.parametrize("other", [(None, "key"), (NodeId(bytes(32)), ""), OWN])
+def test_a_prompt_continues_texts_of_its_scope_only(other: PrefixScope) -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    scope = (NodeId(bytes(32)), "key")
+    prefixes.keep(SessionId(b"a" * 16), PROMPT, 30, "a", 40, 0.0, scope=scope)
+    prefixes.keep(SessionId(b"b" * 16), PROMPT[:20], 20, "b", 20, 0.0, scope=other)
+
+    found = [
+        prefixes.find((*PROMPT, *MORE), 1.0, scope=each, is_shared=True)
+        for each in (scope, other, (NodeId(bytes(32)), "other"))
+    ]
+
+    assert [hit[0].length if hit else 0 for hit in found] == [40, 20, 0]

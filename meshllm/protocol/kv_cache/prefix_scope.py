@@ -1,0 +1,35 @@
+"""Whose prompts share cached prefixes: those of one asker only.
+
+Who sends guesses and is told how much of them was cached, or measures it, would learn the prompts
+of others token by token. So a request has a scope, and texts are matched within it. The node that
+takes a request gives the scope: the owner's is empty, others have hashes, which tell no name. The
+entry tells scopes of different nodes apart, so that none can name another's.
+"""
+
+from hashlib import blake2b
+
+from meshllm.names import NodeId
+
+MAX_SCOPE_CHARS = 64
+SECRET_BYTES = 16
+_HASH_BYTES = 16
+
+PrefixScope = tuple[NodeId | None, str]
+"""The node that sent a request, None for this one, and the scope that it gave."""
+
+OWN: PrefixScope = (None, "")
+"""The scope of the owner of the entry."""
+
+
+class ScopeNames:
+    """Names scopes by hashes that only the holder of the secret can compute."""
+
+    def __init__(self, secret: bytes) -> None:
+        """Hash with a random ``secret`` of `SECRET_BYTES`."""
+        self._secret = secret
+
+    def name(self, asker: bytes, within: str = "") -> str:
+        """Return the scope of an asker, who may have given a scope ``within`` its own."""
+        hashed = blake2b(key=self._secret, digest_size=_HASH_BYTES)
+        hashed.update(len(asker).to_bytes(8, "big") + asker + within.encode("utf-8"))
+        return hashed.hexdigest()
