@@ -26,8 +26,6 @@ from meshllm.traces.recorder import Recorder
 MIN_KEY_CHARS = 16
 MAX_FILE_KEYS = 1024
 
-_CREATE = "create one with `meshllm key create NAME`"
-
 
 @dataclass(frozen=True, slots=True)
 class DoorOptions:
@@ -44,6 +42,8 @@ class DoorOptions:
     tls_key: Path | None = None
     """None: it is in the file of the certificate."""
     origins: tuple[str, ...] = ()
+    create: str = "meshllm key create NAME"
+    """The command that creates a key for this door, for hints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ def open_door(
         needs_key = options.require_key or options.key_file is not None or not is_local
         if needs_key and not file_keys and not _has_key(accounts):
             place = "this address" if not is_local else "`--require-key`"
-            raise UserError(f"The API needs a key for {place}, and there is none", hint=_CREATE)
+            hint = f"create one with `{options.create}`"
+            raise UserError(f"The API needs a key for {place}, and there is none", hint=hint)
         hosts = LOOPBACK | {options.host.lower()}
         policy = AccessPolicy(needs_key, hosts, options.origins, file_keys)
         yield Door(bound, policy, accounts, tls, recorder)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
-from meshllm.cli.shared.options import Json, settings, takes
+from meshllm.cli.shared.options import Json, settings, takes, with_state
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, state_path
@@ -18,8 +18,6 @@ from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.api.access.accounts import Accounts, ApiKey
-
-_EMPTY = "no keys; create one with `meshllm key create NAME`"
 
 app = typer.Typer(help="Create, list and revoke keys of the API.", rich_markup_mode=None)
 
@@ -94,7 +92,8 @@ def create(
 @takes("state")
 def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     """List the keys, without their secrets."""
-    with _accounts(settings(flags)) as accounts:
+    chosen = settings(flags)
+    with _accounts(chosen) as accounts:
         found = accounts.list_keys()
     now = time.time()
     if as_json:
@@ -106,7 +105,7 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
         )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
-        render.talk(_EMPTY)
+        render.talk(f"no keys; create one with `{with_state('meshllm key create NAME', chosen)}`")
 
 
 @app.command()

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshllm.cli.shared.options import with_state
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
 from meshllm.config import Settings, state_path
@@ -34,6 +35,7 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
         tls_cert=_path(chosen.tls_cert),
         tls_key=_path(chosen.tls_key),
         origins=listed(chosen.origins) or (),
+        create=with_state("meshllm key create NAME", chosen),
     )
     with ExitStack() as stack:
         path = _path(chosen.trace)

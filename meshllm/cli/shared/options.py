@@ -5,6 +5,7 @@ A setting is defined once, in its dataclass: type, default and help text come fr
 
 import ast
 import inspect
+import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -75,6 +76,13 @@ def takes(*names: str) -> Callable[[Command], Command]:
 def settings(flags: dict[str, Scalar]) -> Settings:
     """Merge the options of a command with the other sources of settings."""
     return load(flags).settings
+
+
+def with_state(command: str, chosen: Settings) -> str:
+    """Return a command for a hint, with `--state` where it would use another folder without it."""
+    if chosen.state is None or chosen.state == load({}).settings.state:
+        return command
+    return f"{command} --state {shlex.quote(chosen.state)}"
 
 
 def check_draft(chosen: Settings) -> None:

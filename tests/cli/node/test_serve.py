@@ -196,6 +196,23 @@ def test_without_a_key_other_addresses_are_refused(meshllm: Invoke) -> None:
     assert "hint: create one with `meshllm key create NAME`" in result.stderr
 
 
+def test_a_hint_about_keys_names_the_state_folder_that_was_given(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("serve", "--host", "0.0.0.0", "--port", "0")
+    folder = str(tmp_path / "my state")
+
+    given = meshllm(*words, "--state", folder)
+    listed = meshllm("key", "list", "--state", folder)
+    monkeypatch.setenv("MESHLLM_STATE", folder)
+    known = meshllm(*words)
+
+    command = f"`meshllm key create NAME --state '{folder}'`"
+    assert command in given.stderr
+    assert command in listed.stderr
+    assert "`meshllm key create NAME`" in known.stderr
+
+
 @pytest.mark.parametrize("address", ["7780", "0.0.0.0"])
 def test_a_node_names_host_and_port(meshllm: Invoke, address: str) -> None:
     result = meshllm("node", "--serve", address)
