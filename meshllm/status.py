@@ -187,6 +187,8 @@ class RingStatus:
     refused: tuple[Unplaced, ...] = ()
     history: tuple[PastState, ...] = ()
     """The latest states of the reporting node, oldest first."""
+    execution: str = ""
+    """How the reporting node computes its layers; as in `NodeStatus`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,8 @@ class ServedRing:
     """Nodes that take part without layers."""
     lacks_bytes: int = 0
     """Memory of further nodes that it needs."""
+    status: RingStatus | None = None
+    """All that the reporting node knows of it; None if it takes no part in it."""
 
 
 @dataclass(frozen=True, slots=True)

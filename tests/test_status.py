@@ -28,13 +28,18 @@ from tests.builders.status import RINGS, member, node_id, status_of, with_node, 
 
 NETWORK = NetworkStatus("none", "no NAT", ("192.0.2.1:7700",), (("192.0.2.9:1", "registered"),))
 FULL = with_ring(
-    replace(status_of(2), networks=(NETWORK,), warnings=("no room",), rings=RINGS),
+    replace(
+        status_of(2),
+        networks=(NETWORK,),
+        warnings=("no room",),
+        rings=(replace(RINGS[0], status=status_of(2).ring), RINGS[1]),
+    ),
     standbys=(Unplaced("abc", "barn", "its link adds 40 ms"),),
     refused=(Unplaced("def", "loft", "layer 3 differs"),),
 )
 
 RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "predicted", "measured",
-        "advice", "standbys", "refused", "history"}  # fmt: skip
+        "advice", "standbys", "refused", "history", "execution"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
         "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
@@ -45,7 +50,7 @@ STATUS = {"mesh", "node", "name", "version", "model", "ring", "nodes", "sessions
           "networks", "since_s", "memory", "warnings", "provided", "rings",
           "models", "client"}  # fmt: skip
 SERVED = {"model", "replica", "state", "reason", "own", "epoch", "entry", "stages", "standbys",
-          "lacks_bytes"}  # fmt: skip
+          "lacks_bytes", "status"}  # fmt: skip
 
 
 def sent(value: object) -> Any:
@@ -77,6 +82,7 @@ def test_the_names_in_json_are_stable() -> None:
     assert [each["self"] for each in status["nodes"]] == [True, False]
     assert status["model"].keys() == MODEL
     assert all(each.keys() == SERVED for each in status["rings"])
+    assert [each["status"] and each["status"].keys() for each in status["rings"]] == [RING, None]
     assert status["sessions"].keys() == {
         "active", "waiting", "served", "failed", "tokens", "losses", "recomputed",
     }  # fmt: skip

@@ -4,7 +4,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/ (text format 0.0.4)
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -22,6 +22,11 @@ class _Sample(NamedTuple):
     labels: Mapping[str, object]
     value: float | None
     """None if unknown: the sample is left out."""
+
+
+class _OwnRing(NamedTuple):
+    labels: Mapping[str, object]
+    status: RingStatus
 
 
 class _Family(NamedTuple):
@@ -46,7 +51,7 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         "Nodes of the mesh by state.",
         [_Sample({"state": s}, states[s]) for s in NodeState],
     )
-    yield from _ring(status.ring)
+    yield from _rings(_own_rings(status))
     yield _gauge(
         "served_ring",
         "Whether a ring of the mesh serves.",
@@ -93,31 +98,72 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     yield _counter("tokens_total", "Generated tokens.", _one(counts.tokens))
 
 
-def _ring(ring: RingStatus) -> Iterator[_Family]:
+def _own_rings(status: MeshStatus) -> list[_OwnRing]:
+    """Return the rings in which the node takes part; that it waits for without any."""
+    found = [
+        _OwnRing({"model": each.model, "replica": each.replica}, each.status)
+        for each in status.rings
+        if each.status
+    ]
+    model = status.model.name if status.model else ""
+    return found or [_OwnRing({"model": model, "replica": 0}, status.ring)]
+
+
+def _rings(rings: Sequence[_OwnRing]) -> Iterator[_Family]:
     yield _gauge(
         "ring_state",
-        "1 for the state of the ring.",
-        [_Sample({"state": state}, float(state == ring.state)) for state in RingState],
+        "1 for the state of a ring of this node.",
+        [
+            _Sample({**labels, "state": state}, float(state == ring.state))
+            for labels, ring in rings
+            for state in RingState
+        ],
     )
-    yield _gauge("ring_epoch", "Epoch of the plan.", _one(ring.epoch))
-    measured, predicted = ring.measured, ring.predicted
+    yield _gauge(
+        "ring_info",
+        "Policy, plan and execution of a ring of this node.",
+        [
+            _Sample(
+                {
+                    **labels,
+                    "policy": ring.policy,
+                    "plan": ring.digest,
+                    "execution": ring.execution,
+                },
+                1,
+            )
+            for labels, ring in rings
+        ],
+    )
+    yield _gauge(
+        "ring_epoch",
+        "Epoch of the plan.",
+        [_Sample(labels, ring.epoch) for labels, ring in rings],
+    )
     yield _gauge(
         "token_seconds",
         "Time per token after the first.",
         [
-            *_one(measured.ms_per_token / 1e3 if measured else None, source="measured"),
-            *_one(predicted.ms_per_token / 1e3 if predicted else None, source="predicted"),
+            _Sample({**labels, "source": source}, times.ms_per_token / 1e3 if times else None)
+            for labels, ring in rings
+            for source, times in (("measured", ring.measured), ("predicted", ring.predicted))
         ],
     )
     yield _gauge(
         "first_token_seconds",
         "Time to the first token.",
-        _one(measured.ttft_ms / 1e3 if measured else None),
+        [
+            _Sample(labels, ring.measured.ttft_ms / 1e3 if ring.measured else None)
+            for labels, ring in rings
+        ],
     )
     for name, text in _PARTS:
         samples = [
-            _Sample({"rank": hop.rank, "node": hop.node}, getattr(hop, f"{name}_ms") / 1e3)
-            for hop in (measured.hops if measured else ())
+            _Sample(
+                {**labels, "rank": hop.rank, "node": hop.node}, getattr(hop, f"{name}_ms") / 1e3
+            )
+            for labels, ring in rings
+            for hop in (ring.measured.hops if ring.measured else ())
         ]
         yield _gauge(f"hop_{name}_seconds", f"{text}, per token.", samples)
 

@@ -38,7 +38,7 @@ from meshllm.protocol.membership.client_quota import places
 from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
@@ -215,12 +215,16 @@ class MeshClient:
         _ = model
         return "no node of the mesh answers"
 
-    plan = None  # a client does not know it
-    loads_until = 0.0  # nor whether its ingress loads
+    loads_until = 0.0  # a client does not know whether its ingress loads
 
-    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        """Return None: a client knows no rings."""
+        _ = entry, model
+        return None
+
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         """Return that the link to the ingress was lost: an ingress survives other losses."""
-        _ = before
+        _ = before, after
         return LossCause.LINK_LOST, "the node that answered is gone; another one answers"
 
     def is_provided(self, model: str) -> bool:

@@ -14,7 +14,7 @@ from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.model_list import models_to_json
-from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
+from meshllm.node.requests.router import MAX_PER_CLIENT
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
@@ -98,7 +98,7 @@ class NodeControl:
             name=view.name,
             version=view.version,
             model=_model(view, view.charter) if view.charter else None,
-            ring=self._ring(view),
+            ring=_ring(view),
             nodes=tuple(_node(view, each) for each in _known(view)),
             sessions=SessionCounts(
                 counts.active,
@@ -125,7 +125,7 @@ class NodeControl:
     def plan(self) -> RingStatus:
         """Return the ring, with the reason for its plan."""
         view = self.snapshot()
-        ring = self._ring(view)
+        ring = _ring(view)
         return replace(ring, reason=view.agreement.reason) if view.agreement else ring
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
@@ -258,35 +258,6 @@ class NodeControl:
             raise Leaving("This node is leaving the mesh", hint="ask another node")
         return self.answer(request)
 
-    def _ring(self, view: NodeView) -> RingStatus:
-        plan, agreement = view.plan, view.agreement
-        return RingStatus(
-            state=_ring_state(view),
-            reason="" if view.is_served else view.reason,
-            epoch=plan.epoch if plan else 0,
-            digest=_digest(view),
-            policy=str(view.charter.policy) if view.charter else "auto",
-            entry=show(plan.stages[0].node) if plan else None,
-            stages=tuple(
-                StageStatus(rank, *_named(view, stage.node), stage.span, room)
-                for rank, (stage, room) in enumerate(
-                    zip(plan.stages, _rooms(view, plan), strict=True) if plan else ()
-                )
-            ),
-            predicted=_predicted(view),
-            measured=_measured(view.counts),
-            advice=view.advice,
-            history=tuple(PastState(*each) for each in view.history),
-            standbys=tuple(
-                Unplaced(*_named(view, each.node), each.reason)
-                for each in (agreement.standbys if agreement else ())
-            ),
-            refused=tuple(
-                Unplaced(*_named(view, each), why)
-                for each, why in (agreement.refused if agreement else {}).items()
-            ),
-        )
-
 
 def control_of(node: MeshNode) -> NodeControl:
     """Build the control of a node, which from now on tells clients of its models."""
@@ -304,6 +275,37 @@ def control_of(node: MeshNode) -> NodeControl:
     )
     node.router.list_models = lambda: models_to_json(control.listed())
     return control
+
+
+def _ring(view: NodeView) -> RingStatus:
+    plan, agreement = view.plan, view.agreement
+    return RingStatus(
+        state=_ring_state(view),
+        reason="" if view.is_served else view.reason,
+        epoch=plan.epoch if plan else 0,
+        digest=_digest(view),
+        policy=str(view.charter.policy) if view.charter else "auto",
+        entry=show(plan.stages[0].node) if plan else None,
+        stages=tuple(
+            StageStatus(rank, *_named(view, stage.node), stage.span, room)
+            for rank, (stage, room) in enumerate(
+                zip(plan.stages, _rooms(view, plan), strict=True) if plan else ()
+            )
+        ),
+        predicted=_predicted(view),
+        measured=_measured(view),
+        advice=view.advice,
+        execution=view.execution,
+        history=tuple(PastState(*each) for each in view.history),
+        standbys=tuple(
+            Unplaced(*_named(view, each.node), each.reason)
+            for each in (agreement.standbys if agreement else ())
+        ),
+        refused=tuple(
+            Unplaced(*_named(view, each), why)
+            for each, why in (agreement.refused if agreement else {}).items()
+        ),
+    )
 
 
 def _named(view: NodeView, node: NodeId) -> tuple[str, str]:
@@ -340,7 +342,7 @@ def _served(view: NodeView) -> list[Charter]:
 
 
 def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
-    plan, group = ring.plan, ring.group
+    plan, group, own = ring.plan, ring.group, view.of_ring(ring)
     nodes = [node for node in _known(view) if group.id in _groups_of(view, node)]
     standbys = [
         node for node in nodes if node in view.alive and (plan is None or plan.rank(node) is None)
@@ -351,7 +353,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.replica,
         RingState.SERVING if ring.is_served else state,
         "" if ring.is_served else _waits_for(view, ring, standbys),
-        ring.is_own,
+        own is not None,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
         tuple(
@@ -360,13 +362,14 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         ),
         tuple(Named(*_named(view, each)) for each in standbys),
         ring.lacks_bytes,
+        _ring(own) if own else None,
     )
 
 
 def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
     """Return what a ring waits for."""
-    if ring.group.id == view.group and view.plan is not None:
-        return view.reason
+    if ring.own is not None and ring.plan is not None:
+        return ring.own.reason
     if ring.is_unused and not nodes:
         return "nobody uses it: a request loads it, on nodes of a model that is not used either"
     if ring.lacks_bytes:
@@ -595,14 +598,18 @@ def _planned_ring(view: NodeView, found: Trial) -> PlannedRing:
     )
 
 
-def _measured(counts: Counts) -> Measured | None:
-    answer = counts.last
+def _measured(view: NodeView) -> Measured | None:
+    """Return the times of the latest answer of the ring; of any, if the mesh has one ring."""
+    counts = view.counts
+    answer, tokens = counts.last, counts.last_tokens
+    if len(view.rings) > 1:
+        answer, tokens = counts.by_ring.get(view.group, (None, 0))
     if answer is None or not answer.ms_per_token:
         return None
     return Measured(
         ms_per_token=answer.ms_per_token,
         ttft_ms=answer.ttft_ms,
-        tokens=counts.last_tokens,
+        tokens=tokens,
         hops=tuple(
             MeasuredTimes(
                 hop.rank,

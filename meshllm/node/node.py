@@ -223,7 +223,7 @@ class MeshNode:
             advice=self.service.planner.advice,
             plan=plan,
             is_served=is_served,
-            reason=ring_member.reason(),
+            reason=ring_member.reason() if ring_member.provider else ring_member.own_reason(),
             trouble=str(ring_member.trouble or ""),
             sessions=ring_member.sessions,
             recomputed=ring_member.recomputed,

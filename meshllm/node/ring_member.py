@@ -54,7 +54,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.handover import Outlook
-from meshllm.protocol.ring.interruption import explain
+from meshllm.protocol.ring.interruption import RingPlan, explain
 from meshllm.protocol.trust.identity import short, show
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 from meshllm.request import Backend
@@ -322,16 +322,19 @@ class RingMember:
 
     def serving_entries(self, model: str = "") -> Sequence[NodeId]:
         """Return the entries of the rings that serve a model now, as far as known here."""
+        entries = (
+            at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group)
+            for group in self._groups(model)
+        )
+        return [entry for entry in entries if entry is not None]
+
+    def _groups(self, model: str) -> list[GroupId]:
+        """Return the rings of a model; that of this node if it is unknown."""
         charter = self._machine.charter
         wanted = charter.find(model) if charter else None
         if charter is None or wanted is None:
-            return [entry] if (entry := self.serving_entry()) else []
-        groups = [group.id for group in groups_of(charter) if group.charter.key == wanted.key]
-        entries = (
-            at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group)
-            for group in groups
-        )
-        return [entry for entry in entries if entry is not None]
+            return [self.group]
+        return [group.id for group in groups_of(charter) if group.charter.key == wanted.key]
 
     def ring(self, group: GroupId) -> tuple[Plan | None, bool]:
         """Return the plan of a ring of the mesh, and whether it serves, as far as known here."""
@@ -360,8 +363,11 @@ class RingMember:
         if wanted is not None:
             if (at := self._serving(wanted)) is None:
                 return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
-            if at is not self:
-                return at.reason(model)
+            return at.own_reason()
+        return self.own_reason()
+
+    def own_reason(self) -> str:
+        """Return why the ring of this member does not serve."""
         if self.trouble or self.plan is None:
             return str(self.trouble or self._plan_reason())
         nodes = [stage.node for stage in self.plan.stages]
@@ -383,8 +389,15 @@ class RingMember:
         loading = (node for node in here if not self._has_loaded(plan, node))
         return max(map(self._load_until.__getitem__, loading), default=0.0)
 
-    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
-        """Return why the ring of an earlier plan was lost, and a phrase about it."""
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        """Return the ring of a model with this entry, as far as it is known here."""
+        rings = ((group, self.ring(group)[0]) for group in self._groups(model))
+        return next(
+            ((group, plan) for group, plan in rings if plan and plan.stages[0].node == entry), None
+        )
+
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
+        """Return why a ring with its earlier plan was lost, and a phrase about it."""
         machine = self._machine
         ends = Lifecycle.LEAVING, Lifecycle.LEFT
         here = {node: state for node, state in machine.states.items() if node in machine.alive}
@@ -396,7 +409,7 @@ class RingMember:
                 node for node, state in machine.states.items() if state.lifecycle in ends
             },
         }
-        return explain(before, self.plan, alive=machine.alive, out=out, name=self._name)
+        return explain(before, after, alive=machine.alive, out=out, name=self._name)
 
     @asynccontextmanager
     async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:

@@ -32,7 +32,7 @@ from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.planner import Planner
 from meshllm.node.ring_member import PROVIDES, RingMember
-from meshllm.node.view import RingView
+from meshllm.node.view import OwnRing, RingView
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
@@ -146,10 +146,25 @@ class RingService:
                 is_served=is_served,
                 lacks_bytes=lacking.get(group.id, 0),
                 is_unused=bool(used) and group.charter.key not in used,
-                is_own=any(each.group == group.id for each in member.members),
+                own=self._own_ring(group.id),
             )
             for group in groups_of(view.charter)
             for plan, is_served in (member.ring(group.id),)
+        )
+
+    def _own_ring(self, group: GroupId) -> OwnRing | None:
+        """Return what this node knows of one of its rings; None if it takes part in no such."""
+        services = (self, *self.further.values())
+        service = next((each for each in services if each.member.group == group), None)
+        if service is None or service.member.provider:
+            return None
+        member = service.member
+        return OwnRing(
+            service.agreement,
+            service.planner.advice,
+            member.own_reason(),
+            member.execution,
+            member.history,
         )
 
     def records_changed(self) -> None:

@@ -1,7 +1,7 @@
 """A snapshot of a node, from which its status is made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshllm.names import FIRST_GROUP, GroupId, MeshId, NodeId
 from meshllm.node.requests.router import Counts
@@ -34,6 +34,17 @@ class LinkView:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnRing:
+    """What a node knows of a ring in which it takes part; see `NodeView`."""
+
+    agreement: Agreement | None = None
+    advice: str = ""
+    reason: str = ""
+    execution: str = ""
+    history: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RingView:
     """One ring of the mesh, as known to a node."""
 
@@ -45,8 +56,8 @@ class RingView:
     """Memory that it lacks; 0 if its nodes have enough."""
     is_unused: bool = False
     """Whether only other models were asked for lately."""
-    is_own: bool = False
-    """Whether this node takes part in it."""
+    own: OwnRing | None = None
+    """Known if this node takes part in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +108,20 @@ class NodeView:
     """See `RingRuntime.history`."""
     warnings: tuple[str, ...] = ()
     """Conditions that need the owner's attention."""
+
+    def of_ring(self, ring: RingView) -> "NodeView | None":
+        """Return this view with another ring of the node as its own; None if it is in no such."""
+        if (own := ring.own) is None:
+            return None
+        return replace(
+            self,
+            charter=ring.group.charter,
+            group=ring.group.id,
+            plan=ring.plan,
+            is_served=ring.is_served,
+            agreement=own.agreement,
+            advice=own.advice,
+            reason=own.reason,
+            execution=own.execution,
+            history=own.history,
+        )

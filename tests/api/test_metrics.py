@@ -9,6 +9,7 @@ from meshllm.status import RingState
 from tests.builders.fake_node import FakeNode, told
 from tests.builders.status import RINGS, with_link, with_ring
 
+OWN = 'model="Qwen/Qwen3-0.6B",replica="0"'  # labels of the ring of the node
 LINE = re.compile(
     r"# (HELP|TYPE) meshllm_[a-z_]+ .+"
     r"|meshllm_[a-z_]+(\{[a-z]+=\"([^\"\\\n]|\\[\\n\"])*\"(,[a-z]+=\"([^\"\\\n]|\\[\\n\"])*\")*\})?"
@@ -35,20 +36,21 @@ def test_each_family_is_described_once() -> None:
         'meshllm_info{version="0.2.0"} 1',
         'meshllm_nodes{state="serving"} 2',
         'meshllm_nodes{state="down"} 0',
-        'meshllm_ring_state{state="serving"} 1.0',
-        'meshllm_ring_state{state="waiting"} 0.0',
-        "meshllm_ring_epoch 3",
+        f'meshllm_ring_state{{{OWN},state="serving"}} 1.0',
+        f'meshllm_ring_state{{{OWN},state="waiting"}} 0.0',
+        f"meshllm_ring_epoch{{{OWN}}} 3",
         "meshllm_tokens_total 99",
         'meshllm_ring_losses_total{cause="node_lost"} 2',
         'meshllm_paused_seconds_total{cause="node_lost"} 1.75',
+        f'meshllm_ring_info{{{OWN},policy="auto",plan="4f2a91c0d3e1",execution=""}} 1',
         "meshllm_recomputed_layer_rows_total 480",
-        'meshllm_token_seconds{source="measured"} 0.01',
-        'meshllm_token_seconds{source="predicted"} 0.008',
-        "meshllm_first_token_seconds 0.04",
-        'meshllm_hop_compute_seconds{rank="0",node="desk1bc"} 0.003',
-        'meshllm_hop_serialise_seconds{rank="0",node="desk1bc"} 0.00025',
-        'meshllm_hop_queue_seconds{rank="0",node="desk1bc"} 0.000125',
-        'meshllm_hop_wire_seconds{rank="0",node="desk1bc"} 0.0005',
+        f'meshllm_token_seconds{{{OWN},source="measured"}} 0.01',
+        f'meshllm_token_seconds{{{OWN},source="predicted"}} 0.008',
+        f"meshllm_first_token_seconds{{{OWN}}} 0.04",
+        f'meshllm_hop_compute_seconds{{{OWN},rank="0",node="desk1bc"}} 0.003',
+        f'meshllm_hop_serialise_seconds{{{OWN},rank="0",node="desk1bc"}} 0.00025',
+        f'meshllm_hop_queue_seconds{{{OWN},rank="0",node="desk1bc"}} 0.000125',
+        f'meshllm_hop_wire_seconds{{{OWN},rank="0",node="desk1bc"}} 0.0005',
         'meshllm_link_round_trip_seconds{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 0.0025',
         'meshllm_link_sent_bytes_total{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 1000',
         'meshllm_sessions{state="active"} 1',
@@ -67,7 +69,7 @@ def test_unknown_values_are_left_out() -> None:
     assert "\nmeshllm_token_seconds" not in text
     assert "\nmeshllm_first_token_seconds" not in text
     assert "\nmeshllm_link_round_trip_seconds" not in text
-    assert 'meshllm_ring_state{state="forming"} 1.0' in text
+    assert 'meshllm_ring_state{model="Qwen/Qwen3-0.6B",replica="0",state="forming"} 1.0' in text
 
 
 async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNode) -> None:
@@ -83,3 +85,17 @@ def test_every_ring_of_the_mesh_has_a_sample() -> None:
     assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} True\n' not in text
     assert 'meshllm_served_ring{model="Qwen/Qwen3-0.6B",replica="0"} 1.0\n' in text
     assert 'meshllm_served_ring{model="big",replica="1"} 0.0\n' in text
+
+
+def test_each_ring_of_the_node_has_samples_of_its_own() -> None:
+    status = told()
+    tiny = replace(status.ring, policy="throughput", digest="00ff", execution="stock", epoch=9)
+    own = (replace(RINGS[0], status=status.ring), replace(RINGS[1], status=tiny))
+    text = exposition(replace(status, rings=own))
+
+    assert 'meshllm_ring_epoch{model="Qwen/Qwen3-0.6B",replica="0"} 3\n' in text
+    assert 'meshllm_ring_epoch{model="big",replica="1"} 9\n' in text
+    labels = 'policy="throughput",plan="00ff",execution="stock"'
+    assert f'meshllm_ring_info{{model="big",replica="1",{labels}}} 1\n' in text
+    assert text.count("\nmeshllm_ring_state{") == 2 * len(RingState)
+    assert text.count("# TYPE meshllm_ring_epoch") == 1

@@ -24,7 +24,7 @@ from meshllm.node.net import beacon
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.identity import short
@@ -54,11 +54,12 @@ class Inn(House):
     def reason(self, model: str = "") -> str:
         return ""
 
-    plan = None
-
     loads_until = 0.0
 
-    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        return None
+
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         raise NotImplementedError
 
     def is_provided(self, model: str) -> bool:

@@ -13,6 +13,7 @@ from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
+from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
@@ -20,7 +21,7 @@ from meshllm.protocol.membership.records import MAX_REVOKED, Lifecycle, Profile
 from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.trust.credential import ClientLimits, Removal, Role
 from meshllm.protocol.trust.identity import short, show
-from meshllm.request import Event, Piece, Request
+from meshllm.request import Event, HopReport, Piece, Request
 from meshllm.status import (
     Change,
     LinkStatus,
@@ -544,6 +545,38 @@ async def test_a_model_is_exact_if_the_whole_ring_is(
 
     assert rest
     assert (model.is_exact, model.epoch) == (expected, plan.epoch)
+
+
+def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
+    (ring,), plan = node.view.rings, plan_of(node.view)
+    ours = OwnRing(node.view.agreement, "more memory", "it loads", "stock", (("loading", 2.0),))
+    other = replace(ring.group, id=GroupId(b"other"))
+    alone = replace(plan, stages=plan.stages[:1], epoch=9)
+    times = HopReport(0, show(A), alone.stages[0].span, 1.0, 0.1, 0.1, 0.0, 0.0)
+    counts = Counts()
+    for tokens in (4, 5):
+        counts.count(replace(answer_of("", 1), hops=(times,), counted=tokens), other.id)
+    node.see(
+        counts=counts,
+        rings=(
+            replace(ring, own=OwnRing(node.view.agreement, reason="they load")),
+            RingView(other, alone, is_served=False, own=ours),
+            replace(ring, group=replace(other, id=GroupId(b"not here"))),
+        ),
+    )
+
+    first, further, strange = (each.status for each in node.control.status().rings)
+
+    assert first == node.ring()
+    assert strange is None
+    assert further
+    assert (further.epoch, further.digest) == (9, alone.digest.hex()[:12])
+    assert (further.reason, further.advice, further.execution) == (
+        "it loads", "more memory", "stock",
+    )  # fmt: skip
+    assert [each.state for each in further.history] == ["loading"]
+    assert further.measured
+    assert (further.measured.tokens, first.measured) == (5, None)
 
 
 async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:

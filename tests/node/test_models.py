@@ -120,6 +120,12 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     own = a.machine.profiles[a.me]
     assert [share.model for share in own.shares] == [random]
     assert 0 < own.shares[0].memory_bytes < own.memory_bytes
+    own_rings = [each.status for each in rings(a).values() if each.status]
+    assert [each.state for each in own_rings] == [RingState.SERVING] * 2
+    assert [len(each.stages) for each in own_rings] == [1, 1]
+    assert own_rings[0].digest != own_rings[1].digest
+    assert all(each.execution and each.measured for each in own_rings)
+    assert own_rings[1].measured != own_rings[0].measured
     memory = control_of(a).status().memory
     assert memory.weights > max(_weights(each) for each in a.ring_member.members)
 

@@ -102,6 +102,12 @@ class PageRing:
     """The reporting node takes part in it."""
     stages: tuple[str, ...]
     """Each with its node and its layers, in rank order."""
+    policy: str
+    """Known of the rings of the reporting node, as what follows."""
+    execution: str
+    """How it computes its layers."""
+    speed: PageSpeed | None
+    """Measured, else predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +239,9 @@ def _ring(ring: ServedRing, names: dict[str, str], *, is_public: bool) -> PageRi
         "" if is_public else ring.reason,
         ring.is_own,
         tuple(f"{names.get(each.node, each.node[:7])} {each.layers}" for each in ring.stages),
+        ring.status.policy if ring.status else "",
+        ring.status.execution if ring.status else "",
+        _speed(ring.status.measured or ring.status.predicted) if ring.status else None,
     )
 
 

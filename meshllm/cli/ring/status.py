@@ -1,6 +1,6 @@
 """Lays out the status report of a node for a terminal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from textwrap import wrap
@@ -9,7 +9,15 @@ from typing import Any, TypeVar, cast
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
 from meshllm.names import LossCause, Span
-from meshllm.status import Measured, MeshStatus, NodeStatus, RingStatus, to_json
+from meshllm.status import (
+    Measured,
+    MeshStatus,
+    ModelStatus,
+    NodeStatus,
+    RingStatus,
+    ServedRing,
+    to_json,
+)
 
 T = TypeVar("T")
 
@@ -24,7 +32,7 @@ _CAUSES = {
     LossCause.REPLANNED: "by another plan",
 }
 _SHORT = 12  # characters of a name in the widest table
-_NODES, _LINKS, _HOPS = 2, 3, 4  # positions in the layout
+_NODES, _LINKS, _HOPS, _FURTHER = 2, 3, 4, 6  # positions in the layout
 
 
 def clean(value: T) -> T:
@@ -53,16 +61,17 @@ def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
     If it has more than ``rows`` lines, tables are dropped and the picture is kept.
     """
     parts = [
-        _head(status, columns),
-        _ring(status, columns),
+        _facts((*_about(status.ring, status.model), ("mesh", _mesh(status))), columns),
+        _ring(status.ring, status, columns),
         _nodes(status, columns),
         _links(status),
         _hops(status.ring),
         _rings(status, columns),
+        _further(status, columns),
         _provided(status),
         _foot(status, columns),
     ]
-    for part in (_LINKS, _HOPS, _NODES):
+    for part in (_FURTHER, _LINKS, _HOPS, _NODES):
         if rows is not None and _join(parts).count("\n") >= rows:
             parts[part] = ""
     return _join(parts)
@@ -96,30 +105,33 @@ def _join(parts: Iterable[str]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _head(status: MeshStatus, columns: int) -> str:
-    ring, model = status.ring, status.model
+def _about(ring: RingStatus, model: ModelStatus | None) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a ring."""
     state = ring.state + (f": {ring.reason}" if ring.reason else "")
     what = f"{model.name}, {model.layers} layers, {model.dtype}" if model else "no model"
     if model and model.quant != "none":
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
-    seen = f"{status.mesh[:12]}, reported by {status.name}, up {duration(status.since_s)}"
-    runs = next((each.execution for each in status.nodes if each.is_self), "")
-    facts = (
-        ("ring", state),
-        ("model", what),
-        *([("engine", runs)] if runs else []),
-        ("policy", f"{ring.policy}{plan}"),
-        ("mesh", seen),
-    )
+    yield "ring", state
+    yield "model", what
+    if ring.execution:
+        yield "engine", ring.execution
+    yield "policy", f"{ring.policy}{plan}"
+
+
+def _mesh(status: MeshStatus) -> str:
+    return f"{status.mesh[:12]}, reported by {status.name}, up {duration(status.since_s)}"
+
+
+def _facts(facts: Sequence[tuple[str, str]], columns: int) -> str:
     lines = (wrap(text, max(columns - 8, 20), subsequent_indent=" " * 8) for _, text in facts)
     return "\n".join(
         f"{name:<8}" + "\n".join(line) for (name, _), line in zip(facts, lines, strict=True)
     )
 
 
-def _ring(status: MeshStatus, columns: int) -> str:
-    ring = status.ring
+def _ring(ring: RingStatus, status: MeshStatus, columns: int) -> str:
+    """Draw the nodes of a ring."""
     if not ring.stages:
         return ""
     measured = _measured(ring)
@@ -253,6 +265,27 @@ def _rings(status: MeshStatus, columns: int) -> str:
             why = f"{cut(each.model)} ({each.replica + 1}): {each.reason}"
             lines += wrap(why, columns, initial_indent="   ", subsequent_indent="     ")
     return "\n".join(lines)
+
+
+def _further(status: MeshStatus, columns: int) -> str:
+    """Lay out the further rings of this node as its first one."""
+    parts = []
+    for each in status.rings:
+        if each.status is None or _is_first(each, status):
+            continue
+        model = next((it for it in status.models if it.name == each.model), None)
+        parts += [
+            _facts((*_about(each.status, model),), columns),
+            _ring(each.status, status, columns),
+            _hops(each.status),
+            "\n".join(_totals(each.status)),
+        ]
+    return _join(parts)
+
+
+def _is_first(ring: ServedRing, status: MeshStatus) -> bool:
+    first = status.model.name if status.model else ""
+    return (ring.model, ring.epoch) == (first, status.ring.epoch)
 
 
 def _provided(status: MeshStatus) -> str:

@@ -38,6 +38,8 @@ class Tried:
     """Entries, once for each failure, the last one at the end."""
     entries: Sequence[NodeId] = ()
     """Of the rings of the latest choice."""
+    entry: NodeId | None = None
+    """Of the ring that was asked last."""
 
     @property
     def has_other(self) -> bool:
@@ -67,6 +69,7 @@ class ReplicaChoice:
     def asking(self, entry: NodeId, tried: Tried) -> Iterator[None]:
         """Count a request in progress; note the entry if an error ends it."""
         self._active[entry] += 1
+        tried.entry = entry
         try:
             yield
         except MeshError:

@@ -50,7 +50,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.names import LossCause, NodeId
+from meshllm.names import GroupId, LossCause, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
@@ -70,9 +70,10 @@ from meshllm.protocol.membership.codec import (
     ModelList,
     RequestMessage,
 )
+from meshllm.protocol.membership.records import MAX_RINGS
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
-from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.failover import Failover
+from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.protocol.trust.identity import short, show
 from meshllm.request import (
@@ -115,13 +116,15 @@ class Ring(Protocol):
         """Until when its nodes may still load layers, in loop time; a past time if none does."""
         ...
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the ring, if it is known here."""
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        """Return the ring of a model with this entry, as far as it is known here."""
         ...
 
-    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
-        """Return why the ring of an earlier plan was lost, and a phrase about it."""
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
+        """Return why a ring with its earlier plan was lost, and a phrase about it.
+
+        ``after`` is what the answer continues with: a later plan, or another ring of the model.
+        """
         ...
 
     def backend(
@@ -160,6 +163,18 @@ class Counts:
     last: Answer | None = None
     """The latest answer, for its times; without its text, tokens and embedding."""
     last_tokens: int = 0
+    by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
+    """The same for each of the rings that answered last."""
+
+    def count(self, answer: Answer, ring: GroupId | None) -> None:
+        """Count an answer that has ended, of a ring or of a provider."""
+        self.served += 1
+        self.tokens += answer.completion_tokens
+        last = replace(answer, text="", reasoning="", calls=(), tokens=(), embedding="")
+        self.last, self.last_tokens = last, answer.completion_tokens
+        if ring is not None:
+            others = [each for each in self.by_ring.items() if each[0] != ring]
+            self.by_ring = dict([*others[1 - MAX_RINGS :], (ring, (last, self.last_tokens))])
 
 
 @dataclass(slots=True)
@@ -167,14 +182,22 @@ class _Pause:
     """Measures the time from the loss of a ring to the next text of an answer."""
 
     ring: Ring
-    plan: Plan | None = None
-    """Of the attempt that was lost, or is under way."""
+    model: str
+    tried: Tried
+    before: RingPlan | None = None
+    """The ring of the attempt that was lost, or is under way."""
     since: float | None = None
 
+    @property
+    def now(self) -> RingPlan | None:
+        """The ring of the latest attempt."""
+        entry = self.tried.entry
+        return self.ring.ring_at(entry, self.model) if entry is not None else None
+
     def attempt(self) -> None:
-        """Note the plan of an attempt, unless the answer has paused since an earlier loss."""
+        """Note the ring of an attempt, unless the answer has paused since an earlier loss."""
         if self.since is None:
-            self.plan = self.ring.plan
+            self.before = self.now
 
     def begin(self) -> None:
         """Begin, unless the answer has paused since an earlier loss."""
@@ -186,7 +209,7 @@ class _Pause:
         if self.since is None or not isinstance(event, Piece | Answer):
             return None
         seconds, self.since = _now() - self.since, None
-        cause, text = self.ring.explain(self.plan)
+        cause, text = self.ring.explain(self.before, self.now)
         self.attempt()
         return Interruption(cause, text, round(seconds, 3))
 
@@ -257,8 +280,6 @@ class RequestRouter:
         try:
             async with aclosing(answer) as events:
                 async for event in events:
-                    if isinstance(event, Answer):
-                        self._count(event)
                     yield event
         except MeshError:
             self.counts.failed += 1
@@ -270,7 +291,8 @@ class RequestRouter:
         self, request: Request, asker: NodeId | None
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
-        failover, pause, tried = Failover(request), _Pause(self._ring), Tried()
+        failover, tried = Failover(request), Tried()
+        pause = _Pause(self._ring, request.model, tried)
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
@@ -301,6 +323,8 @@ class RequestRouter:
                 async with self._from(node, request) as events:
                     async for event in events:
                         is_begun = True
+                        if isinstance(event, Answer):
+                            self.counts.count(event, None)
                         yield event
             except (LinkLost, Busy, TimedOut) as error:
                 if is_begun:
@@ -550,6 +574,8 @@ class RequestRouter:
         if interruption := pause.end(event):
             self._note(interruption)
             yield interruption
+        if isinstance(event, Answer):
+            self.counts.count(event, pause.now[0] if pause.now else None)
         yield event
 
     def _note(self, interruption: Interruption) -> None:
@@ -557,12 +583,6 @@ class RequestRouter:
         count, paused_s = self.counts.losses.get(cause, (0, 0.0))
         self.counts.losses = {**self.counts.losses, cause: (count + 1, paused_s + seconds)}
         logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
-
-    def _count(self, answer: Answer) -> None:
-        self.counts.served += 1
-        self.counts.tokens += answer.completion_tokens
-        self.counts.last = replace(answer, text="", reasoning="", calls=(), tokens=(), embedding="")
-        self.counts.last_tokens = answer.completion_tokens
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -1,9 +1,13 @@
 """Why the ring of an answer was lost, and which nodes took its layers over."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeAlias
 
-from meshllm.names import LossCause, NodeId, Span
+from meshllm.names import GroupId, LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Plan
+
+RingPlan: TypeAlias = tuple[GroupId, Plan]
+"""A ring, and the plan that it follows."""
 
 _PHRASES = {
     LossCause.NODE_LOST: "is gone",
@@ -16,21 +20,24 @@ _PHRASES = {
 
 
 def explain(
-    before: Plan | None,
-    after: Plan | None,
+    before: RingPlan | None,
+    after: RingPlan | None,
     *,
     alive: Collection[NodeId],
     out: Mapping[LossCause, Collection[NodeId]],
     name: Callable[[NodeId], str],
 ) -> tuple[LossCause, str]:
-    """Return why a ring was lost and another one serves, as a cause and as a phrase.
+    """Return why a ring was lost, as a cause and as a phrase with who took its layers over.
+
+    ``after`` is its next plan, or another ring that goes on; None if that is unknown.
 
     ``out`` are nodes that are silent, hang, are refused, are leaving or have left; these are not
     counted as lost.
     """
-    if before is None or after is None or before == after:
+    if before is None or before == after:
         return LossCause.LINK_LOST, "a link was lost for a moment"
-    nodes = [stage.node for stage in before.stages]
+    group, plan = before
+    nodes = [stage.node for stage in plan.stages]
     away = {node: cause for cause in reversed(_PHRASES) for node in out.get(cause, ())}
     away |= {node: LossCause.NODE_LOST for node in nodes if node not in {*alive, *away}}
     causes = [cause for cause in _PHRASES if cause in map(away.get, nodes)]
@@ -40,8 +47,12 @@ def explain(
         for node in nodes
         if away.get(node) is cause
     ]
+    if after is None or after[0] != group:
+        others = ("another ring goes on",) if after else ()
+        what = ", ".join(phrases) or "a link was lost"
+        return next(iter(causes), LossCause.LINK_LOST), "; ".join((what, *others))
     what = ", ".join(phrases) or "the ring has a new plan"
-    taken = [f"{name(node)} takes layers {span}" for node, span in _taken(before, after)]
+    taken = [f"{name(node)} takes layers {span}" for node, span in _taken(plan, after[1])]
     return next(iter(causes), LossCause.REPLANNED), "; ".join((what, *taken))
 
 

@@ -65,7 +65,8 @@ def test_every_ring_of_the_mesh_is_shown() -> None:
     status = status_of(3)
     assert status.model
     models = (replace(status.model, replicas=1), replace(status.model, name="big", replicas=2))
-    status = replace(status, models=models, rings=RINGS)
+    own = replace(RINGS[0], status=replace(status.ring, execution="stock", measured=None))
+    status = replace(status, models=models, rings=(own, RINGS[1]))
 
     seen, guests = (view_of(status, is_public=is_public) for is_public in (False, True))
 
@@ -77,6 +78,8 @@ def test_every_ring_of_the_mesh_is_shown() -> None:
         ("Qwen/Qwen3-0.6B", 1, ("attic 0:10", "desk 10:20")),
         ("big", 2, ()),
     ]
+    assert [(each.policy, each.execution) for each in seen.rings] == [("auto", "stock"), ("", "")]
+    assert (seen.rings[0].speed, seen.rings[1].speed) == (seen.predicted, None)
     assert "lacks" in seen.rings[1].reason
     shorts = [node.short for node in status.nodes]
     assert guests.rings[0].stages == (f"{shorts[0]} 0:10", f"{shorts[1]} 10:20")

@@ -50,6 +50,28 @@ def test_all_rings_are_shown_if_there_are_several() -> None:
     ) in text
 
 
+def test_further_rings_of_the_node_are_shown_as_its_first() -> None:
+    first = status_of(3)
+    big = replace(with_ring(status_of(2), policy="latency", digest="00ff", execution="stock"))
+    status = replace(
+        first,
+        rings=(replace(RINGS[0], status=first.ring), replace(RINGS[1], status=big.ring)),
+        models=tuple(replace(each, name="big", layers=20) for each in (first.model,) if each),
+    )
+
+    text = lay_out(status, 80)
+
+    assert (
+        "\n\nring    serving\n"
+        "model   big, 20 layers, bfloat16\n"
+        "engine  stock\n"
+        "policy  latency, epoch 3, plan 00ff\n\n"
+    ) in text
+    assert text.count("\nmeasured ") == text.count("per token, times in ms") == 2
+    assert text.count("ring    serving") == 2
+    assert lay_out(status, 80, rows=20).count("ring    serving") == 1
+
+
 def test_clock_skew_is_shown_at_the_end() -> None:
     status = with_link(with_link(status_of(3), 1, clock_s=-6.0), 2, clock_s=7200.4)
     status = with_node(status, 2, name="")
@@ -180,7 +202,7 @@ def test_quantisation_is_shown() -> None:
 def test_the_engine_of_this_node_is_shown() -> None:
     why = "stock (float32 on the CPU); attention: torch; linears: 42 torch"
 
-    text = lay_out(with_node(status_of(2), 0, execution=why), 80)
+    text = lay_out(with_ring(status_of(2), execution=why), 80)
 
     assert f"\nengine  {why}\npolicy  " in text
     assert "engine" not in lay_out(status_of(2), 80)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
-from meshllm.names import LossCause, NodeId
+from meshllm.names import GroupId, LossCause, NodeId, Span
 from meshllm.node.requests import remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
@@ -26,6 +26,7 @@ from meshllm.node.requests.router import (
     MAX_WAITING,
     RING_S,
     SHORT_BYTES,
+    Counts,
     RequestRouter,
 )
 from meshllm.protocol.membership.codec import (
@@ -36,9 +37,11 @@ from meshllm.protocol.membership.codec import (
     ModelList,
     RequestMessage,
 )
+from meshllm.protocol.membership.records import MAX_RINGS
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
+from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
@@ -93,6 +96,10 @@ class FakeRing:
     replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
     """The entries of the rings of each model that several serve."""
 
+    plans: dict[NodeId, Plan] = field(default_factory=dict)
+    """Of the ring of each entry."""
+    explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
+
     async def entries(self, model: str = "") -> Sequence[NodeId]:
         while self.at is None:  # noqa: ASYNC110  # in virtual time
             await asyncio.sleep(1)
@@ -101,10 +108,12 @@ class FakeRing:
     def reason(self, model: str = "") -> str:
         return "they sleep"
 
-    plan = None
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        plan = self.plans.get(entry)
+        return (GroupId(model.encode()), plan) if plan else None
 
-    def explain(self, before: Plan | None) -> tuple[LossCause, str]:
-        assert before is None
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
+        self.explained.append((before, after))
         return LossCause.NODE_LOST, "they slept"
 
     def is_provided(self, model: str) -> bool:
@@ -433,6 +442,37 @@ def test_an_embedding_is_asked_for_again_when_its_ring_is_lost(world: World, cut
     world.run(story)
     assert ring.asked == [REQUEST, REQUEST]
     assert router.counts.last == answer_of("", 0)
+
+
+def test_a_loss_is_explained_by_the_rings_that_answered_before_and_after(world: World) -> None:
+    lost = [*answer()[:3], LinkLost("gone")]
+    plans = {ME: _plan(ME), ENTRY: _plan(ENTRY)}
+    ring = FakeRing(attempts=[lost, answer()], replicas={"big": (ME,)}, plans=plans)
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        assert text_of(await all_of(router, replace(REQUEST, model="big"))) == TEXT
+
+    world.run(story)
+    group = GroupId(b"big")
+    assert ring.explained == [((group, plans[ME]), (group, plans[ME]))]
+    assert router.counts.by_ring == {group: (router.counts.last, 5)}
+
+
+def test_the_latest_answers_of_a_few_rings_are_kept() -> None:
+    counts = Counts()
+    for number in range(MAX_RINGS + 3):
+        counts.count(answer_of("", number), GroupId(bytes([number])))
+    counts.count(answer_of("", 3), GroupId(bytes([4])))
+    counts.count(answer_of("", 9), None)
+
+    assert [*counts.by_ring][-2:] == [bytes([MAX_RINGS + 2]), bytes([4])]
+    assert len(counts.by_ring) == MAX_RINGS
+    assert (counts.last_tokens, counts.by_ring[GroupId(bytes([4]))][1]) == (9, 3)
+
+
+def _plan(node: NodeId) -> Plan:
+    return Plan(1, "big", Ends.ENTRY, (PlanStage(node, Span(0, 4)),))
 
 
 def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from meshllm.names import LossCause, NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.interruption import explain
 from tests.builders.offers import A, B, C, D
@@ -19,7 +19,8 @@ BEFORE = ring((A, 0, 4), (B, 4, 8), (C, 8, 12))
     ("after", "alive", "out", "cause", "text"),
     [
         (BEFORE, {A, B, C}, {}, LossCause.LINK_LOST, "a link was lost for a moment"),
-        (None, {A, B, C}, {}, LossCause.LINK_LOST, "a link was lost for a moment"),
+        (None, {A, B, C}, {}, LossCause.LINK_LOST, "a link was lost"),
+        (None, {A, C}, {}, LossCause.NODE_LOST, "bench is gone"),
         (
             ring((A, 0, 8), (C, 8, 12), epoch=2), {A, C}, {}, LossCause.NODE_LOST,
             "bench is gone; attic takes layers 4:8",
@@ -69,12 +70,35 @@ def test_the_phrase_says_who_is_away_and_who_took_over(
     cause: LossCause,
     text: str,
 ) -> None:
-    told = explain(BEFORE, after, alive=alive, out=out, name=NAMES.__getitem__)
+    told = explain(
+        (FIRST_GROUP, BEFORE),
+        (FIRST_GROUP, after) if after else None,
+        alive=alive,
+        out=out,
+        name=NAMES.__getitem__,
+    )
 
     assert told == (cause, text)
 
 
 def test_without_a_plan_before_only_a_link_was_lost() -> None:
-    told = explain(None, BEFORE, alive={A}, out={}, name=NAMES.__getitem__)
+    told = explain(None, (FIRST_GROUP, BEFORE), alive={A}, out={}, name=NAMES.__getitem__)
 
     assert told == (LossCause.LINK_LOST, "a link was lost for a moment")
+
+
+@pytest.mark.parametrize(
+    ("alive", "cause", "text"),
+    [
+        ({A, B, D}, LossCause.NODE_LOST, "cellar is gone; another ring goes on"),
+        ({A, B, C, D}, LossCause.LINK_LOST, "a link was lost; another ring goes on"),
+    ],
+)
+def test_a_replica_that_goes_on_takes_no_layers_over(
+    alive: set[NodeId], cause: LossCause, text: str
+) -> None:
+    other = GroupId(b"replica"), ring((D, 0, 12))
+
+    told = explain((FIRST_GROUP, BEFORE), other, alive=alive, out={}, name=NAMES.__getitem__)
+
+    assert told == (cause, text)

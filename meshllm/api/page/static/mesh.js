@@ -44,7 +44,16 @@ export function drawModels(models) {
 
 export function drawRings(rings) {
   const rows = rings.map((ring) =>
-    row(ring.is_own ? `${ring.model} (this node's)` : ring.model, String(ring.replica), ring.state, ring.stages.join(", ") || null, ring.reason || null),
+    row(
+      ring.is_own ? `${ring.model} (this node's)` : ring.model,
+      String(ring.replica),
+      ring.state,
+      ring.stages.join(", ") || null,
+      ring.policy || null,
+      ring.speed ? rate(ring.speed) : null,
+      ring.execution || null,
+      ring.reason || null,
+    ),
   );
   at("rings").replaceChildren(...rows);
   at("rings-box").hidden = rings.length < 2;
