@@ -43,6 +43,18 @@ def check_regular(path: Path, limit: int) -> None:
         raise _refusal(errno.EFBIG, f"{found.st_size} bytes, more than {limit}", path)
 
 
+def check_within(path: Path, folder: Path) -> None:
+    """Raise `OSError` if a path of a folder leads out of it, but for the Hub's cache of models.
+
+    The author of a folder could have a file of its user read, and sent to others, by a link.
+    """
+    target = path.resolve()
+    blobs, repository = target.parent.name, target.parent.parent.name
+    is_cached = blobs == "blobs" and repository.startswith("models--")
+    if not (is_cached or target.is_relative_to(folder.resolve())):
+        raise _refusal(errno.EPERM, "it is a link to a file outside the folder", path)
+
+
 def is_own(path: Path) -> bool:
     """Return whether a path is a regular file, not a link, that only this user can write to."""
     try:

@@ -4,12 +4,14 @@ import os
 import ssl
 import stat
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from meshllm.local_files import (
     check_regular,
+    check_within,
     is_own,
     make_private,
     open_own,
@@ -174,3 +176,38 @@ def test_a_file_in_place_of_a_folder_is_refused(file: Path) -> None:
 )
 def test_a_reason_is_for_people(error: OSError | ValueError, reason: str) -> None:
     assert reason_of(error) == reason
+
+
+@pytest.mark.parametrize(
+    ("target", "is_within"),
+    [
+        ("model/config.json", True),
+        ("model/deeper/template", True),
+        ("models--org--name/blobs/0f", True),
+        ("models--org--name/refs/main", False),
+        ("home/models--secret", False),
+        ("home/blobs/secret", False),
+        ("model-secrets/key", False),
+    ],
+)
+def test_a_link_leads_out_of_a_folder_only_into_the_cache_of_the_hub(
+    tmp_path: Path, target: str, is_within: bool
+) -> None:
+    folder, file = tmp_path / "model", tmp_path / target
+    folder.mkdir()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("{}")
+    (folder / "link").symlink_to(file)
+
+    with nullcontext() if is_within else pytest.raises(OSError, match="outside the folder"):
+        check_within(folder / "link", folder)
+
+
+def test_what_lies_in_a_linked_folder_is_outside(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "config.json").write_text("{}")
+    (tmp_path / "model" / "1_Pooling").symlink_to(tmp_path / "secrets")
+
+    with pytest.raises(OSError, match="outside the folder"):
+        check_within(tmp_path / "model" / "1_Pooling" / "config.json", tmp_path / "model")

@@ -18,7 +18,14 @@ import torch
 
 from meshllm.errors import ModelError, PeerFault, UserError
 from meshllm.json_shape import check_shape
-from meshllm.local_files import check_regular, make_private, open_own, read_regular, try_lock
+from meshllm.local_files import (
+    check_regular,
+    check_within,
+    make_private,
+    open_own,
+    read_regular,
+    try_lock,
+)
 from meshllm.model.files.loader import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -133,6 +140,7 @@ class ModelParts:
         path = self._folder / name
         try:
             check_regular(path, MAX_SENT_BYTES)
+            check_within(path, self._folder)
         except OSError:
             raise ModelError(f"There is no file `{name}` here") from None
         return PartFile(b"", ((path, 0, path.stat().st_size),))

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichev
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from meshllm.errors import ModelError
-from meshllm.local_files import check_regular, read_regular
+from meshllm.local_files import check_regular, check_within, read_regular
 from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, select
 from meshllm.model.locate import CONFIG, INDEX, MAX_CONFIG_BYTES, find_folder, is_model_id
 from meshllm.model.split.skeleton import Part, build, quiet, strip
@@ -153,7 +153,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raw = json.loads(read_regular(path, MAX_CONFIG_BYTES))
         for each in folder.iterdir():  # other libraries read some of them, without limits
             if each.exists() and not each.is_dir():
-                check_regular(each, MAX_SMALL_BYTES if _is_small(each.name) else sys.maxsize)
+                is_small = _is_small(each.name)
+                check_regular(each, MAX_SMALL_BYTES if is_small else sys.maxsize)
+                if is_small:
+                    check_within(each, folder)
     except FileNotFoundError:
         raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder") from None
     except OSError as error:

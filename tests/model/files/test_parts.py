@@ -292,3 +292,12 @@ def test_a_listing_names_every_layer_and_the_right_part_of_each_tensor(source: S
     ):
         with pytest.raises(PeerFault, match="not those of the model"):
             check_parts(source, wrong)
+
+
+def test_a_file_behind_a_link_out_of_the_folder_is_not_sent(source: Source, tmp_path: Path) -> None:
+    parts = ModelParts(source)
+    (tmp_path / "config.json").write_text("{}")
+    (source.folder / "1_Pooling").symlink_to(tmp_path)
+
+    with pytest.raises(ModelError, match="There is no file"):
+        parts.open("1_Pooling/config.json")

@@ -257,6 +257,18 @@ def test_a_device_in_a_folder_is_refused(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer_config.json"])
+def test_a_link_out_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    folder.mkdir()
+    write_config(folder)
+    secret.write_text("{}")
+    (folder / name).symlink_to(secret)
+
+    with pytest.raises(ModelError, match=rf"{name}` cannot be read: it is a link to a file outsi"):
+        resolve(str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "limit"),
     [("config.json", MAX_CONFIG_BYTES), ("tokenizer.json", source.MAX_SMALL_BYTES)],
