@@ -3,10 +3,10 @@
 Arguments select attacks by a part of their name; without any, all run.
 """
 
+import subprocess
 import sys
 
 from meshllm.cli.terminal.render import out, table, talk
-from tests.processes.fleet import Waited
 from tests.security import (
     addresses,
     beacons,
@@ -51,10 +51,10 @@ def main(words: list[str]) -> int:
     for attack in ATTACKS:
         if words and not any(word in attack.name for word in words):
             continue
-        talk(attack.name)
         outcome = _run(attack)
         held = held and outcome.held
         verdict = "held" if outcome.held else "BROKEN"
+        talk(f"{attack.name}: {outcome.effect}: {verdict}")  # a long run may be ended
         rows.append((attack.name, attack.before, outcome.effect, outcome.bound, verdict))
     out(table(("attack", "effect before", "effect now", "bound", ""), rows))
     return 0 if held else 1
@@ -64,8 +64,8 @@ def _run(attack: Attack) -> Outcome:
     """Run an attack; a condition of its that never comes true breaks its row only."""
     try:
         return attack.run()
-    except Waited as late:
-        return Outcome(str(late).partition("\n")[0], "ends", held=False)
+    except (AssertionError, subprocess.SubprocessError) as late:  # `Waited` is one of the first
+        return Outcome(str(late).partition("\n")[0][:100], "ends", held=False)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ TENSORS = 1_000_000
 FETCHES = "fetching the configuration of the model"
 OPEN_S = 5.0  # s; a model is mapped within a second
 ANSWER_S = 90.0  # s; the limit of a template is a third of it
+PANICS = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}}
 FILES_S = 10.0  # s; starting Python and torch takes 3 s of it
 
 
@@ -77,6 +78,37 @@ def planted_lock() -> Outcome:
     return Outcome(effect, "no links, own files only", held=code == 2 and is_whole)
 
 
+def link_out_of_the_folder() -> Outcome:
+    """Serve a model whose chat template is a link to a key; members could fetch it."""
+    with open_fleet() as fleet:
+        folder, key = _copy(fleet), fleet.folder / "id_ed25519"
+        key.write_text("the key of the victim")
+        (folder / "chat_template.jinja").symlink_to(key)
+        fleet.found("victim")
+        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
+        code = victim.ended()
+        said = next((each for each in victim.stderr.splitlines() if "error" in each), "")
+    held = code == 4 and "outside the folder" in said
+    return Outcome(f"exit {code}: {'one line' if held else said}", "within the folder", held=held)
+
+
+def panicking_tokenizer() -> Outcome:
+    """Chat with a model whose tokenizer makes the library panic; the node lives on."""
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | PANICS), "utf-8")
+        fleet.found("victim")
+        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
+        fleet.form()
+        client = NodeClient(victim.state / SOCKET)
+        asked = Request(turns=({"role": "user", "content": "Hi"},), max_tokens=4)
+        told = [_ask(client, asked) for _ in range(2)]
+        serves = victim.is_running and victim.status()["ring"]["state"] == "serving"
+    effect = f"{told[0]}, {told[1]}; then the node {'serves' if serves else 'is gone'}"
+    return Outcome(effect, "an error of the request", held=told == ["error"] * 2 and serves)
+
+
 def endless_template() -> Outcome:
     """Chat with a model whose template does not end, then ask it without the template."""
     with open_fleet() as fleet:
@@ -131,5 +163,7 @@ ATTACKS = (
     Attack("config.json is a pipe", "hung without end", pipe_as_config),
     Attack("a million empty tensors", "24 s of work", million_tensors),
     Attack("planted `lock` link", "its target was emptied", planted_lock),
+    Attack("a link to a key as template", "members could fetch it", link_out_of_the_folder),
+    Attack("a tokenizer that panics", "the node was gone", panicking_tokenizer),
     Attack("a chat template without end", "the node hung for good", endless_template),
 )
