@@ -25,6 +25,7 @@ NODES, MODELS = 50, 6
 LAYER = 80  # bytes
 SIZES = (200, 300, 500, 900, 1500)  # bytes of memory of a node
 ROOM = 10  # layers of a node that may be left over in each group: a node is not divided
+FIT_TWO = 4  # layers that any two nodes hold: a ring of two has no third
 
 
 @dataclass
@@ -67,13 +68,13 @@ class Turnover:
 
     def _model(self, number: int) -> Charter:
         random = self.random
-        layers = random.randint(2, 12)
+        members = random.choice((None, None, 2))
+        layers = random.randint(2, FIT_TWO if members else 12)
         sizes = ModelSizes(
             f"m{number}", (LAYER,) * layers, (0,) * layers, 0, 0,
             tied=False, hidden_size=1, itemsize=4, context=1,
         )  # fmt: skip
         digest, replicas = Digest(bytes([number]) * 32), random.choice((1, 1, 1, 2))
-        members = random.choice((None, None, 2))
         charter = Charter(1, sizes, DType.FLOAT32, digest, members=members)
         return replace(charter, replicas=replicas)
 

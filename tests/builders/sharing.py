@@ -153,14 +153,16 @@ def _weights(charter: Charter) -> tuple[bytes, ...]:
     return (digest,) * (charter.shape.layers + ENDS)
 
 
-def served_model(number: int, layers: int, replicas: int = 1) -> Charter:
+def served_model(
+    number: int, layers: int, replicas: int = 1, members: int | None = None
+) -> Charter:
     """Describe a model of layers of 80 bytes, which take 100 of memory."""
     sizes = ModelSizes(
         f"m{number}", (80,) * layers, (0,) * layers, 8, 0,
         tied=False, hidden_size=1, itemsize=4, context=1,
     )  # fmt: skip
     return Charter(
-        1, sizes, DType.FLOAT32, Digest(bytes([number]) * 32), members=None, replicas=replicas
+        1, sizes, DType.FLOAT32, Digest(bytes([number]) * 32), members=members, replicas=replicas
     )
 
 

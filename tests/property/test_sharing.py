@@ -12,8 +12,9 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
     count = draw(st.integers(1, len(NODES)))
     memory = {number: draw(st.integers(100, 1500)) for number in range(count)}
     models = [
-        served_model(number, draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2))))
+        served_model(number, draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2))), members)
         for number in range(draw(st.integers(1, 4)))
+        for members in [draw(st.sampled_from((None, None, 2, 3)))]
     ]
     return shared_mesh(memory, *models)
 
@@ -33,3 +34,5 @@ def test_no_node_plans_more_than_it_offers_and_changes_end(
     lacking = shortage(mesh.view())
     for group in groups_of(mesh.charter):
         assert group.id in mesh.served() or group.id in lacking
+        is_shared = any(group.id in part.further for part in mesh.parts.values())
+        assert group.id in mesh.served() or not is_shared  # no memory is given for nothing

@@ -305,18 +305,23 @@ class _Table:
         return plan is not None and {stage.node for stage in plan.stages} <= set(nodes)
 
     def _lack(self, number: int, nodes: list[NodeId]) -> int:
-        """Return the layers for which nodes lack room; all if none may be the entry."""
+        """Return the layers for which nodes lack room; all if none may be the entry.
+
+        A ring has at most as many nodes as its charter requests: the largest of them count.
+        """
         rooms = [self.room(node, number) for node in nodes]
         charter = self.groups[number].charter
         is_client = charter.ends is Ends.CLIENT  # the author is the entry, and holds no layers
         entries = (self.view.author,) if is_client else charter.entries
-        ends = [
-            plain if is_client else plain - entry
+        most = max(charter.members, 1 + is_client) if charter.members else len(nodes)
+        largest = sorted((plain for plain, _ in rooms), reverse=True)[:most]
+        ends = [  # what the ring has less, with this node as the entry
+            max(plain, largest[-1]) - (0 if is_client else entry)
             for node, (plain, entry) in zip(nodes, rooms, strict=True)
             if (not entries or node in entries) and (entry > 0 or is_client)
         ]
         layers = charter.shape.layers
-        return layers - sum(plain for plain, _ in rooms) + min(ends) if ends else layers
+        return layers - sum(largest) + min(ends) if ends else layers
 
     # Filling a group.
 

@@ -540,6 +540,19 @@ def test_no_share_is_taken_in_vain() -> None:
     assert [list(part.further) for part in mesh.parts.values()] == [[], [other]]
 
 
+@pytest.mark.parametrize(("members", "size", "served"), [(3, 640, 2), (2, 640, 1), (2, 720, 2)])
+def test_no_share_is_given_to_a_ring_that_may_have_fewer_nodes(
+    members: int, size: int, served: int
+) -> None:
+    other = served_model(1, 3, members=members)
+    mesh = settled(dict.fromkeys(range(3), size), served_model(0, 15), other)
+
+    assert len(mesh.served()) == served
+    shares = [group for part in mesh.parts.values() for group in part.further]
+    assert len(shares) == (members if served == 2 else 0)
+    assert bool(shortage(mesh.view())) is (served == 1)
+
+
 def test_a_share_that_is_not_published_yet_leaves_those_that_are() -> None:
     mesh = shared_mesh({0: 1200}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
     mesh.settle()
