@@ -2,15 +2,15 @@
 
 Three processes form a ring and a client asks a fourth one, which holds no layers. When the answer
 has so many tokens, the fault happens to a rank. It is killed (`kill -9`), killed and started again
-at once, stopped (`SIGSTOP`, `SIGCONT`) for 1, 2, 5 or 20 s, or told to leave (`SIGTERM`). In
-network namespaces it is cut off both ways or one way, or with another node; all paths take 200 ms
-or lose 5 % of the packets; or the disk of its state is full. The table shows the longest pause
-between two tokens, how long the process took to leave, how many rows were computed again
-(a row in one layer counts 1), when the loss was noticed, how long agreeing on a plan, loading,
-linking and the next token took (the median of each), and whether the answer is that of the
-undisturbed ring, token for token. An answer that ends with an error, is too short, or repeats or
-drops a token that was shown fails the command. Other tokens behind the loss are counted, and do not
-fail it: another ring may round another way.
+at once, stopped (`SIGSTOP`, `SIGCONT`) for 1, 2, 5 or 20 s, or told to leave (`SIGTERM`); or it has
+left before, and joins a ring of two in the middle of the answer. In network namespaces it is cut
+off both ways or one way, or with another node; all paths take 200 ms or lose 5 % of the packets; or
+the disk of its state is full. The table shows the longest pause between two tokens, how long the
+process took to leave, how many rows were computed again (a row in one layer counts 1), when the
+loss was noticed, how long agreeing on a plan, loading, linking and the next token took (the median
+of each), and whether the answer is that of the undisturbed ring, token for token. An answer that
+ends with an error, is too short, or repeats or drops a token that was shown fails the command.
+Other tokens behind the loss are counted, and do not fail it: another ring may round another way.
 
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
 answer is compared with the undisturbed one; the memory of each node is shown before and after. They
@@ -39,7 +39,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshllm.api.unix import SOCKET
 from meshllm.model.files.source import resolve
-from tests.bench.nemesis import ENDS_PROCESS, IS_NEW, OF_NETWORKS, OF_PROCESSES, Ground, open_ground
+from tests.bench.nemesis import (
+    ENDS_PROCESS,
+    IS_NEW,
+    OF_NETWORKS,
+    OF_PROCESSES,
+    Ground,
+    leave,
+    open_ground,
+)
 from tests.bench.report import Report, counts, parser_of
 from tests.processes.fleet import ALONE, Node, Waited, open_fleet, until
 
@@ -159,6 +167,9 @@ def disturb(
     """Ask, let a fault happen after ``at`` tokens, and compare the answer."""
     ground, victim = ring.ground, ring.rank(role)
     others = [ground.node(name) for name in RANKS if name != victim or fault not in IS_NEW]
+    if fault == "join":
+        leave(ground.node(victim))
+        whole(ring, len(RANKS) - 1)
     before = recomputed(others)
     got: list[int] = []
     pause, last, error = 0.0, 0.0, ""
@@ -212,14 +223,14 @@ def agreed(got: Sequence[int], right: Sequence[int]) -> int:
     return next((at for at, pair in pairs if len(set(pair)) > 1), min(len(got), len(right)))
 
 
-def whole(ring: Ring) -> None:
-    """Wait until the ring of three is whole and its ingress knows it."""
+def whole(ring: Ring, ranks: int = len(RANKS)) -> None:
+    """Wait until the ring of so many nodes is whole and its ingress knows it."""
     nodes = [ring.ground.node(name) for name in (*RANKS, INGRESS)]
 
     def is_whole() -> bool:
         rings = [status["ring"] for node in nodes if (status := node.status())]
-        return len(rings) == len(nodes) and all(
-            ring["state"] == "serving" and len(ring["stages"]) == len(RANKS) for ring in rings
+        return len(rings) == ranks + 1 and all(
+            ring["state"] == "serving" and len(ring["stages"]) == ranks for ring in rings
         )
 
     for left in reversed(range(WHOLE_TRIES)):
@@ -394,6 +405,7 @@ def main() -> None:
         if not faults:
             parser.error("none of these faults can happen here")
         if options.all_at_once:
+            faults = [each for each in faults if each != "join"]  # all ranks run between faults
             wrong = all_at_once(ring, faults, options.all_at_once, options.seed, report)
         else:
             outcomes = table(ring, faults, options, report)

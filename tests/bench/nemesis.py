@@ -28,11 +28,11 @@ CALM = Line()
 SLOW = Line(delay_s=0.2)
 LOSSY = Line(loss=0.05)
 STOPS_S = {"stop 1": 1.0, "stop": 2.0, "stop 5": 5.0, "stop 20": 20.0}
-OF_PROCESSES = ("kill", "restart", *STOPS_S, "leave")
+OF_PROCESSES = ("kill", "restart", *STOPS_S, "leave", "join")
 OF_NETWORKS = ("cut", "one way", "partition", "delay", "drop", "disk")
 ENDS_PROCESS = frozenset({"kill", "leave"})
 """After these faults the victim is not running."""
-IS_NEW = ENDS_PROCESS | {"restart"}
+IS_NEW = ENDS_PROCESS | {"restart", "join"}
 """After these, what it has counted is gone."""
 
 
@@ -65,7 +65,7 @@ class Ground:
     def strike(self, fault: str, victim: str, restart: Callable[[str], None]) -> float:
         """Let a fault happen, to its end; return how long the process took to leave.
 
-        ``restart`` starts the victim again.
+        ``restart`` starts the victim again, which has left before it can join.
         """
         node = self.node(victim)
         if fault in STOPS_S:
@@ -73,7 +73,9 @@ class Ground:
             time.sleep(STOPS_S[fault])
             node.send(signal.SIGCONT)
         elif fault == "leave":
-            return _left(node)
+            return leave(node)
+        elif fault == "join":
+            restart(victim)
         elif fault == "disk":
             self._fill(node)
         elif fault in OF_NETWORKS:
@@ -124,7 +126,8 @@ class Ground:
             ballast.unlink()
 
 
-def _left(node: Node) -> float:
+def leave(node: Node) -> float:
+    """Tell a node to leave; return how long that takes, s."""
     began = time.monotonic()
     node.send(signal.SIGTERM)
     if code := node.ended():
