@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from meshllm_quic.net.network import Address, Receive
+from meshllm_quic.net.network import Address, Receive, Refused
 from tests.simulation.datagrams import Captured, Datagram, version
 from tests.simulation.lan import Interface, Lan, World
 from tests.simulation.wires import Dropped, Line, Wire
@@ -67,7 +67,9 @@ class Host:
         for each in list(self._sockets):
             each.close()
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> "Socket":
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> "Socket":
         """Open a socket, see `meshllm_quic.net.network.DatagramNetwork`."""
         bound = None if host in ANY else host
         if bound is not None and bound not in (*self.hosts(), *LOOPBACK.values()):

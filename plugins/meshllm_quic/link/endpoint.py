@@ -78,7 +78,7 @@ class Endpoint:
 
     async def open(self, host: str | None, port: int) -> None:
         """Open the socket; raise `OSError`."""
-        self._socket = await self._network.open(host, port, self._receive)
+        self._socket = await self._network.open(host, port, self._receive, self._note_refusal)
         self._hosts = tuple(self._socket.hosts())
         self._hosts_timer = self._loop.call_later(HOSTS_S, self._check_hosts)
 
@@ -315,6 +315,13 @@ class Endpoint:
         self.table.add(connection, verdict.retried_id or verdict.original_id)
         self._count(connection)
         return connection
+
+    def _note_refusal(self, address: Address) -> None:
+        """Note that nobody listens at an address any more, for peers that no relay reaches."""
+        now = self._loop.time()
+        for connection in [each for each in self.table if each.route == Direct(address)]:
+            if connection.path_driver.backup is None:
+                connection.refused(now)
 
     def _take(self, datagram: bytes, source: Address, now: float, touched: Touched) -> None:
         """Dispatch a non-QUIC datagram."""

@@ -9,6 +9,9 @@ Address = tuple[str, int]
 Receive = Callable[[Sequence[tuple[bytes, Address]]], None]
 """Receives the datagrams that arrived since the last call, each with its source."""
 
+Refused = Callable[[Address], None]
+"""Hears of an address at which nobody listens: its host refused a datagram. That can be forged."""
+
 
 class Socket(Protocol):
     """A UDP socket, shared by all connections of a process."""
@@ -40,8 +43,12 @@ class Socket(Protocol):
 class DatagramNetwork(Protocol):
     """Opens sockets and resolves names."""
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> Socket:
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> Socket:
         """Open a socket; host None binds all IPv4 and IPv6 addresses, port 0 any free port.
+
+        ``refused`` is called where the kernel reports refusals.
 
         Raises:
             OSError: the address is in use, or does not belong to this machine.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshllm_quic.net.interfaces import hosts
-from meshllm_quic.net.network import Address, Receive
+from meshllm_quic.net.network import Address, Receive, Refused
 
 BUFFER_BYTES = 4 * 1024 * 1024  # Linux's default of 212992 drops bursts; the kernel may grant less
 BATCH = 64  # datagrams per event loop iteration; processing takes some 25 us each
@@ -31,6 +31,9 @@ _DONT_FRAGMENT: dict[str, Sequence[tuple[int, int, int]]] = {
     # IP_DONTFRAG and IPV6_DONTFRAG of netinet/in.h
     "darwin": ((socket.IPPROTO_IP, 28, 1), (socket.IPPROTO_IPV6, 62, 1)),
 }
+_REPORT_ERRORS = ((socket.IPPROTO_IP, 11), (socket.IPPROTO_IPV6, 25))
+# IP_RECVERR and IPV6_RECVERR: ICMP messages are queued with the address that they are about
+_EXTENDED_ERROR = struct.Struct("=IBBBBII")  # sock_extended_err of linux/errqueue.h
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 
@@ -49,10 +52,16 @@ class UdpStatistics:
 class UdpSocket:
     """A UDP socket read by the event loop; see `meshllm_quic.net.network.Socket`."""
 
-    def __init__(self, bound: socket.socket, receive: Receive) -> None:
+    def __init__(
+        self, bound: socket.socket, receive: Receive, refused: Refused | None = None
+    ) -> None:
         """Take ownership of a bound, non-blocking socket."""
         self._socket = bound
         self._receive = receive
+        self._refused = refused if sys.platform == "linux" else None
+        for option in _REPORT_ERRORS if self._refused else ():
+            with suppress(OSError):  # IPv6 on an IPv4 socket
+                bound.setsockopt(*option, 1)
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
         self._has_gso = _has_gso(bound)
         self._sent = self._send_calls = self._received = self._receive_calls = self._drops = 0
@@ -101,8 +110,9 @@ class UdpSocket:
         if len(datagrams) > 1:
             ancillary = [(socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("=H", size))]
         self._send_calls += 1
+        destination = _destination(self._socket.family, to)
         try:
-            self._socket.sendmsg(datagrams, ancillary, 0, _destination(self._socket.family, to))
+            self._sendmsg(datagrams, ancillary, 0, destination)
         except BlockingIOError:
             self._drops += len(datagrams)
         except OSError as error:
@@ -116,6 +126,12 @@ class UdpSocket:
         else:
             self._sent += len(datagrams)
 
+    def _sendmsg(self, *arguments: Any) -> None:
+        try:
+            self._socket.sendmsg(*arguments)
+        except ConnectionRefusedError:  # of an earlier datagram, to any address
+            self._socket.sendmsg(*arguments)
+
     def _read(self) -> None:
         """Receive up to `BATCH` datagrams and pass them on in one call."""
         batch: list[tuple[bytes, Address]] = []
@@ -126,8 +142,11 @@ class UdpSocket:
                     [self._buffer], socket.CMSG_SPACE(4)
                 )
             except BlockingIOError:
+                if not batch:  # then an error has woken it
+                    self._read_errors()
                 break
             except OSError:  # an ICMP error for an earlier datagram: one of many peers is gone
+                self._read_errors()
                 continue
             address, step = _address(source), _segment(ancillary) or size
             batch += [
@@ -140,21 +159,34 @@ class UdpSocket:
             self._received += len(batch)
             self._receive(batch)
 
+    def _read_errors(self) -> None:
+        """Empty the queue of ICMP errors, and report refusals."""
+        for _ in range(BATCH if self._refused else 0):
+            try:
+                _, ancillary, _, to = self._socket.recvmsg(0, 512, socket.MSG_ERRQUEUE)
+            except OSError:  # it is empty
+                return
+            codes = [_EXTENDED_ERROR.unpack_from(data)[0] for *_, data in ancillary]
+            if errno.ECONNREFUSED in codes and self._refused:
+                self._refused(_address(to))
+
 
 class UdpNetwork:
     """Opens UDP sockets on the running loop; see `meshllm_quic.net.network.DatagramNetwork`."""
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> UdpSocket:
         """Open a socket; host None binds all IPv4 and IPv6 addresses, port 0 any free port.
 
         Raises:
             OSError: the address is in use, or does not belong to this machine.
         """
         if host is None:
-            return UdpSocket(_bind_all(port), receive)
+            return UdpSocket(_bind_all(port), receive, refused)
         address, *_ = await self.resolve(host, port)
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        return UdpSocket(_bind(family, address), receive)
+        return UdpSocket(_bind(family, address), receive, refused)
 
     async def resolve(self, host: str, port: int) -> Sequence[Address]:
         """Resolve a name or a numeric host to addresses, in the order to try them.

@@ -2,13 +2,15 @@
 
 from typing import Protocol
 
-from meshllm_quic.wire.routes import Route
+from meshllm_quic.wire.routes import Route, ViaRelay
 
 
 class PathControl(Protocol):
     """Selects the route of a connection."""
 
     deadline: float | None
+    backup: ViaRelay | None
+    """A relay that reaches the peer."""
 
     @property
     def reason(self) -> str:

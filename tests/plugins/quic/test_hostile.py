@@ -17,7 +17,7 @@ from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.machine import PEER, ConnectionMachine
 from meshllm_quic.link.table import MAX_CLOSED
-from meshllm_quic.net.network import Address, DatagramNetwork, Receive, Socket
+from meshllm_quic.net.network import Address, DatagramNetwork, Receive, Refused, Socket
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.packets import (
     AddressReply,
@@ -52,7 +52,9 @@ class Tapped:
         self.heard: list[bytes] = []
         self.sent_bytes = 0
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> Socket:
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> Socket:
         def hear(batch: Sequence[tuple[bytes, Address]]) -> None:
             self.heard += [datagram for datagram, _ in batch]
             receive(batch)

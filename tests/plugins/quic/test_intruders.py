@@ -190,10 +190,10 @@ async def test_a_forged_sender_tag_does_not_change_the_backup_route() -> None:
         assert endpoint is not None
         (connection,) = endpoint.table
         relay = nodes.relay.host.hosts()[0], RELAY_PORT
-        before = connection.path_driver.backup  # type: ignore[attr-defined]
+        before = connection.path_driver.backup
 
         forged = b"\x40" + connection.machine.host_cid + bytes(40)
         endpoint._receive([(Relayed(endpoint.identity.tag, b"t" * 12, forged).encode(), relay)])
 
         assert before is not None
-        assert connection.path_driver.backup == before  # type: ignore[attr-defined]
+        assert connection.path_driver.backup == before

@@ -1,8 +1,10 @@
 """QUIC transport on real sockets: contract, addresses, cleanup."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -22,9 +24,9 @@ from meshllm.transport.contract import (
     Transport,
 )
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link import dialer
+from meshllm_quic.link import connection, dialer
 from meshllm_quic.link.link import QuicLink
-from meshllm_quic.net.network import Receive
+from meshllm_quic.net.network import Receive, Refused
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
 from meshllm_quic.relay import registration
 from meshllm_quic.relay.relay_server import open_relay
@@ -100,6 +102,58 @@ async def test_two_processes_reach_each_other() -> None:
         await echo(one, other)
         assert one.peer_key == Identity(b"f" * 32).key
         assert one.statistics.path is Path.DIRECT
+        await asyncio.gather(one.close(), other.close())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux queues ICMP errors")
+async def test_a_link_ends_soon_after_the_process_of_its_peer() -> None:
+    sockets = list[UdpSocket]()
+
+    class Mortal(UdpNetwork):
+        async def open(self, *where: Any) -> UdpSocket:
+            sockets.append(await super().open(*where))
+            return sockets[-1]
+
+    far, near = QuicTransport(Mortal()), QuicTransport()
+    async with far.listen(ANY) as listener:
+        one, _ = await asyncio.gather(near.dial(listener.address), anext(aiter(listener.links())))
+
+        sockets[0].close()  # as `kill -9` does: without a CONNECTION_CLOSE
+        await one.send([b"anybody?"])
+
+        with pytest.raises(LinkLost, match="Nobody listens"):
+            await one.receive()
+
+
+async def test_forged_refusals_end_no_link_whose_peer_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "REFUSED_S", 0.02)
+    refused = list[tuple[UdpSocket, Refused]]()
+
+    class Forging(UdpNetwork):
+        async def open(
+            self, host: str | None, port: int, receive: Receive, refused_: Refused | None = None
+        ) -> UdpSocket:
+            opened = await super().open(host, port, receive, refused_)
+            assert refused_ is not None
+            refused.append((opened, refused_))
+            return opened
+
+    far, near = QuicTransport(Forging()), QuicTransport(Forging())
+    async with far.listen(ANY) as listener:
+        one, other = await asyncio.gather(
+            near.dial(listener.address), anext(aiter(listener.links()))
+        )
+        (theirs, _), (_, forge) = refused
+        for _ in range(20):
+            for _ in range(3):
+                forge(("127.0.0.1", theirs.port))
+            await asyncio.sleep(0.01)
+
+        assert isinstance(one, QuicLink)
+        assert isinstance(other, QuicLink)
+        await echo(one, other)
         await asyncio.gather(one.close(), other.close())
 
 
@@ -213,8 +267,10 @@ async def registered(listener: Listener) -> None:
 class Office(UdpNetwork):
     """A network that blocks outgoing UDP."""
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> UdpSocket:
-        opened = await super().open(host, port, receive)
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> UdpSocket:
+        opened = await super().open(host, port, receive, refused)
         opened.send = lambda datagrams, to: None  # type: ignore[method-assign]
         return opened
 

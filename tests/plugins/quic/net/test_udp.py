@@ -122,6 +122,25 @@ async def test_datagrams_keep_their_boundaries(sizes: list[int]) -> None:
         assert [data for data, _ in await heard.take(len(sizes))] == datagrams
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux queues ICMP errors")
+@pytest.mark.parametrize("host", [LOCAL, None])
+async def test_a_closed_port_is_reported_and_no_datagram_to_another_is_lost(
+    host: str | None,
+) -> None:
+    refused = asyncio.Queue[Address]()
+    one = await UdpNetwork().open(host, 0, lambda _: None, refused.put_nowait)
+    async with opened() as (gone, _), opened() as (other, heard):
+        gone.close()
+        for _ in range(3):
+            one.send([b"anybody?"], (LOCAL, gone.port))
+            one.send([b"hello"], (LOCAL, other.port))
+            assert await refused.get() == (LOCAL, gone.port)
+
+        assert [data for data, _ in await heard.take(3)] == [b"hello"] * 3
+        assert one.statistics.drops == 0
+    one.close()
+
+
 @needs_gso
 async def test_one_system_call_carries_many_datagrams() -> None:
     async with opened() as (one, _), opened() as (other, heard):

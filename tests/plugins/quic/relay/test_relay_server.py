@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from meshllm_quic.net.network import Address, Receive, Socket
+from meshllm_quic.net.network import Address, Receive, Refused, Socket
 from meshllm_quic.net.udp import UdpNetwork
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.registration import Action, Registration, SendToRelay
@@ -373,7 +373,9 @@ class FakeNetwork:
     def __init__(self) -> None:
         self.sockets: list[FakeSocket] = []
 
-    async def open(self, host: str | None, port: int, receive: Receive) -> Socket:
+    async def open(
+        self, host: str | None, port: int, receive: Receive, refused: Refused | None = None
+    ) -> Socket:
         if self.sockets and port:
             raise OSError(errno.EADDRINUSE, "in use")
         if not port:
