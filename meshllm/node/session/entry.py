@@ -53,12 +53,13 @@ from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.protocol.ring.hang import HangLimits
-from meshllm.protocol.session.actions import Action, Closed, Embed, GenerationTask, Pick
+from meshllm.protocol.session.actions import Action, Closed, Embed, Failed, GenerationTask, Pick
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
     Blob,
     Data,
+    FaultCode,
     Flags,
     Forward,
     Logits,
@@ -321,9 +322,20 @@ class EntryNode:
                     self._forward(generation, action)
                 case Closed(tallies):
                     self._close(session, tallies)
+                case Failed(code=FaultCode.RULES) if self._is_of_other(generation):
+                    assert self._neighbours is not None  # there is another rank
+                    self._neighbours.blame()
+                    generation.note(action)
                 case _:
                     generation.note(action)
         self._timer.reset()
+
+    def _is_of_other(self, generation: Generation) -> bool:
+        """Whether a broken rule is the fault of the other of two ranks, and not counted yet.
+
+        Of more ranks, any may have changed the positions that a message names.
+        """
+        return self._config.ring == 2 and generation.cause is None
 
     def _forward(self, generation: Generation, action: Forward) -> None:
         assert self._neighbours is not None  # a ring of one forwards nothing
