@@ -11,6 +11,7 @@ import typer
 from meshllm.cli.app import app
 from meshllm.cli.commands.help import topics
 from meshllm.config import keys
+from tests.security.__main__ import ATTACKS
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {"README": (ROOT / "README.md").read_text("utf-8"), **topics()}
@@ -91,3 +92,18 @@ def test_the_threat_model_names_files_with_tests_and_attacks_that_run() -> None:
         if "ATTACKS = (" in path.read_text("utf-8")
     }
     assert modules == {Path(file).name for file in named if file.startswith("tests/security/")}
+
+
+def test_every_attack_is_named_by_subject_and_every_name_is_an_attack() -> None:
+    section = TEXTS["security"].partition("## Attacks as tests")[2].partition("What holds")[0]
+    plain = " ".join(section.split())
+    subjects = re.findall(r"- \*[^*]+\*(.*?)(?= - \*|$)", plain)
+    named = [
+        (wide or short).strip()
+        for wide, short in re.findall(r"``(.+?)``|`([^`]+)`", " ".join(subjects))
+    ]
+    attacks = [name for name in named if not name.startswith("tests/")]
+
+    assert len(subjects) == 14
+    assert all(re.search(r"`tests/\S+\.py`|`[^`]+`", each) for each in subjects)
+    assert sorted(attacks) == sorted(attack.name for attack in ATTACKS)

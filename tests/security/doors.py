@@ -1,19 +1,29 @@
-"""Strangers that hold the places of unauthenticated connections and say nothing."""
+"""Strangers that hold the places of unauthenticated connections and say nothing.
+
+``python -m tests.security.doors`` lets those of an IPv6 network do that, in a network namespace.
+"""
 
 import asyncio
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event, Thread
 
 from meshllm.errors import MeshError
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import Role
-from tests.processes.fleet import ALONE, free_address, open_fleet
+from tests.processes.fleet import ALONE, environment, free_address, open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.member import join
 
 HOSTS = [f"127.0.{network}.{number}" for network in (7, 8) for number in range(1, 5)]
+NETWORK = "fd00:7::/32"
+HOSTS_IPV6 = [f"fd00:7:0:{network}::{number}" for network in range(4) for number in range(2, 18)]
+IPV6_FREEBIND = 78  # linux/in6.h; bind to an address of a local network
+NAMESPACE_S = 300.0
 PLACES = 64  # of a listener
 UPGRADE = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -26,9 +36,38 @@ JOIN_S = 5.0  # s for one joiner
 
 def silent_upgrades() -> Outcome:
     """Hold all places from eight hosts, renew them, and let others join."""
+    return _silent(HOSTS, "127.0.0.1")
+
+
+def silent_upgrades_of_ipv6() -> Outcome:
+    """The same from 64 addresses of an IPv6 /48."""
+    within = ["unshare", "--net"]
+    if subprocess.run([*within, "true"], capture_output=True, check=False).returncode:
+        return Outcome("skipped: needs a network namespace", "none", held=True)
+    done = subprocess.run(
+        [*within, sys.executable, "-m", "tests.security.doors"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=NAMESPACE_S,
+        env=environment(),
+    )
+    effect = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
+    return Outcome(effect, "none", held=effect.startswith("0 of "))
+
+
+def main() -> None:
+    """Attack over IPv6 in a network namespace, and print the effect."""
+    own = "-6 address add fd00:7::1/128 dev lo nodad"
+    for words in ("link set lo up", f"-6 route add local {NETWORK} dev lo", own):
+        subprocess.run(["ip", *words.split()], check=True)
+    print(_silent(HOSTS_IPV6, "[fd00:7::1]").effect)
+
+
+def _silent(hosts: Sequence[str], target: str) -> Outcome:
     with open_fleet() as fleet:
-        host, _, port = free_address("127.0.0.1").rpartition(":")
-        fleet.node("owner", f"{host}:{port}")
+        port = int(free_address("[::1]" if ":" in target else target).rpartition(":")[2])
+        fleet.node("owner", f"{target}:{port}")
         fleet.found("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
@@ -36,7 +75,7 @@ def silent_upgrades() -> Outcome:
             (f"ws://{owner.address}",), Role.CLIENT, lasts_s=3600, uses=None
         )
         stop, held = Event(), list[socket.socket]()
-        thread = Thread(target=_hold, args=(int(port), stop, held))
+        thread = Thread(target=_hold, args=((target.strip("[]"), port), hosts, stop, held))
         thread.start()
         try:
             time.sleep(3)
@@ -49,15 +88,20 @@ def silent_upgrades() -> Outcome:
     return Outcome(f"{TRIES - joined} of {TRIES} joins failed", "none", held=joined == TRIES)
 
 
-def _hold(port: int, stop: Event, held: list[socket.socket]) -> None:
+def _hold(
+    target: tuple[str, int], hosts: Sequence[str], stop: Event, held: list[socket.socket]
+) -> None:
     """Open connections from every host, all at once and then one after the other."""
     number = 0
     while not stop.wait(RATE_S if number > PLACES else 0):
         number += 1
-        each = socket.socket()
-        each.bind((HOSTS[number % len(HOSTS)], 0))
+        source = hosts[number % len(hosts)]
+        each = socket.socket(socket.AF_INET6 if ":" in source else socket.AF_INET)
+        if ":" in source:
+            each.setsockopt(socket.IPPROTO_IPV6, IPV6_FREEBIND, 1)
+        each.bind((source, 0))
         try:
-            each.connect(("127.0.0.1", port))
+            each.connect(target)
             each.sendall(UPGRADE)
         except OSError:
             each.close()
@@ -76,4 +120,10 @@ async def _join_often(ticket: str, folder: Path) -> int:
     return joined
 
 
-ATTACKS = (Attack("8 hosts of silent WebSockets", "39 of 40 links failed", silent_upgrades),)
+ATTACKS = (
+    Attack("8 hosts of silent WebSockets", "39 of 40 links failed", silent_upgrades),
+    Attack("an IPv6 /48 of silent WebSockets", "not known", silent_upgrades_of_ipv6),
+)
+
+if __name__ == "__main__":
+    main()
