@@ -7,12 +7,16 @@ grammar masks the tokens that cannot follow; drafts that it does not allow are r
 wrong draft, and after the loss of a ring the next entry takes the given tokens first. So the same
 seed gives the same text on every ring, with and without speculation.
 
-The compiler is bounded by the size of a schema and by the limits of llguidance, and never fetches
-a schema from elsewhere.
+The compiler never fetches a schema from elsewhere. Its work is not bounded by the size of a schema:
+two factors of `multipleOf` can take it minutes, and nothing interrupts it. So each grammar is first
+compiled by a process of its own, `grammar_trial`, that the system ends; what that refuses, or lets
+pass, is remembered.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -20,15 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, TimedOut
+from meshllm.model.text import grammar_trial
 from meshllm.strict_json import WrongField
 
 T = TypeVar("T")
 
 MAX_SCHEMA_BYTES = 64 << 10
 MESSAGE_CHARS = 300
-# Endless white space would be valid JSON.
-_WHITE_SPACE = r" ?|\n {0,16}"
+TRIAL_S = 60.0  # s, on a machine that is busy: a trial has CPU_S of its processor
+KNOWN_TRIALS = 64  # grammars, of up to 128 KiB
 
 
 class Constraint(Protocol):
@@ -62,6 +67,7 @@ class Vocabulary:
 
         Raises:
             WrongField: the schema is too long, invalid, too complex, or uses what is not supported.
+            TimedOut: this machine is too busy to try it.
         """
         from llguidance import LLMatcher
 
@@ -72,13 +78,20 @@ class Vocabulary:
 
         def grammar() -> str:
             return LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_pattern": _WHITE_SPACE}
+                schema, overrides={"whitespace_pattern": grammar_trial.WHITE_SPACE}
             )
 
+        _try(schema, "json", "response_format")
         return self._compile(grammar, "response_format")
 
-    def tool_calls(self, grammar: str) -> "Grammar":
-        """Compile a grammar of `call_grammar`; raise `WrongField` if it is not supported."""
+    def tool_calls(self, grammar: str, trial: str) -> "Grammar":
+        """Compile a grammar of `call_grammar`; ``trial`` is the same with `grammar_trial.TOKEN`.
+
+        Raises:
+            WrongField: it is too complex, or uses what is not supported.
+            TimedOut: this machine is too busy to try it.
+        """
+        _try(trial, "lark", "tools")
         return self._compile(lambda: grammar, "tools")
 
     def _compile(self, grammar: Callable[[], str], field: str) -> "Grammar":
@@ -126,7 +139,36 @@ class Grammar:
         """
         for token in tokens:
             if not _guarded(partial(self._matcher.consume_token, token), ModelError):
-                raise ModelError("The answer so far does not follow its grammar")
+                why = _short(self._matcher.get_error())
+                raise ModelError(f"The answer so far does not follow its grammar: {why}")
+
+
+def _try(grammar: str, kind: str, field: str) -> None:
+    """Raise `WrongField` unless a process compiles a grammar within its limits."""
+    if not _is_bounded(grammar, kind):
+        limit = f"{grammar_trial.CPU_S} s"
+        raise WrongField(
+            field, f"A JSON schema is too complex: it takes more than {limit} to compile"
+        )
+
+
+@lru_cache(KNOWN_TRIALS)
+def _is_bounded(grammar: str, kind: str) -> bool:
+    script = grammar_trial.__file__, kind, str(grammar_trial.CPU_S)
+    try:
+        done = subprocess.run(
+            (sys.executable, "-P", *script),
+            input=grammar.encode(),
+            capture_output=True,
+            timeout=TRIAL_S,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for the node
+        )
+    except subprocess.TimeoutExpired:
+        raise TimedOut(f"A JSON schema was not compiled within {TRIAL_S:.0f} s") from None
+    if done.returncode > 0:
+        raise RuntimeError(done.stderr.decode(errors="replace"))
+    return done.returncode == 0
 
 
 def _guarded(call: Callable[[], T], fault: Callable[[str], Exception]) -> T:
@@ -140,5 +182,5 @@ def _guarded(call: Callable[[], T], fault: Callable[[str], Exception]) -> T:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(text.partition("\n<state>")[0].split())  # llguidance appends its state
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]}..."

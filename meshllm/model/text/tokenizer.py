@@ -90,6 +90,8 @@ class Text:
         self._tokenizer = tokenizer
         self.chats = ThreadPoolExecutor(1, "chats")
         """The thread that applies the chat template."""
+        self.grammars = ThreadPoolExecutor(2, "grammars")
+        """The threads that compile grammars: none of the others has to wait for a complex one."""
         self._of_chats: Any = None  # copied from the tokenizer by the first chat
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}

@@ -5,12 +5,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 from torch import Tensor
 
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.model.sampling import logprobs, validate
+from meshllm.model.text import grammar_trial
 from meshllm.model.text.answer_parser import AnswerParser
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.grammar import Constraint, Vocabulary
@@ -200,10 +202,13 @@ class RingBackend:
         if text.vocabulary is None:
             tokens = await self.worker.run(text.serialise)
             text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
-        if calls is not None:
-            return await asyncio.to_thread(text.vocabulary.tool_calls, calls)
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, text.grammars)
+        if tools and calls is not None:
+            markers = dict.fromkeys(text.markers, grammar_trial.TOKEN)
+            trial = call_grammar(tools, text.style.tool_format, markers) or ""
+            return await in_thread(text.vocabulary.tool_calls, calls, trial)
         assert request.schema is not None
-        return await asyncio.to_thread(text.vocabulary.json_schema, request.schema)
+        return await in_thread(text.vocabulary.json_schema, request.schema)
 
 
 @dataclass(slots=True)

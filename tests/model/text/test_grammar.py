@@ -4,8 +4,9 @@ from math import inf
 import pytest
 import torch
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, TimedOut
 from meshllm.model.files.source import resolve
+from meshllm.model.text import grammar, grammar_trial
 from meshllm.model.text.grammar import MAX_SCHEMA_BYTES, Vocabulary
 from meshllm.model.text.tokenizer import Text
 from meshllm.strict_json import WrongField
@@ -68,7 +69,7 @@ def test_logits_behind_the_vocabulary_are_masked(vocabulary: Vocabulary) -> None
 
 
 def test_tokens_that_do_not_follow_are_refused(vocabulary: Vocabulary) -> None:
-    with pytest.raises(ModelError, match="does not follow its grammar"):
+    with pytest.raises(ModelError, match=r"does not follow its grammar: .* doesn't satisfy"):
         vocabulary.json_schema(PERSON).take(tokens_of(vocabulary, '{"name"'))
 
 
@@ -108,3 +109,56 @@ def test_a_model_without_end_token_follows_no_schema(text: Text) -> None:
 def test_a_tokenizer_that_is_not_supported_is_an_error() -> None:
     with pytest.raises(ModelError):
         Vocabulary("{}", [1])
+
+
+ENDLESS = json.dumps({"allOf": [{"type": "integer", "multipleOf": each} for each in (9973, 9967)]})
+"""It takes the compiler minutes, which nothing can interrupt."""
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which the trial of a grammar may take long, but not much of its processor."""
+    monkeypatch.setattr(grammar_trial, "CPU_S", 1)
+    monkeypatch.setattr(grammar, "TRIAL_S", 600.0)
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_schema_that_takes_too_long_is_refused_by_name(vocabulary: Vocabulary) -> None:
+    with pytest.raises(WrongField, match="takes more than 1 s to compile") as caught:
+        vocabulary.json_schema(ENDLESS)
+
+    assert caught.value.name == "response_format"
+
+
+@pytest.mark.usefixtures("busy")
+def test_arguments_that_take_too_long_are_refused_by_name(vocabulary: Vocabulary) -> None:
+    def lark(token: int) -> str:
+        return f"%llguidance {{}}\nstart: <[{token}]> args\nargs: %json {ENDLESS}"
+
+    with pytest.raises(WrongField, match="takes more than 1 s to compile") as caught:
+        vocabulary.tool_calls(lark(SIZE - 1), lark(grammar_trial.TOKEN))
+
+    assert caught.value.name == "tools"
+
+
+def test_a_grammar_is_tried_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary.json_schema(PERSON)
+    monkeypatch.setattr(grammar_trial, "__file__", "missing")
+
+    vocabulary.json_schema(PERSON)
+    with pytest.raises(RuntimeError, match="missing"):
+        vocabulary.json_schema(PERSON + " ")
+
+
+def test_a_machine_that_is_too_busy_says_so(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "TRIAL_S", 0.0)
+
+    with pytest.raises(TimedOut, match="not compiled within 0 s"):
+        vocabulary.json_schema('{"const": "busy"}')
+
+
+def test_what_is_wrong_with_a_grammar_is_told_where_it_is_used(vocabulary: Vocabulary) -> None:
+    with pytest.raises(WrongField, match="A JSON schema is not supported"):
+        vocabulary.tool_calls("start: nowhere", "start: nowhere")

@@ -8,6 +8,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from meshllm.errors import ModelError, UserError
+from meshllm.model.text import grammar_trial
 from meshllm.model.text.grammar import Vocabulary
 from meshllm.model.text.tool_format import (
     MARKERS,
@@ -75,7 +76,9 @@ def follows(
     special = {each: tokenizer.get_vocab()[each] for each in MARKERS}
     lark = call_grammar(tools, form, special)
     assert lark is not None
-    grammar = vocabulary.tool_calls(lark)
+    trial = call_grammar(tools, form, dict.fromkeys(special, grammar_trial.TOKEN))
+    assert trial is not None
+    grammar = vocabulary.tool_calls(lark, trial)
     try:
         grammar.take(tokenizer.encode(text).ids)
     except ModelError:
