@@ -57,6 +57,7 @@ bench:
     python -m tests.bench.ttft
     python -m tests.bench.load
     python -m tests.bench.door
+    python -m tests.bench.departure
     python -m tests.bench.chat
     python -m tests.bench.where
     meshllm bench --engine
