@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 from meshllm.api.access.accounts import Accounts
 from meshllm.api.connection import PublicProtocol
@@ -68,8 +69,7 @@ async def depart(door: Door, ring: LocalRing, model: str, number: int, phase: st
         lost.set_result(perf_counter())
         before(protocol, error)
 
-    PublicProtocol.connection_lost = note  # type: ignore[method-assign]  # when it notices
-    try:
+    with patch.object(PublicProtocol, "connection_lost", note):
         reader, writer = await asyncio.open_connection(*door.bound.getsockname()[:2])
         writer.write(request_of(model, number, phase))
         if phase == "prompt":
@@ -82,8 +82,6 @@ async def depart(door: Door, ring: LocalRing, model: str, number: int, phase: st
         while any(holders(ring)):  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)
         return (perf_counter() - noticed) * 1e3
-    finally:
-        PublicProtocol.connection_lost = before  # type: ignore[method-assign]
 
 
 async def run(options: argparse.Namespace, report: Report) -> int:
