@@ -145,16 +145,19 @@ class ModelRuntime:
             self._text = await self.worker.run(Text.load, self.source.folder)
         return self._text
 
-    async def hold(self, plan: Plan, me: NodeId, room: int = 0) -> LoadedSpan:
+    async def hold(
+        self, plan: Plan, me: NodeId, room: int = 0, *, has_caches: bool = False
+    ) -> LoadedSpan:
         """Load this node's span of the plan, unless it is loaded; release another one first.
 
-        This node has ``room`` bytes for caches in addition to its layers.
+        This node has ``room`` bytes for caches in addition to its layers; ``has_caches`` if some
+        are kept, for layers of the last plan.
 
         Raises:
             ModelError: the weights are missing or damaged.
             OutOfMemory: they do not fit into free memory.
         """
-        part, held = self._part(plan, me, room), self._held
+        part, held = self._part(plan, me, room, has_caches=has_caches), self._held
         if not (held and _is_met(part, held)):
             if self.obtain is not None:
                 await self.obtain(needed_parts(plan, me))
@@ -169,7 +172,13 @@ class ModelRuntime:
         return held
 
     async def preload(
-        self, plan: Plan, me: NodeId, lend: Callable[[int], bool], *, is_urgent: bool
+        self,
+        plan: Plan,
+        me: NodeId,
+        lend: Callable[[int], bool],
+        *,
+        is_urgent: bool,
+        has_caches: bool = False,
     ) -> None:
         """Load this node's span of a plan that may follow, beside what it holds.
 
@@ -180,7 +189,7 @@ class ModelRuntime:
             ModelError: the weights are missing or damaged.
             OutOfMemory: they do not fit into memory that is free.
         """
-        part, worker = self._part(plan, me, 0), self.worker
+        part, worker = self._part(plan, me, 0, has_caches=has_caches), self.worker
         if self.obtain is not None:
             await self.obtain(needed_parts(plan, me))
         needed = await worker.run(self._loader.missing_bytes, part)
@@ -196,13 +205,14 @@ class ModelRuntime:
         """Release what was loaded for a plan that may follow."""
         await self.worker.run(self._loader.release_ahead)
 
-    def _part(self, plan: Plan, me: NodeId, room: int) -> RankPart:
+    def _part(self, plan: Plan, me: NodeId, room: int, *, has_caches: bool) -> RankPart:
         """Return what a node loads for a plan of which it is a rank."""
         rank = plan.rank(me)
         assert rank is not None  # the caller is in the plan
         self.verdict.require(len(plan.stages))
         is_divided = self.divides_head and plan.ends is Ends.ENTRY  # a client hides its tokens
-        return RankPart(plan.stages[rank].span, rank == 0, len(plan.stages) == 1, is_divided, room)
+        span, is_alone = plan.stages[rank].span, len(plan.stages) == 1
+        return RankPart(span, rank == 0, is_alone, is_divided, room, has_caches)
 
     @property
     def prefix_bytes(self) -> int | None:

@@ -320,9 +320,9 @@ class RingRuntime:
         self._host.at_work()
 
     async def _preload(self, plan: Plan, is_urgent: bool) -> None:
-        lend = partial(self._lend, is_urgent)
+        lend, has = partial(self._lend, is_urgent), self._has_caches or self.sessions > 0
         try:
-            await self._model.preload(plan, self._me, lend, is_urgent=is_urgent)
+            await self._model.preload(plan, self._me, lend, is_urgent=is_urgent, has_caches=has)
         except MeshError as error:
             logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
         else:
@@ -371,7 +371,8 @@ class RingRuntime:
                 store.move(plan, self._me, budget)
             else:
                 store = self._store = None
-            self._span = await self._model.hold(plan, self._me, room)
+            has = self._has_caches
+            self._span = await self._model.hold(plan, self._me, room, has_caches=has)
             if store:
                 await self._model.worker.run(store.regroup, self._span.layers)
         except MeshError as error:
@@ -431,6 +432,10 @@ class RingRuntime:
             for task in (running, narrow, warming_up):
                 task.cancel()
             await asyncio.gather(running, narrow, warming_up, return_exceptions=True)
+
+    @property
+    def _has_caches(self) -> bool:
+        return self._store is not None and len(self._store.prefixes.caches) > 0
 
     @property
     def _is_free(self) -> bool:

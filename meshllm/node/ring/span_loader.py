@@ -1,7 +1,7 @@
 """Loads the span of a rank, and keeps what the next plan needs too; runs on the compute thread."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +48,8 @@ class RankPart:
     """The last rank may compute a part of the logits."""
     room: int = 0
     """Bytes for caches, in addition to the layers."""
+    has_caches: bool = False
+    """Whether KV caches of the layers in force are kept: they move to the new pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,7 @@ class SpanLoader:
         self._keep(self._kept, self._reusable(part))
         self.tidy()
         with self._reporting_memory(part):
-            in_force = [piece.span for piece in self._kept.pieces]
-            self._ahead, _ = self._completed(part, self._ahead, in_force)
+            self._ahead, _ = self._completed(part, self._ahead, self._borders)
 
     def missing_bytes(self, part: RankPart) -> int:
         """Return the bytes of a part that are not loaded yet."""
@@ -205,22 +206,24 @@ class SpanLoader:
             return None
 
     def _load(self, part: RankPart) -> LoadedSpan:
-        before = [piece.span for piece in self._kept.pieces]
+        borders = self._borders
         self._keep(self._reusable(part), _Kept())
         self.tidy()  # before more is loaded
-        self._kept, loaded = self._completed(part, self._kept, before)
+        self._kept, loaded = self._completed(part, self._kept, borders)
         return loaded
 
     def _completed(
-        self, part: RankPart, kept: _Kept, before: Sequence[Span]
+        self, part: RankPart, kept: _Kept, borders: Collection[int]
     ) -> tuple[_Kept, LoadedSpan]:
-        """Load what of a part is not kept; there are KV caches for the pieces ``before``."""
+        """Load what of a part is not kept; KV caches of the layers in force end at ``borders``."""
         parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
         span, draft = part.span, kept.draft if part.is_entry else None
         if part.is_entry and self._draft and draft is None:
             draft = self._draft.load(self._device)
         is_whole = part.is_alone and not kept.pieces
-        gaps = _cut(_gaps(span, kept.pieces), before, MOST_PIECES - len(kept.pieces))
+        gaps: Sequence[Span] = _gaps(span, kept.pieces)
+        if part.has_caches:
+            gaps = _cut(gaps, borders, MOST_PIECES - len(kept.pieces))
         pieces = self._pieces(gaps, span, kept.pieces, embed=part.is_entry, head=is_whole)
         sends = span.stop < self._shape.layers
         sent = SentRows(int(self._headroom(part) * _SENT_SHARE)) if sends else None
@@ -234,6 +237,12 @@ class SpanLoader:
             head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
         ends = EntryRunners(layers, head, self._context, helped)
         return _Kept(pieces, head, helped, draft), LoadedSpan(span, ends, None, draft)
+
+    @property
+    def _borders(self) -> set[int]:
+        """The layers at which pieces in force begin, or behind which they end."""
+        spans = [piece.span for piece in self._kept.pieces]
+        return {border for span in spans for border in (span.start, span.stop)}
 
     def _reusable(self, part: RankPart) -> _Kept:
         """Return what of the loaded parts the next one needs: the more layers, the better."""
@@ -328,12 +337,11 @@ def _gaps(span: Span, pieces: Sequence[Runner]) -> list[Span]:
     return [*gaps, Span(at, span.stop)] if at < span.stop or not pieces else gaps
 
 
-def _cut(gaps: Sequence[Span], before: Sequence[Span], most: int) -> Sequence[Span]:
-    """Cut gaps where pieces ``before`` begin or end, unless that makes more than ``most``.
+def _cut(gaps: Sequence[Span], borders: Collection[int], most: int) -> Sequence[Span]:
+    """Cut gaps at the borders inside them, unless that makes more than ``most``.
 
     A piece takes over the KV caches of all of its layers, or none.
     """
-    borders = {border for span in before for border in (span.start, span.stop)}
     cut = list[Span]()
     for gap in gaps:
         inner = sorted(border for border in borders if gap.start < border < gap.stop)

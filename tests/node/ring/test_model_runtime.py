@@ -78,6 +78,30 @@ async def test_a_span_is_kept_if_the_next_plan_needs_the_same(
     assert (await model.hold(after, me) is first) is is_kept
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("has_caches", "after", "pieces"),
+    [
+        (True, "3:6", ["3:4", "4:6"]),
+        (False, "3:6", ["3:6"]),
+        (True, "1:4", ["1:2", "2:4"]),
+        (True, "3:4", ["3:4"]),
+    ],
+)
+async def test_a_span_that_moves_is_cut_where_kept_caches_end(
+    model: ModelRuntime, *, has_caches: bool, after: str, pieces: list[str], is_ahead: bool
+) -> None:
+    before, span = plan_of("0:2", "2:4", "4:6"), Span.parse(after)
+    other = plan_of(f"0:{span.start}", after, *([f"{span.stop}:6"] if span.stop < 6 else []))
+    await model.hold(before, B)
+
+    if is_ahead:
+        await model.preload(other, B, lambda _: True, is_urgent=True, has_caches=has_caches)
+    held = await model.hold(other, B, has_caches=has_caches)
+
+    assert [str(piece.span) for piece in held.layers.pieces] == pieces
+
+
 async def test_a_span_that_loses_its_head_is_loaded_again(model: ModelRuntime) -> None:
     first = await model.hold(plan_of("0:6"), A)
     other = replace(plan_of("0:6"), stages=(PlanStage(B, Span(0, 3)), PlanStage(A, Span(3, 6))))
