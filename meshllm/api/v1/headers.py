@@ -13,17 +13,25 @@ from meshllm.request import Answer
 from meshllm.status import ModelStatus
 
 TRACE = "x-meshllm-trace"
+MAX_VALUE_CHARS = 128
 
 
 def headers_of(model: ModelStatus, request_id: str) -> dict[str, str]:
-    """Return the headers of a response: what is known of the model that answers."""
+    """Return the headers of a response: what is known of the model that answers.
+
+    Other nodes say some of it; what does not fit into a header is left out.
+    """
     values = (
         request_id,
         model.fingerprint.removeprefix("fp_"),
         precision_of(model),
         str(model.epoch or ""),
     )
-    return {name: value for name, value in zip(EXPOSED, values, strict=True) if value}
+    return {name: value for name, value in zip(EXPOSED, values, strict=True) if _fits(value)}
+
+
+def _fits(value: str) -> bool:
+    return value.isascii() and value.isprintable() and 0 < len(value) <= MAX_VALUE_CHARS
 
 
 def is_traced(request: Request) -> bool:

@@ -112,3 +112,21 @@ async def test_another_value_of_the_trace_header_is_refused(
 
     assert (said.status_code, door.requests) == (400, [])
     assert "x-meshllm-trace" in said.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("said", ["x\r\nset-cookie: a=b", "\u20ac", "x" * 129])
+async def test_what_another_node_says_breaks_no_header(
+    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        known = door.status().model
+        assert known
+        return [replace(known, fingerprint=f"fp_{said}", providers=("desk",), precision=said)]
+
+    monkeypatch.setattr(FakeNode, "models", models)
+
+    asked = PATHS["/v1/chat/completions"] | {"model": "builtin"}
+    got = await client.post("/v1/chat/completions", json=asked)
+
+    assert got.status_code == 200
+    assert not [name for name in got.headers if name.startswith("x-meshllm")]
