@@ -3,8 +3,8 @@
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import httpx2
@@ -12,12 +12,15 @@ import pytest
 
 from meshllm.api.v1.documented import HEADING, ROUTES, DocumentedRoute, with_fields
 from meshllm.cli.commands.help import topics
-from meshllm.request import Event
+from meshllm.request import Event, Request, Tools, Turn
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CHAT_TOOL, MESSAGES_TOOL, RESPONSES_TOOL
 
-HI = {"role": "user", "content": "hi"}
+Said = tuple[int, str, tuple[Request, ...]]
+"""The status, the text, and what the mesh was asked."""
+
+HI = Turn(role="user", content="hi")
 TOOLS = {"chat": CHAT_TOOL, "responses": RESPONSES_TOOL}
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [HI]},
@@ -73,6 +76,45 @@ HONOURED: dict[str, Any] = {
 NEEDS: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
 """What a field needs beside it."""
 NEEDS["stream_options"] = {"stream": True}
+_FUNCTIONS = '[{"name":"f","parameters":{}}]'
+_BYE = (Turn(role="user", content="bye"),)
+ASKED: dict[str, dict[str, Any]] = {
+    "chat_template_kwargs": {"thinks": False},
+    "echo": {"scores_prompt": True},
+    "encoding_format": {},
+    "ignore_eos": {"ignores_end": True},
+    "input": {"turns": _BYE},
+    "input of embeddings": {"raw": "bye"},
+    "instructions": {"turns": (Turn(role="system", content="be kind"), HI)},
+    "logit_bias": {"logit_bias": ((7, 1.0),)},
+    "logprobs": {"logprobs": 0},
+    "logprobs of completions": {"logprobs": 1},
+    "max_completion_tokens": {"max_tokens": 3},
+    "max_output_tokens": {"max_tokens": 3},
+    "max_reasoning_tokens": {"max_reasoning": 3},
+    "meshllm": {"trusted": ("desk",)},
+    "messages": {"turns": _BYE},
+    "n": {"requests": 2, "shares_prefix": True},
+    "parallel_tool_calls": {"tools": Tools(_FUNCTIONS, is_required=False, parallel=False)},
+    "prompt": {"raw": "bye"},
+    "reasoning": {"thinks": True, "effort": "low"},
+    "reasoning_effort": {"thinks": True, "effort": "low"},
+    "response_format": {"schema": '{"type":"object"}'},
+    "stop": {"stop": (".",)},
+    "stop_sequences": {"stop": (".",)},
+    "store": {},
+    "stream": {},
+    "stream_options": {},
+    "system": {"turns": (Turn(role="system", content="be kind"), HI)},
+    "text": {"schema": '{"type":"object"}'},
+    "thinking": {"thinks": False},
+    "tool_choice": {"tools": Tools(_FUNCTIONS, is_required=True, parallel=True)},
+    "tools": {"tools": Tools(_FUNCTIONS, is_required=False, parallel=True)},
+    "top_logprobs": {"logprobs": 2},
+}
+"""What a field changes of the request to the mesh, and nothing else; others have one name there."""
+REFUSED = {"model", "previous_response_id"}
+"""Fields whose values above name what there is not."""
 EVERY_FIELD = sorted(frozenset[str]().union(*(each.fields for each in ROUTES)))
 
 
@@ -111,7 +153,7 @@ async def test_each_field_does_what_the_table_says(
     door.said = answer(route)
     base = {"model": "builtin", **BODIES[route.name]}
 
-    async def said(**change: Any) -> tuple[object, ...]:
+    async def said(**change: Any) -> Said:
         door.requests.clear()
         found = await client.post(route.path, json=base | change)
         return found.status_code, found.text, tuple(door.requests)
@@ -122,7 +164,7 @@ async def test_each_field_does_what_the_table_says(
 
 
 async def check_field(
-    route: DocumentedRoute, field: str, said: Callable[..., Awaitable[tuple[object, ...]]]
+    route: DocumentedRoute, field: str, said: Callable[..., Awaitable[Said]]
 ) -> None:
     match route.effect(field).split():
         case ["honoured"]:
@@ -130,7 +172,12 @@ async def check_field(
             plain, changed = await said(**needs), await said(**needs, **{field: value})
             assert plain[0] == 200
             assert changed != plain
-            assert (changed[0] == 200) == (field not in {"model", "previous_response_id"})
+            if field in REFUSED:
+                assert changed[0] == 404
+            else:
+                known = ASKED.get(field, {field: value})
+                wanted = ASKED.get(f"{field} of {route.name}", known)
+                assert (changed[0], changes(plain[2], changed[2])) == (200, wanted)
         case ["ignored"]:
             assert await said(**{field: {"x": "y"}}) == await said()
         case ["only", *_]:
@@ -143,7 +190,20 @@ async def check_field(
             pytest.fail(f"the table says {other}")
 
 
-def assert_refused(said: tuple[object, ...], route: DocumentedRoute, field: str) -> None:
+def changes(before: Sequence[Request], after: Sequence[Request]) -> dict[str, object]:
+    """Return what of a request changed, and the number of requests if that did."""
+    one, other = (_parts(each[0]) for each in (before, after))
+    found = {name: value for name, value in other.items() if one[name] != value}
+    return found | ({} if len(before) == len(after) else {"requests": len(after)})
+
+
+def _parts(request: Request) -> dict[str, object]:
+    parts = {each.name: getattr(request, each.name) for each in fields(request)}
+    del parts["sampling"]
+    return parts | asdict(request.sampling)
+
+
+def assert_refused(said: Said, route: DocumentedRoute, field: str) -> None:
     status, text, asked = said
     assert (status, asked) == (400, ())
     assert f"`{field}`" in str(text)
