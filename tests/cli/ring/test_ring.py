@@ -111,6 +111,7 @@ def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int
     ) as process:
         os.close(theirs)
         shown = _read_until(ours, b"advice")
+        assert b"advice" in shown, shown.decode(errors="replace")  # else it ended by itself
         process.send_signal(signal.SIGINT)
         shown += _read_until(ours, None)
 
