@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 INSTALL_S = 600
 NODES = "attic", "bench", "cellar"
 
-Report = tuple[str, list[dict[str, str]]]
+Report = tuple[str, list[dict[str, str | None]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ CLIENTS = (
     Client("litellm", "litellm_python.py"),
     Client("llm", "llm_python.py"),
     Client("langchain-openai", "langchain_python.py"),
-    Client("lm-eval", "lm_eval_python.py", ("aiohttp", "tenacity", "accelerate", "peft"), True),
+    Client(
+        "lm-eval", "lm_eval_python.py", ("aiohttp", "tenacity", "accelerate", "peft"), True, 900
+    ),
     Client("openai", "openai_node.mjs"),
     Client("ai", "vercel_node.mjs", ("@ai-sdk/openai-compatible",)),
 )
@@ -120,8 +122,9 @@ def show(client: Client, report: Report) -> int:
     passed = len(calls) - len(wrong)
     row = f"{client.package:18} {client.script:20} {version:10} {len(calls):5} {passed:6}"
     print(row, flush=True)
-    for each in wrong:
-        print(f"  {each['call']}: {each['problem']}")
+    for each in calls:
+        if said := each["problem"] or each.get("found"):
+            print(f"  {each['call']}: {said}")
     return len(wrong) + (not calls)
 
 
@@ -159,7 +162,7 @@ def _call(
     return done.stdout
 
 
-def _calls(said: str) -> list[dict[str, str]]:
+def _calls(said: str) -> list[dict[str, str | None]]:
     """Return the calls that a script reports; libraries write between them."""
     return [json.loads(line) for line in said.splitlines() if line.startswith('{"call"')]
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable
 
 
-def run(*calls: Callable[[], None]) -> None:
-    """Make the calls; print a line of JSON for each, with what was wrong."""
+def run(*calls: Callable[[], str | None]) -> None:
+    """Make the calls; print a line of JSON for each, with what was wrong, or what it returned."""
     for call in calls:
+        problem, found = "", None
         try:
-            call()
-            problem = ""
+            found = call()
         except Exception as error:  # each call is reported
             problem = f"{type(error).__name__}: {error}"
-        print(json.dumps({"call": call.__name__, "problem": problem}), flush=True)
+        print(json.dumps({"call": call.__name__, "problem": problem, "found": found}), flush=True)
