@@ -102,9 +102,12 @@ def _run(folder: Path, words: Sequence[str]) -> dict[str, Any]:
     path = f"{folder}:{folder / 'plugins'}"
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", *words]
-    found: dict[str, Any] = json.loads(
-        subprocess.check_output(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
