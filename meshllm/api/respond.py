@@ -1,9 +1,10 @@
 """Request bodies, error responses and streamed responses."""
 
 import asyncio
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,6 +27,7 @@ from meshllm.strict_json import MAX_DIGITS, build, parse
 T = TypeVar("T")
 
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
+KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
 
 
@@ -55,7 +57,8 @@ class Stream(Response, Generic[T]):
     """Streams the items of a generator; closes it at its end or when the client disconnects.
 
     An item for which ``write`` returns no bytes is not sent. The status line is sent with the
-    first bytes: an earlier error sets its own status, a later one is written by ``fail``.
+    first bytes: an earlier error sets its own status, a later one is written by ``fail``. In each
+    `KEEP_ALIVE_S` of silence ``idle`` is sent, if there is one.
     """
 
     def __init__(
@@ -65,17 +68,19 @@ class Stream(Response, Generic[T]):
         write: Callable[[T], bytes],
         fail: Callable[[MeshError], bytes],
         headers: Mapping[str, str] | None = None,
+        idle: bytes = b"",
     ) -> None:
         super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
-        self.items, self.write, self.fail = items, write, fail
+        self.items, self.write, self.fail, self.idle = items, write, fail, idle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the items until their end or until the client disconnects."""
-        sending = asyncio.ensure_future(self._send(send))
+        sent = _Body({"status": self.status_code, "headers": self.raw_headers}, send)
+        sending = asyncio.ensure_future(self._send(sent))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait({sending, leaving}, sent)
         finally:
             sending.cancel()
             leaving.cancel()
@@ -83,54 +88,60 @@ class Stream(Response, Generic[T]):
         if not sending.cancelled():
             sending.result()
 
-    async def _send(self, send: Send) -> None:
-        is_begun = False
+    async def _wait(self, tasks: "set[asyncio.Future[None]]", sent: "_Body") -> None:
+        """Wait for the first of these tasks; keep the connection alive meanwhile."""
+        limit_s = KEEP_ALIVE_S if self.idle else None
+        while not (await asyncio.wait(tasks, timeout=limit_s, return_when=FIRST_COMPLETED))[0]:
+            limit_s = sent.quiet_s
+            if limit_s <= 0:
+                limit_s = KEEP_ALIVE_S
+                await sent.put(self.idle)
 
-        async def put(chunk: bytes, *, is_last: bool = False) -> None:
-            nonlocal is_begun
-            if not is_begun:
-                head = {"status": self.status_code, "headers": self.raw_headers}
-                is_begun = True
-                await send({"type": "http.response.start", **head})
-            await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
-
+    async def _send(self, sent: "_Body") -> None:
         async with aclosing(self.items) as items:
             try:
                 async for item in items:
                     if chunk := self.write(item):
-                        await put(chunk)
+                        await sent.put(chunk)
             except MeshError as error:
-                if not is_begun:
+                if not sent.is_begun:
                     raise
-                await put(self.fail(error))
-        await put(b"", is_last=True)
+                await sent.put(self.fail(error))
+        await sent.put(b"", is_last=True)
+
+
+class _Body:
+    """The body of a response, whose status line is sent with the first bytes."""
+
+    def __init__(self, head: dict[str, Any], send: Send) -> None:
+        self.is_begun = False
+        self._head, self._send = head, send
+        self._clock = asyncio.get_running_loop().time
+        self._since = self._clock()
+        self._lock = asyncio.Lock()  # two tasks write
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds of silence until `KEEP_ALIVE_S`; waiting for the client to read is none."""
+        since = self._clock() if self._lock.locked() else self._since
+        return since + KEEP_ALIVE_S - self._clock()
+
+    async def put(self, chunk: bytes, *, is_last: bool = False) -> None:
+        """Send bytes."""
+        async with self._lock:
+            if not self.is_begun:
+                self.is_begun = True
+                await self._send({"type": "http.response.start", **self._head})
+            await self._send(
+                {"type": "http.response.body", "body": chunk, "more_body": not is_last}
+            )
+            self._since = self._clock()
 
 
 async def _disconnected(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def with_keep_alive(
-    items: AsyncGenerator[T, None], every_s: float
-) -> AsyncGenerator[T | None, None]:
-    """Yield the items, and None after each ``every_s`` without one; close them at the end."""
-    upcoming = asyncio.ensure_future(anext(items, None))
-    try:
-        while True:
-            await asyncio.wait({upcoming}, timeout=every_s)
-            if not upcoming.done():
-                yield None
-            elif (item := upcoming.result()) is not None:
-                yield item
-                upcoming = asyncio.ensure_future(anext(items, None))
-            else:
-                return
-    finally:
-        upcoming.cancel()
-        await asyncio.gather(upcoming, return_exceptions=True)
-        await items.aclose()
 
 
 async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerator[T, None]:

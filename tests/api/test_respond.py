@@ -1,11 +1,11 @@
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from starlette.types import Message
 
-from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.respond import KEEP_ALIVE_S, Stream
 from meshllm.errors import MeshError
+from meshllm.testing.clock import run_virtual
 
 
 def _fail(_: MeshError) -> bytes:
@@ -39,29 +39,59 @@ async def test_a_streamed_generator_is_closed_before_the_response_ends() -> None
     assert closed.is_set()
 
 
-async def test_keep_alive_yields_the_items_and_none_while_silent() -> None:
-    async def slowly() -> AsyncGenerator[int, None]:
-        yield 1
-        await asyncio.sleep(0.05)
-        yield 2
-
-    seen = [item async for item in with_keep_alive(slowly(), 0.02)]
-
-    assert [item for item in seen if item] == [1, 2]
-    assert None in seen[1:-1]
+async def _stay() -> Message:
+    """Stay connected."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
-async def test_closing_keep_alive_cancels_the_wait() -> None:
-    cancelled = asyncio.Event()
+class Sent(list[bytes]):
+    """What a client was sent; the head is empty."""
 
-    async def stuck() -> AsyncGenerator[int, None]:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cancelled.set()
-        yield 0
+    async def __call__(self, message: Message) -> None:
+        self.append(message.get("body", b"head"))
 
-    kept = stuck()  # else the garbage collector would close it
-    async with aclosing(with_keep_alive(kept, 0.01)) as news:
-        await anext(news)
-    assert cancelled.is_set()
+
+def test_a_silent_stream_is_kept_alive_whatever_progress_it_makes() -> None:
+    sent = Sent()
+
+    async def words() -> AsyncGenerator[str, None]:
+        for _ in range(25):
+            await asyncio.sleep(1)
+            yield ""  # progress, of which nothing is sent
+        yield "x"
+        await asyncio.sleep(KEEP_ALIVE_S - 1)
+        yield "y"
+
+    stream = Stream(words(), "text/plain", str.encode, _fail, idle=b"idle")
+    run_virtual(stream({"type": "http"}, _stay, sent))
+
+    assert sent == [b"head", b"idle", b"idle", b"x", b"y", b""]
+
+
+def test_a_silent_response_without_a_comment_is_left_alone() -> None:
+    sent = Sent()
+
+    async def words() -> AsyncGenerator[str, None]:
+        await asyncio.sleep(25)
+        yield "x"
+
+    run_virtual(Stream(words(), "text/plain", str.encode, _fail)({"type": "http"}, _stay, sent))
+
+    assert sent == [b"head", b"x", b""]
+
+
+def test_nothing_piles_up_for_a_client_that_does_not_read() -> None:
+    sent = Sent()
+
+    async def words() -> AsyncGenerator[str, None]:
+        yield "x"
+
+    async def slowly(message: Message) -> None:
+        await sent(message)
+        await asyncio.sleep(25)
+
+    stream = Stream(words(), "text/plain", str.encode, _fail, idle=b"idle")
+    run_virtual(stream({"type": "http"}, _stay, slowly))
+
+    assert sent == [b"head", b"x", b""]

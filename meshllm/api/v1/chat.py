@@ -11,8 +11,7 @@ from starlette.routing import Route
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.respond import Stream, with_keep_alive, within
-from meshllm.api.v1 import reply as base
+from meshllm.api.respond import Stream, within
 from meshllm.api.v1.extension import Extension
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.headers import headers_of, is_traced
@@ -175,10 +174,8 @@ class _ChatReply(Reply):
             return b""
         return self.write(WHOLE, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
 
-    def chunks(self, news: Choices | None) -> bytes:
-        """Write server-sent events: a comment for None, nothing for progress."""
-        if news is None:
-            return PATIENCE
+    def chunks(self, news: Choices) -> bytes:
+        """Write server-sent events, nothing for progress."""
         place, happened = news
         choice = self.choices[place]
         if not isinstance(happened, Piece | Answer) or happened == Piece(""):
@@ -266,8 +263,7 @@ def routes(service: Service) -> list[Route]:
         )  # fmt: skip
         headers = headers_of(model, reply.id)
         if body.stream:
-            slow = with_keep_alive(made.events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.chunks, failure, headers)
+            return Stream(made.events, STREAM, reply.chunks, failure, headers, PATIENCE)
         return Stream(made.events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]

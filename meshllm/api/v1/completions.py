@@ -10,8 +10,7 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.respond import Stream, with_keep_alive
-from meshllm.api.v1 import reply as base
+from meshllm.api.respond import Stream
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.headers import headers_of, is_traced
 from meshllm.api.v1.prompts import read_prompts, with_prompt
@@ -74,10 +73,8 @@ class _TextReply(Reply):
             return b""
         return self.write(KIND, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
 
-    def chunks(self, news: Choices | None) -> bytes:
-        """Write server-sent events: a comment for None, nothing for progress."""
-        if news is None:
-            return PATIENCE
+    def chunks(self, news: Choices) -> bytes:
+        """Write server-sent events, nothing for progress."""
         place, happened = news
         if isinstance(happened, Piece) and (happened.text or happened.logprobs):
             told = self._logprobs(place, happened.logprobs) if happened.logprobs else None
@@ -139,8 +136,7 @@ def routes(service: Service) -> list[Route]:
         reply = _TextReply("cmpl", *head, is_traced(request))
         events, headers = service.answer(key, model, asked), headers_of(model, reply.id)
         if body.stream:
-            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.chunks, failure, headers)
+            return Stream(events, STREAM, reply.chunks, failure, headers, PATIENCE)
         return Stream(events, JSON, reply.completion, error_object, headers)
 
     return [Route("/v1/completions", complete, methods=["POST"])]

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
-from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import DRAWN_SEEDS, MAX_STOPS, read_fields
 from meshllm.api.v1.headers import headers_of
@@ -216,10 +216,8 @@ class _MessagesReply:
             {**self._head(), "content": content, **_end(happened), "usage": _usage(happened)}
         )
 
-    def events(self, news: Choices | None) -> bytes:
-        """Write server-sent events: a ping for None."""
-        if news is None:
-            return PING
+    def events(self, news: Choices) -> bytes:
+        """Write server-sent events."""
         match news[1]:
             case Prefilled(total=total):
                 self.read = total
@@ -291,8 +289,7 @@ def routes(service: Service) -> list[Route]:
         reply, events = _MessagesReply(model.name), service.answer(key, model, [asked])
         headers = headers_of(model, reply.id)
         if body.stream:
-            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.events, _failure, headers)
+            return Stream(events, STREAM, reply.events, _failure, headers, PING)
         return Stream(events, JSON, reply.message, messages_error, headers)
 
     async def count(request: Request) -> Response:

@@ -13,7 +13,6 @@ from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, TokenLogprobs
 from meshllm.request import Request as Asked
 
-KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 PATIENCE = b": patience\n\n"  # a comment, which clients ignore
 DONE = b"data: [DONE]\n\n"
 STREAM = "text/event-stream"

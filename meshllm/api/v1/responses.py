@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
-from meshllm.api.respond import Stream, with_keep_alive
+from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, DRAWN_SEEDS, read_fields
 from meshllm.api.v1.headers import headers_of
@@ -183,10 +183,8 @@ class _ResponsesReply:
             self._add("function_call", call.name).text = call.arguments
         return _compact(self._kept(happened))
 
-    def events(self, news: Choices | None) -> bytes:
-        """Write server-sent events: a comment for None, nothing for progress."""
-        if news is None:
-            return PATIENCE
+    def events(self, news: Choices) -> bytes:
+        """Write server-sent events, nothing for progress."""
         return b"".join(self._events(news[1]))
 
     def failure(self, error: MeshError) -> bytes:
@@ -373,8 +371,7 @@ def routes(service: Service) -> list[Route]:
         reply = _ResponsesReply(model.name, body, given, owner, turns, store)
         events, headers = service.answer(key, model, [asked]), headers_of(model, reply.id)
         if body.stream:
-            slow = with_keep_alive(events, base.KEEP_ALIVE_S)
-            return Stream(slow, STREAM, reply.events, reply.failure, headers)
+            return Stream(events, STREAM, reply.events, reply.failure, headers, PATIENCE)
         return Stream(events, JSON, reply.whole, error_object, headers)
 
     async def retrieve(request: Request) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from meshllm.api.v1 import reply
+from meshllm.api import respond
 from meshllm.request import (
     FinishReason,
     Logprob,
@@ -134,7 +134,7 @@ async def test_comments_keep_a_silent_stream_open(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door.waits_at = 1
-    monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(respond, "KEEP_ALIVE_S", 0.01)
     asyncio.get_running_loop().call_later(0.05, door.go.set)
 
     said = await client.post(PATH, json=STREAM)
