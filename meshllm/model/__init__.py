@@ -1,3 +1,3 @@
 """Models: synchronous code over torch and transformers."""
 
-__all__ = ["capacity", "device", "lean", "locate", "pages", "sampling", "shape", "timing"]
+__all__ = ["capacity", "device", "lean", "locate", "pages", "pauses", "sampling", "shape", "timing"]

@@ -21,6 +21,7 @@ from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
 from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.pauses import pause
 from meshllm.model.shape import free_memory
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import context_of
@@ -250,6 +251,7 @@ def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> f
     cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
+        pause()
         cold.fill_(len(times))
         wait(device)
         times.append(seconds(rows))

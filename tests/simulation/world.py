@@ -65,7 +65,12 @@ class ToyWorker(Worker):
         later: Future[T] = Future()
         if not self._held:  # it runs, and does not end
             self._running = self._now(), self._now() + hang.HANG_S
-        self._held.append(lambda: later.set_result(function(*args)))
+
+        def run() -> None:
+            if later.set_running_or_notify_cancel():
+                later.set_result(function(*args))
+
+        self._held.append(run)
         return later
 
     @staticmethod

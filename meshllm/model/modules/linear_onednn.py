@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshllm.model.modules.linear_bf16 import has_native
 from meshllm.model.modules.probe import MOST_ROWS, probe_matrix
+from meshllm.model.pauses import pause
 
 SMALLEST = 1 << 18  # values; a smaller matrix fits in the CPU cache anyway
 LARGEST = 1 << 26  # values; a larger matrix is tried itself: it has enough outputs to differ
@@ -62,6 +63,7 @@ def pack(model: nn.Module, skip: Collection[str] = (), *, exact: bool = False) -
     for name, plain in list(_candidates(model)):
         if any(f"{name}.".startswith(f"{outer}.") for outer in skip):
             continue
+        pause()
         kind = *plain.weight.shape, plain.weight.dtype, plain.bias is not None
         if kind not in gains:
             gains[kind] = (exact or not has_native(plain)) and _gains(plain)

@@ -26,6 +26,7 @@ from meshllm.model.modules.quant_kernels import kernel, size_of
 from meshllm.model.modules.quant_linear import FusedProjections, QuantLinear
 from meshllm.model.modules.quant_store import evict, load, save
 from meshllm.model.pages import page_out
+from meshllm.model.pauses import pause
 from meshllm.names import Quant
 
 SAMPLES = 16  # rows that a matrix is tested on
@@ -76,6 +77,7 @@ def quantise(
     linears, plain = choose(model, kind, skip)
     work = _Quantizer(model, kind, digests or {}, cache, mapped)
     for names in fusable_groups(linears):
+        pause()
         plain += work.exchange({name: linears[name] for name in names})
     if cache is not None:
         evict(cache)

@@ -17,6 +17,7 @@ from meshllm.model.lean import lean
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, WholeSession
 from meshllm.model.parity.verdict import Verdict
+from meshllm.model.pauses import pause
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, quiet
@@ -75,6 +76,7 @@ def measure(config: PreTrainedConfig, depth: Depth | None = None) -> Verdict:
         with random_model(config, dtype) as (model, source), torch.inference_mode():
             stocks.append(run_stock(model, depth.crops, *stocks[:1]))
             for name in depth.layouts:
+                pause()
                 parts = cases.layout(name, config.num_hidden_layers)
                 finding = compare(source, parts, dtype, stocks[-1], depth.crops)
                 if name not in findings or not findings[name].fault:
@@ -113,11 +115,15 @@ def run_stock(model: nn.Module, crops: Sequence[int], like: Stock | None = None)
     def record() -> WholeSession:
         return WholeSession(model, recording=True)
 
+    pause()
     if like is None and not cases.resumes(begin, tokens(8), (7, 1, 1, 1)):
         raise ModelError("the stock model does not continue from its cache")
     chunkable = like.chunkable if like else cases.resumes(begin, tokens(8), (7, 5))
     croppable = like.croppable if like else _rolls_back(record)
-    logits = {name: case(begin, tokens()) for name, case in cases.REFERENCES.items()}
+    logits = {}
+    for name, case in cases.REFERENCES.items():
+        pause()
+        logits[name] = case(begin, tokens())
     if croppable:
         logits["crop"] = cases.cropped(crops)(record, tokens())
     return Stock(logits, chunkable, croppable)
@@ -129,16 +135,19 @@ def compare(
     """Load the parts of a model and find their first difference from the whole."""
     where = f"parts {' '.join(str(part.span) for part in parts)} in {dtype}".replace("torch.", "")
     try:
-        shards = [
-            load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
-            for part in parts
-        ]
+        shards = [_load(source, part, dtype) for part in parts]
+        pause()
         ring = RingSession(shards)
         fault = _first_gap(shards, stock, crops if ring.croppable else ())
         return Comparison(f"{fault}, {where}" if fault else "", ring.croppable)
     except PROBE_ERRORS as error:  # a type that cannot be split is a finding, not a crash
         reason = describe(error).replace(str(source.folder), "the model")
         return Comparison(f"{reason}, {where}", croppable=False)
+
+
+def _load(source: Source, part: Part, dtype: torch.dtype) -> Shard:
+    pause()
+    return load_shard(source, part.span, embed=part.embed, head=part.head, dtype=dtype)
 
 
 def describe(error: Exception) -> str:
@@ -157,6 +166,7 @@ def _first_gap(shards: Sequence[Shard], stock: Stock, crops: Sequence[int]) -> s
 
     cropping = {"crop": cases.cropped(crops)} if stock.croppable and crops else {}
     for name, case in (cases.CASES | cropping).items():
+        pause()
         if gap := cases.unequal(stock.logits[name], case(begin, tokens())):
             return f"{name}: {gap}"
     return cases.undetected_damage(shards, tokens()) if len(shards) > 2 else None

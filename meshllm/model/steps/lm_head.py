@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape
 from meshllm.model.split.anatomy import PROBE_ERRORS
+from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
 
@@ -59,11 +61,15 @@ def _is_splittable(source: Source, shape: ModelShape, parts: Parts) -> bool:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(1, max(_ROWS), shape.hidden_size, generator=generator).to(dtype)
 
+    def forward(shard: Shard, rows: int) -> Tensor:
+        pause()
+        return shard.forward(drawn[:, :rows], None)
+
     def logits(outputs: range | None) -> list[Tensor]:
         shard = load_shard(
             source, end, embed=False, head=True, dtype=dtype, packed=False, outputs=outputs
         )
-        return [shard.forward(drawn[:, :rows], None) for rows in _ROWS]
+        return [forward(shard, rows) for rows in _ROWS]
 
     try:
         given = zip(*(logits(part) for part in parts), strict=True)

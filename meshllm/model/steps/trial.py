@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from meshllm.model.device import CPU, name_of, to_device, to_host
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.jit import machine
+from meshllm.model.pauses import pause
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.stubs import LayerStub
@@ -125,9 +126,13 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         x = draw_rows(shard, most)
         rows, filled = x[:, BEFORE:], read_prompt(shard, x)
         cache = filled()
+        pause()
         alone = torch.cat([steps.step(row, cache) for row in torch.split(rows, 1, 1)], 1)
+        pause()
         together = steps.step(rows, filled())
+        pause()
         both = steps.step_many([rows[:, :2], rows[:, :TRIED]], [filled(), filled()])
+        pause()
         stock = to_host(shard.forward(to_device(rows, device), filled()))
         pairs = [(alone, stock)]
         if (behind := filled()) is not None and device == CPU:

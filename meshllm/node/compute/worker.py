@@ -3,19 +3,25 @@
 All nodes of a process share one worker: two pools of OpenMP threads on the same cores stall each
 other at every barrier, and the nodes of one machine share its memory bus anyway. With one core per
 node they may have a worker each.
+
+What takes long, such as loading a further model, pauses between its parts: the steps that wait then
+run in the middle of it, see `pauses`. Steps stay in order; nothing else runs in a pause.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import torch
 
+from meshllm.model.pauses import pausing
 from meshllm.protocol.ring.hang import HangLimits
 
 SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says more exactly
@@ -33,13 +39,30 @@ def as_exception(error: BaseException) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What was submitted by `start`, and waits."""
+
+    work: Callable[[], Any]
+    outcome: Future[Any]
+
+    def cancel(self, turn: Future[None]) -> None:
+        """Cancel it if its turn will not come; it may have run in a pause."""
+        if turn.cancelled():
+            self.outcome.cancel()
+
+
 class Worker:
-    """Runs functions one at a time, off the event loop, in the order of submission."""
+    """Runs functions one at a time, off the event loop, in the order of submission.
+
+    Only steps may run earlier, in a pause of something long.
+    """
 
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
         """Threads that torch uses by default."""
         self._executor = executor
+        self._steps = deque[_Step]()
         self._latest: Callable[[], Future[Any] | None] = lambda: None
         self._last_used = 0.0  # loop time when a function was last submitted or running
         self._idle_lock = asyncio.Lock()
@@ -47,14 +70,43 @@ class Worker:
         self._excused = 0.0, 0.0  # the start of a function, and seconds to add to its limit
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Submit a function that reports its outcome by itself, exceptions included."""
-        return self._submit(SHORT_HANG_S, function, *args)
-
-    def _submit(self, hang_s: float, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Submit a step: a function that reports its outcome by itself, exceptions included."""
         self._last_used = asyncio.get_running_loop().time()
-        future = self._executor.submit(self._timed, hang_s, function, *args)
-        self._latest = ref(future)  # weak: its result may be model weights
-        return future
+        step = _Step(partial(function, *args), Future())
+        self._steps.append(step)
+        self._latest = ref(step.outcome)
+        self._executor.submit(self._run_step).add_done_callback(step.cancel)
+        return step.outcome
+
+    async def run_step(self, function: Callable[..., T], *args: Any) -> T:
+        """Wait for the result of a step, such as what a request needs before it is computed."""
+        return await asyncio.wrap_future(self.start(function, *args))
+
+    def _run_step(self) -> None:
+        """Run the step that has waited longest, unless all have run in pauses."""
+        if not self._steps:
+            return
+        step = self._steps.popleft()
+        if not step.outcome.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._timed(SHORT_HANG_S, step.work)
+        except Exception as error:  # goes to who submitted it
+            step.outcome.set_exception(error)
+        else:
+            step.outcome.set_result(result)
+
+    def _pause(self) -> None:
+        """Run the steps that wait now in the middle of the running function."""
+        running, begin = self._running, self._now()
+        for _ in range(len(self._steps)):
+            self._run_step()
+        if running:
+            self._running = running[0], running[1] + self._now() - begin
+
+    def _pausable(self, function: Callable[..., T], *args: Any) -> T:
+        with pausing(self._pause):
+            return self._timed(LOAD_HANG_S, function, *args)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Wait for the result of a function.
@@ -62,7 +114,10 @@ class Worker:
         If cancelled, a function that has begun still runs to its end.
         """
         work = partial(function, *args, **kwargs)
-        return await asyncio.wrap_future(self._submit(LOAD_HANG_S, work))
+        self._last_used = asyncio.get_running_loop().time()
+        future = self._executor.submit(self._pausable, work)
+        self._latest = ref(future)  # weak: its result may be model weights
+        return await asyncio.wrap_future(future)
 
     @contextmanager
     def expected(

@@ -13,6 +13,7 @@ from torch import nn
 
 from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.files.source import Source
+from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape, reclaim
 from meshllm.model.speculation.draft_model import Draft, ModelDrafting
 from meshllm.model.split.session_cache import SentRows
@@ -216,7 +217,6 @@ class SpanLoader:
         self, part: RankPart, kept: _Kept, borders: Collection[int]
     ) -> tuple[_Kept, LoadedSpan]:
         """Load what of a part is not kept; KV caches of the layers in force end at ``borders``."""
-        parts = (self._split_head() if part.is_entry and part.is_divided else None) or (None, None)
         span, draft = part.span, kept.draft if part.is_entry else None
         if part.is_entry and self._draft and draft is None:
             draft = self._draft.load(self._device)
@@ -232,7 +232,7 @@ class SpanLoader:
             return _Kept(pieces), LoadedSpan(span, None, layers)
         head, helped = kept.head, kept.helped
         if head is None and not pieces[-1].shard.head:
-            theirs, ours = parts
+            theirs, ours = (self._split_head() if part.is_divided else None) or (None, None)
             build = partial(self._build, self._no_layers, head=True, share=pieces[0].shard)
             head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
         ends = EntryRunners(layers, head, self._context, helped)
@@ -253,8 +253,7 @@ class SpanLoader:
         span = part.span
         if not part.is_entry:
             kept = _Kept(kept.pieces)
-        is_divided = part.is_entry and part.is_divided and self._split_head() is not None
-        keeps_head = part.is_alone or (kept.helped is not None) is is_divided
+        keeps_head = part.is_alone or (kept.helped is not None) is self._divides(part)
         head, helped = (kept.head, kept.helped) if keeps_head else (None, None)
         pieces = []
         for piece in kept.pieces:
@@ -266,6 +265,9 @@ class SpanLoader:
         if len(_gaps(span, pieces)) + len(pieces) > MOST_PIECES:
             pieces = []
         return _Kept(pieces, head if pieces else None, helped if pieces else None, kept.draft)
+
+    def _divides(self, part: RankPart) -> bool:
+        return part.is_entry and part.is_divided and self._split_head() is not None
 
     def _keep(self, kept: _Kept, ahead: _Kept) -> None:
         before = self.runners
@@ -309,6 +311,7 @@ class SpanLoader:
         return Span(self._shape.layers, self._shape.layers)
 
     def _build(self, span: Span, *, embed: bool = False, head: bool = False, **more: Any) -> Runner:
+        pause()
         cache = self._config.cache
         shard = load_shard(
             self._source,

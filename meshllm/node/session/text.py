@@ -134,7 +134,7 @@ class RingBackend:
         """Tokenize the prompt, and prepare what reads the answer."""
         functions = _functions(request)
         prompt = await self._prompt(request, functions)
-        return prompt, await self.worker.run(_prepare, self.text, request, prompt, functions)
+        return prompt, await self.worker.run_step(_prepare, self.text, request, prompt, functions)
 
     async def _prompt(self, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
         """Tokenize the prompt, off the event loop: megabytes take seconds.
@@ -142,7 +142,7 @@ class RingBackend:
         A chat is laid out by code of the model, its template, in a thread of its own.
         """
         if not request.turns or request.ids or request.raw is not None:
-            return await self.worker.run(_encode, self.text, request)
+            return await self.worker.run_step(_encode, self.text, request)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self.text.chats, _encode_chat, self.text, request, functions
@@ -200,7 +200,7 @@ class RingBackend:
                 "response_format", "JSON and tool calls cannot continue past their end"
             )
         if text.vocabulary is None:
-            tokens = await self.worker.run(text.serialise)
+            tokens = await self.worker.run_step(text.serialise)
             text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
         in_thread = partial(asyncio.get_running_loop().run_in_executor, text.grammars)
         if tools and calls is not None:

@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+from meshllm.model.pauses import pause
 from meshllm.names import NodeId
 from meshllm.node.compute import worker as module
 from meshllm.node.compute.worker import LOAD_HANG_S, SHORT_HANG_S, calibrate, compute_thread
@@ -155,3 +156,98 @@ async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() ->
         with pytest.raises(RuntimeError, match="Panic: index out of bounds"):
             await worker.run(panic)
         assert await worker.run(int) == 0
+
+
+async def test_steps_run_in_the_pauses_of_a_long_function_in_their_order() -> None:
+    seen: list[str] = []
+    begun, submitted = threading.Event(), threading.Event()
+
+    def load() -> None:
+        seen.append("load")
+        begun.set()
+        submitted.wait()
+        pause()
+        seen.append("loaded")
+
+    def step(name: str) -> str:
+        seen.append(name)
+        pause()  # in a step it does nothing
+        return name
+
+    async with compute_thread() as worker:
+        loading = asyncio.ensure_future(worker.run(load))
+        await asyncio.to_thread(begun.wait)
+        steps = [worker.start(step, name) for name in ("one", "two")]
+        after = asyncio.ensure_future(worker.run(seen.append, "run"))
+        await asyncio.sleep(0)
+        last = worker.start(step, "three")
+        submitted.set()
+        await asyncio.gather(loading, after)
+
+        assert [each.result() for each in (*steps, last)] == ["one", "two", "three"]
+        assert seen == ["load", "one", "two", "three", "loaded", "run"]
+        assert await asyncio.wrap_future(worker.start(step, "four")) == "four"
+
+
+async def test_an_error_of_a_step_in_a_pause_is_its_own() -> None:
+    begun, submitted = threading.Event(), threading.Event()
+
+    def load() -> str:
+        begun.set()
+        submitted.wait()
+        pause()
+        return "loaded"
+
+    async with compute_thread() as worker:
+        loading = asyncio.ensure_future(worker.run(load))
+        await asyncio.to_thread(begun.wait)
+        failing, given_up, step = (worker.start(lambda: 1 // 0) for _ in range(3))
+        assert given_up.cancel()
+        submitted.set()
+
+        assert await loading == "loaded"
+        assert given_up.cancelled()
+        for each in (failing, step):
+            with pytest.raises(ZeroDivisionError):
+                each.result()
+
+
+async def test_steps_in_pauses_do_not_shorten_the_limit_of_what_pauses(clock: Clock) -> None:
+    begun, submitted = threading.Event(), threading.Event()
+    limits: list[float | None] = []
+
+    def load() -> None:
+        begun.set()
+        submitted.wait()
+        pause()
+        limits.append(worker.hangs_in_s)
+
+    def step() -> None:
+        limits.append(worker.hangs_in_s)
+        clock.now += 20
+
+    async with compute_thread() as worker:
+        loading = asyncio.ensure_future(worker.run(load))
+        await asyncio.to_thread(begun.wait)
+        worker.start(step)
+        submitted.set()
+        await loading
+
+    assert limits == [SHORT_HANG_S, LOAD_HANG_S]
+
+
+async def test_a_step_that_never_began_is_cancelled_at_the_end() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait()
+
+    async with compute_thread() as worker:
+        running = worker.start(hang)
+        await asyncio.to_thread(begun.wait)
+        waiting = worker.start(int)
+        asyncio.get_running_loop().call_soon(go_on.set)
+
+    assert running.result() is None
+    assert waiting.cancelled()

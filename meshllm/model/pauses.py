@@ -1,0 +1,32 @@
+"""Pauses of what takes long on the compute thread: steps of running answers are computed in them.
+
+Loading a model, checking and timing it take a second and more. They are sequences of short parts,
+and call `pause` between two of them. Who runs them on the compute thread says with `pausing` what
+happens then. It may compute anything, except for what the parts are doing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_IN_PAUSE: ContextVar[Callable[[], None] | None] = ContextVar("in_pause", default=None)
+
+
+def pause() -> None:
+    """Let others compute; not to be called while a default dtype or device is set."""
+    if (call := _IN_PAUSE.get()) is None:
+        return
+    with pausing(None), torch.inference_mode(False), torch.no_grad():
+        call()
+
+
+@contextmanager
+def pausing(call: Callable[[], None] | None) -> Iterator[None]:
+    """Call this in each pause inside the context; None is nothing."""
+    token = _IN_PAUSE.set(call)
+    try:
+        yield
+    finally:
+        _IN_PAUSE.reset(token)
