@@ -13,6 +13,7 @@ compiled by a process of its own, `grammar_trial`, that the system ends; what th
 pass, is remembered.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshllm.errors import ModelError, TimedOut
+from meshllm.errors import Busy, ModelError
 from meshllm.model.text import grammar_trial
 from meshllm.strict_json import WrongField
 
@@ -62,12 +63,14 @@ class Vocabulary:
             raise ModelError("The model has no end token, so no answer of it can follow a schema")
         self._tokens = _guarded(lambda: LLTokenizer(tokenizer, eos_token=ends), ModelError)
 
-    def json_schema(self, schema: str) -> "Grammar":
+    def json_schema(self, schema: str, *, has_begun: bool = False) -> "Grammar":
         """Compile the grammar of JSON that satisfies a JSON schema, at its beginning.
+
+        ``has_begun``: another machine has compiled it for an answer that continues here.
 
         Raises:
             WrongField: the schema is too long, invalid, too complex, or uses what is not supported.
-            TimedOut: this machine is too busy to try it.
+            Busy: this machine is too busy to try it.
         """
         from llguidance import LLMatcher
 
@@ -81,17 +84,19 @@ class Vocabulary:
                 schema, overrides={"whitespace_pattern": grammar_trial.WHITE_SPACE}
             )
 
-        _try(schema, "json", "response_format")
+        _try(schema, "json", "response_format", has_begun=has_begun)
         return self._compile(grammar, "response_format")
 
-    def tool_calls(self, grammar: str, trial: str) -> "Grammar":
+    def tool_calls(self, grammar: str, trial: str, *, has_begun: bool = False) -> "Grammar":
         """Compile a grammar of `call_grammar`; ``trial`` is the same with `grammar_trial.TOKEN`.
+
+        ``has_begun``: see `json_schema`.
 
         Raises:
             WrongField: it is too complex, or uses what is not supported.
-            TimedOut: this machine is too busy to try it.
+            Busy: this machine is too busy to try it.
         """
-        _try(trial, "lark", "tools")
+        _try(trial, "lark", "tools", has_begun=has_begun)
         return self._compile(lambda: grammar, "tools")
 
     def _compile(self, grammar: Callable[[], str], field: str) -> "Grammar":
@@ -143,18 +148,21 @@ class Grammar:
                 raise ModelError(f"The answer so far does not follow its grammar: {why}")
 
 
-def _try(grammar: str, kind: str, field: str) -> None:
+def _try(grammar: str, kind: str, field: str, *, has_begun: bool) -> None:
     """Raise `WrongField` unless a process compiles a grammar within its limits."""
-    if not _is_bounded(grammar, kind):
-        limit = f"{grammar_trial.CPU_S} s"
-        raise WrongField(
-            field, f"A JSON schema is too complex: it takes more than {limit} to compile"
-        )
+    cpu_s = grammar_trial.BEGUN_CPU_S if has_begun else grammar_trial.CPU_S
+    if exceeded := _exceeded(grammar, kind, cpu_s):
+        raise WrongField(field, f"A JSON schema is too complex: it takes more than {exceeded}")
 
 
 @lru_cache(KNOWN_TRIALS)
-def _is_bounded(grammar: str, kind: str) -> bool:
-    script = grammar_trial.__file__, kind, str(grammar_trial.CPU_S)
+def _exceeded(grammar: str, kind: str, cpu_s: int) -> str:
+    """Return which limit of its process a grammar exceeds; empty if none.
+
+    Raises:
+        Busy: this machine did not let the process come to its end.
+    """
+    script = grammar_trial.__file__, kind, str(cpu_s)
     try:
         done = subprocess.run(
             (sys.executable, "-P", *script),
@@ -165,10 +173,19 @@ def _is_bounded(grammar: str, kind: str) -> bool:
             start_new_session=True,  # Ctrl-C is for the node
         )
     except subprocess.TimeoutExpired:
-        raise TimedOut(f"A JSON schema was not compiled within {TRIAL_S:.0f} s") from None
-    if done.returncode > 0:
+        raise Busy(f"A JSON schema was not compiled within {TRIAL_S:.0f} s") from None
+    except OSError as error:  # no memory or no process left
+        raise Busy(f"A JSON schema cannot be compiled: {error.strerror}") from None
+    ended_by = -done.returncode
+    if ended_by == signal.SIGXCPU:
+        return f"{cpu_s} s to compile"
+    if ended_by == signal.SIGABRT:  # by Rust, whose allocation failed
+        return f"{grammar_trial.MEMORY_BYTES >> 30} GiB to compile"
+    if ended_by > 0:
+        raise Busy("A JSON schema was not compiled: the system ended the process")
+    if ended_by < 0:
         raise RuntimeError(done.stderr.decode(errors="replace"))
-    return done.returncode == 0
+    return ""
 
 
 def _guarded(call: Callable[[], T], fault: Callable[[str], Exception]) -> T:

@@ -203,12 +203,15 @@ class RingBackend:
             tokens = await self.worker.run_step(text.serialise)
             text.vocabulary = await asyncio.to_thread(Vocabulary, tokens, text.end_tokens)
         in_thread = partial(asyncio.get_running_loop().run_in_executor, text.grammars)
+        has_begun = bool(request.given)
         if tools and calls is not None:
             markers = dict.fromkeys(text.markers, grammar_trial.TOKEN)
             trial = call_grammar(tools, text.style.tool_format, markers) or ""
-            return await in_thread(text.vocabulary.tool_calls, calls, trial)
+            tool_calls = partial(text.vocabulary.tool_calls, calls, trial, has_begun=has_begun)
+            return await in_thread(tool_calls)
         assert request.schema is not None
-        return await in_thread(text.vocabulary.json_schema, request.schema)
+        schema = request.schema
+        return await in_thread(partial(text.vocabulary.json_schema, schema, has_begun=has_begun))
 
 
 @dataclass(slots=True)

@@ -1,10 +1,12 @@
 import json
+import signal
+import subprocess
 from math import inf
 
 import pytest
 import torch
 
-from meshllm.errors import ModelError, TimedOut
+from meshllm.errors import Busy, ModelError
 from meshllm.model.files.source import resolve
 from meshllm.model.text import grammar, grammar_trial
 from meshllm.model.text.grammar import MAX_SCHEMA_BYTES, Vocabulary
@@ -155,8 +157,52 @@ def test_a_machine_that_is_too_busy_says_so(
 ) -> None:
     monkeypatch.setattr(grammar, "TRIAL_S", 0.0)
 
-    with pytest.raises(TimedOut, match="not compiled within 0 s"):
+    with pytest.raises(Busy, match="not compiled within 0 s"):
         vocabulary.json_schema('{"const": "busy"}')
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trial_that_others_end_is_busy_and_not_remembered(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    schema = json.dumps({"const": number.name})
+    with monkeypatch.context() as patch:
+        ended = subprocess.CompletedProcess[bytes]("trial", -number)
+        patch.setattr(subprocess, "run", lambda *_, **__: ended)
+        with pytest.raises(Busy, match="the system ended the process"):
+            vocabulary.json_schema(schema)
+
+    vocabulary.json_schema(schema)
+
+
+def test_a_system_without_processes_is_busy(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "CPU_S", 0x7FFFFFFF)  # not remembered
+
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+
+    with pytest.raises(Busy, match="Resource temporarily unavailable"):
+        vocabulary.json_schema(PERSON)
+
+
+def test_an_answer_that_has_begun_gets_more_of_the_processor(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = list[str]()
+
+    def note(words: tuple[str, ...], **_: object) -> "subprocess.CompletedProcess[bytes]":
+        seconds.append(words[-1])
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", note)
+    for has_begun in (False, True):
+        vocabulary.json_schema('{"const": "begun"}', has_begun=has_begun)
+
+    assert seconds == [str(grammar_trial.CPU_S), str(grammar_trial.BEGUN_CPU_S)]
 
 
 def test_what_is_wrong_with_a_grammar_is_told_where_it_is_used(vocabulary: Vocabulary) -> None:

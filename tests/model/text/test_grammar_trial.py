@@ -41,7 +41,21 @@ def test_it_ends_within_limits_whatever_it_is_given(
 
     memory = grammar_trial.MEMORY_BYTES
     assert limits == {
-        resource.RLIMIT_CPU: (7, 7),
+        resource.RLIMIT_CPU: (7, 8),
         resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_CORE: (0, 0),
     }
+
+
+def test_a_system_that_refuses_a_limit_still_tries(
+    monkeypatch: pytest.MonkeyPatch, given: Callable[[str], None]
+) -> None:
+    def refuse(which: int, _: object) -> None:
+        if which == resource.RLIMIT_AS:  # as macOS does
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    monkeypatch.setattr("os.nice", lambda _: 0)
+    given('{"type": "integer"}')
+
+    grammar_trial.main("json", 2)
