@@ -28,8 +28,10 @@ LINGER_S = 5.0
 OPEN_S = 5.0
 """Timeout of the handshake."""
 REFUSED_S = 0.25
-"""How long a peer whose host refuses datagrams has at least to answer a PING: who forges the
-refusals (ICMP, RFC 9000 section 14.2.1) cannot end a link whose peer answers."""
+REFUSED_ROUNDS = 3
+"""Rounds of at least so many seconds, each with a PING, that a peer has to answer once its host
+refuses datagrams. Refusals (ICMP, RFC 9000 section 14.2.1) can be forged: they end no link whose
+peer answers in that time, and one is needed in each round."""
 TICK_S = 1e-6
 REFUSED: Final = 1
 BROKEN: Final = 2
@@ -101,8 +103,9 @@ class Connection:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._keep_alive_at = self._loop.time() + KEEP_ALIVE_S
         self._open_by = self._loop.time() + OPEN_S
-        self._refusals = 0  # by the host of the peer, since the last datagram
-        self._refused_by: float | None = None
+        self._refused_rounds = 0
+        self._is_refused = False  # in this round
+        self._round_end: float | None = None
         self._finished: set[Channel] = set()
         self._hellos: set[Channel] = set()
         self._is_proven = False
@@ -128,7 +131,7 @@ class Connection:
     def receive(self, datagram: bytes, route: Route, now: float) -> None:
         """Receive a datagram from ``route``; call `work` afterwards."""
         self._keep_alive_at = now + KEEP_ALIVE_S
-        self._refusals, self._refused_by = 0, None
+        self._refused_rounds, self._round_end = 0, None
         before = 0 if self.is_open else self.machine.heard
         try:
             self.machine.receive_datagram(datagram, PEER, now)
@@ -140,11 +143,23 @@ class Connection:
 
     def refused(self, now: float) -> None:
         """Note that the peer's host refused a datagram: its process may have ended."""
-        self._refusals += 1
-        if self._refused_by is None and self.is_open and not self.machine.is_over:
-            self._refused_by = now + max(REFUSED_S, 3 * (self.machine.round_trip_s or 0.0))
-            self.machine.send_ping(0)
-            self.transmit_soon()
+        self._is_refused = True
+        if self._round_end is None and self.is_open and not self.machine.is_over:
+            self._begin_round(now)
+
+    def _begin_round(self, now: float) -> None:
+        self._is_refused = False
+        self._round_end = now + max(REFUSED_S, 3 * (self.machine.round_trip_s or 0.0))
+        self.machine.send_ping(0)
+        self.transmit_soon()
+
+    def _end_round(self, now: float) -> bool:
+        """Return whether the peer is gone: its host has refused all PINGs."""
+        self._refused_rounds = self._refused_rounds + 1 if self._is_refused else 0
+        self._round_end = None
+        if 0 < self._refused_rounds < REFUSED_ROUNDS:
+            self._begin_round(now)
+        return self._refused_rounds == REFUSED_ROUNDS
 
     def work(self) -> None:
         """Handle the events of received datagrams, and send the results."""
@@ -257,8 +272,8 @@ class Connection:
             at = min(at, self.path_driver.deadline)
         if not self.is_open:
             at = min(at, self._open_by)
-        if self._refused_by is not None:
-            at = min(at, self._refused_by)
+        if self._round_end is not None:
+            at = min(at, self._round_end)
         if self._timer is not None:
             if self._timer.when() <= at:
                 return
@@ -272,12 +287,10 @@ class Connection:
         if now >= self._open_by and not self.is_open:
             self.abort()
             return
-        if self._refused_by is not None and now >= self._refused_by:
-            is_lost, self._refused_by = self._refusals > 1, None
-            if is_lost:  # and the PING is not answered
-                self.link.end(LinkLost("Nobody listens at the peer's address any more"))
-                self.abort()
-                return
+        if self._round_end is not None and now >= self._round_end and self._end_round(now):
+            self.link.end(LinkLost("Nobody listens at the peer's address any more"))
+            self.abort()
+            return
         if now >= self._keep_alive_at:
             self._keep_alive_at = now + KEEP_ALIVE_S
             if self.is_open:

@@ -33,6 +33,15 @@ _DONT_FRAGMENT: dict[str, Sequence[tuple[int, int, int]]] = {
 }
 _REPORT_ERRORS = ((socket.IPPROTO_IP, 11), (socket.IPPROTO_IPV6, 25))
 # IP_RECVERR and IPV6_RECVERR: ICMP messages are queued with the address that they are about
+_OF_EARLIER = {
+    getattr(errno, name)
+    for name in (
+        "ECONNREFUSED", "EHOSTUNREACH", "ENETUNREACH", "EHOSTDOWN", "ENONET", "EMSGSIZE", "EPROTO",
+        "EACCES", "EPERM", "ENOPROTOOPT", "EOPNOTSUPP",
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
+"""Errors that may be about an earlier datagram, to any address: ICMP, icmp_err_convert of Linux."""
 _EXTENDED_ERROR = struct.Struct("=IBBBBII")  # sock_extended_err of linux/errqueue.h
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
@@ -129,7 +138,9 @@ class UdpSocket:
     def _sendmsg(self, *arguments: Any) -> None:
         try:
             self._socket.sendmsg(*arguments)
-        except ConnectionRefusedError:  # of an earlier datagram, to any address
+        except OSError as error:
+            if error.errno not in _OF_EARLIER:
+                raise
             self._socket.sendmsg(*arguments)
 
     def _read(self) -> None:

@@ -146,9 +146,8 @@ async def test_forged_refusals_end_no_link_whose_peer_answers(
             near.dial(listener.address), anext(aiter(listener.links()))
         )
         (theirs, _), (_, forge) = refused
-        for _ in range(20):
-            for _ in range(3):
-                forge(("127.0.0.1", theirs.port))
+        for _ in range(30):
+            forge(("127.0.0.1", theirs.port))
             await asyncio.sleep(0.01)
 
         assert isinstance(one, QuicLink)

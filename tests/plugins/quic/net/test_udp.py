@@ -62,8 +62,13 @@ class Refusing(socket.socket):
     sending_any: OSError | None = None
     receiving: OSError | None = None
     """Raised once."""
+    once: OSError | None = None
+    """Raised by one call that sends."""
 
     def sendmsg(self, buffers: Any, ancillary: Any = (), *where: Any) -> int:
+        error, self.once = self.once, None
+        if error:
+            raise error
         if self.sending_any or (ancillary and self.sending):
             raise self.sending_any or self.sending or OSError
         return super().sendmsg(buffers, ancillary, *where)
@@ -139,6 +144,17 @@ async def test_a_closed_port_is_reported_and_no_datagram_to_another_is_lost(
         assert [data for data, _ in await heard.take(3)] == [b"hello"] * 3
         assert one.statistics.drops == 0
     one.close()
+
+
+@pytest.mark.parametrize("number", [errno.EHOSTUNREACH, errno.EMSGSIZE, errno.ECONNREFUSED])
+async def test_an_error_about_an_earlier_datagram_loses_none(number: int) -> None:
+    async with refusing() as (kernel, made, _), opened() as (other, heard):
+        kernel.once = OSError(number, "of another address")
+
+        made.send([b"hello"], (LOCAL, other.port))
+
+        assert [data for data, _ in await heard.take(1)] == [b"hello"]
+        assert made.statistics.drops == 0
 
 
 @needs_gso
