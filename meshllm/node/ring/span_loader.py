@@ -222,7 +222,7 @@ class SpanLoader:
             draft = self._draft.load(self._device)
         is_whole = part.is_alone and not kept.pieces
         gaps: Sequence[Span] = _gaps(span, kept.pieces)
-        if part.has_caches:
+        if part.has_caches and not is_whole:
             gaps = _cut(gaps, borders, MOST_PIECES - len(kept.pieces))
         pieces = self._pieces(gaps, span, kept.pieces, embed=part.is_entry, head=is_whole)
         sends = span.stop < self._shape.layers
@@ -240,9 +240,9 @@ class SpanLoader:
 
     @property
     def _borders(self) -> set[int]:
-        """The layers at which pieces in force begin, or behind which they end."""
+        """The layers at which those in force begin, or behind which they end."""
         spans = [piece.span for piece in self._kept.pieces]
-        return {border for span in spans for border in (span.start, span.stop)}
+        return {each.start for each in spans} ^ {each.stop for each in spans}
 
     def _reusable(self, part: RankPart) -> _Kept:
         """Return what of the loaded parts the next one needs: the more layers, the better."""

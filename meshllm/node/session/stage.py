@@ -104,9 +104,10 @@ class StageNode:
         finally:  # what still runs on the compute thread only writes rows that are cropped later
             ended = self._machine.interrupt(self._now())
             self._changes += [each for each in ended if isinstance(each, Keep | Free)]
-            while self._changes:
-                self._change_next()
-            self._sessions.clear()
+            with self._changing:
+                while self._changes:
+                    self._change(self._changes.popleft())
+                self._sessions.clear()
         logger.info("a stage lost its ring: %s", reason)
         return reason
 
@@ -124,7 +125,10 @@ class StageNode:
                     self._neighbours.forward(action)
                 case Compute():
                     self._serve(action, Stopwatch())
-                case Free() | Keep() | Adopt():
+                case Free() | Keep():  # no step of the session follows
+                    self._changes.append(action)
+                    self._steps.submit_alone(self._change_next)
+                case Adopt():
                     self._changes.append(action)
                     self._steps.submit_between(self._change_next)
                 case _:

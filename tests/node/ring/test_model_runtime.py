@@ -102,6 +102,18 @@ async def test_a_span_that_moves_is_cut_where_kept_caches_end(
     assert [str(piece.span) for piece in held.layers.pieces] == pieces
 
 
+async def test_no_span_is_cut_between_pieces_whose_caches_one_piece_can_take(
+    model: ModelRuntime,
+) -> None:
+    await model.hold(plan_of("0:3", "3:6"), A)
+    grown = await model.hold(plan_of("0:5", "5:6"), A, has_caches=True)
+    stages = (PlanStage(B, Span(0, 1)), PlanStage(A, Span(1, 4)), PlanStage(C, Span(4, 6)))
+    moved = await model.hold(replace(plan_of("0:6"), stages=stages), A, has_caches=True)
+
+    assert [str(piece.span) for piece in grown.layers.pieces] == ["0:3", "3:5"]
+    assert [str(piece.span) for piece in moved.layers.pieces] == ["1:4"]
+
+
 async def test_a_span_that_loses_its_head_is_loaded_again(model: ModelRuntime) -> None:
     first = await model.hold(plan_of("0:6"), A)
     other = replace(plan_of("0:6"), stages=(PlanStage(B, Span(0, 3)), PlanStage(A, Span(3, 6))))
