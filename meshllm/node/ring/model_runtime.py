@@ -30,8 +30,9 @@ from meshllm.protocol.drafting.window import STEPS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.chunking import RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.ring.hang import result_limit_s
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.pace import MOST_PATIENCE_S, Pace
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.protocol.weights.holders import needed_parts
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -123,6 +124,14 @@ class ModelRuntime:
 
     def pace(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
         """Return the prefill pace beside ``others`` sessions, by the ring's times if known."""
+        pace = self._chunks(ring, prompt, others, times)
+        if times is None:
+            return pace
+        jobs = pace.window * (1 + others)
+        limit_s = result_limit_s(times, pace.chunk, self.context, jobs)
+        return replace(pace, patience_s=min(limit_s, MOST_PATIENCE_S))
+
+    def _chunks(self, ring: int, prompt: int, others: int, times: RingTimes | None) -> Pace:
         chunk = self.config.chunk
         if self.config.exact or not self.verdict.chunkable:  # transformers takes a prompt whole
             chunk = chunk if self.verdict.chunkable and chunk else self.max_rows

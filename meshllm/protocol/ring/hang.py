@@ -16,7 +16,7 @@ planned. Jobs below `TELLING_S` say nothing: another program's time slice is as 
 
 from collections import Counter
 
-from meshllm.protocol.planning.chunking import RankTimes
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes
 
 HANG_S = 3.0  # s; as long as a silent node is taken for alive
 TIMES = 4
@@ -24,6 +24,16 @@ FIRST_S = 60.0  # s
 FIRST_STEPS = 8  # steps of a number of rows until they are replayed
 MOST_SLOW = 10.0
 TELLING_S = 1.0  # s
+
+
+def result_limit_s(times: RingTimes, rows: int, before: int, jobs: int) -> float:
+    """Return the seconds in which ``rows`` rows come back behind ``before`` others, or never.
+
+    ``jobs`` as long as that wait for the slowest rank. An honest rank that takes longer is hung by
+    its own limits, and leaves: one that goes on swallows rows.
+    """
+    slowest = max(rank.compute_s(rows, before) for rank in times.ranks)
+    return FIRST_S + max(HANG_S, TIMES * MOST_SLOW * jobs * slowest)
 
 
 class HangLimits:

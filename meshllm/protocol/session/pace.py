@@ -6,6 +6,8 @@ from meshllm.errors import UserError
 from meshllm.protocol.session.codec import MAX_ROWS
 from meshllm.protocol.session.stage import MAX_PENDING
 
+MOST_PATIENCE_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -15,7 +17,7 @@ class Pace:
     """Rows of a prefill chunk; 128 to 256 is best on CPUs."""
     window: int = 4
     """Chunks in flight: one per stage keeps a ring of 4 busy."""
-    patience_s: float = 600.0
+    patience_s: float = MOST_PATIENCE_S
     """Wait for a result before the first retry. Links are reliable and detect silence themselves,
     and a busy rank may queue for minutes: this timeout covers what neither explains."""
     retries: int = 3

@@ -16,7 +16,9 @@ from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
+from meshllm.protocol.ring.hang import FIRST_S, HANG_S
 from meshllm.protocol.session.codec import MAX_ROWS
+from meshllm.protocol.session.pace import MOST_PATIENCE_S
 from meshllm.protocol.session.stage import MAX_PENDING
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
@@ -253,8 +255,24 @@ async def test_a_prompt_goes_in_the_best_chunks(model: ModelRuntime) -> None:
 
     assert model.pace(3, 2000, 0, None) == usual_pace(2000, 3)
     alone, beside = (model.pace(3, 2000, others, times) for others in (0, 1))
-    assert [alone, beside] == [times.best_pace(2000, others) for others in (0, 1)]
+    best = [times.best_pace(2000, others) for others in (0, 1)]
+    assert [(each.chunk, each.window) for each in (alone, beside)] == [
+        (each.chunk, each.window) for each in best
+    ]
     assert alone.chunk > beside.chunk
+
+
+async def test_a_fast_ring_does_not_wait_long_for_rows_that_a_rank_swallows(
+    model: ModelRuntime,
+) -> None:
+    fast, slow = (
+        RingTimes((RankTimes(offer(A, 2, ms=ms), 2.0, LinkSpeed(0.0)),) * 3, 0.0, 8)
+        for ms in (1e-3, 1e4)
+    )
+
+    assert model.pace(3, 10, 0, fast).patience_s == FIRST_S + HANG_S
+    assert model.pace(3, 10, 0, slow).patience_s == MOST_PATIENCE_S
+    assert model.pace(3, 10, 0, None).patience_s == MOST_PATIENCE_S
 
 
 async def test_without_chunked_prefill_a_prompt_goes_whole(

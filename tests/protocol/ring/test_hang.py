@@ -3,7 +3,7 @@
 import pytest
 
 from meshllm.names import NodeId
-from meshllm.protocol.planning.chunking import RankTimes
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import (
     FIRST_S,
@@ -13,6 +13,7 @@ from meshllm.protocol.ring.hang import (
     TELLING_S,
     TIMES,
     HangLimits,
+    result_limit_s,
 )
 
 LAYERS, STEP_S, CHUNK_S, CHUNK = 4.0, 0.5, 8.0, 256
@@ -35,6 +36,16 @@ def test_the_limit_is_a_multiple_of_the_planned_time(limits: HangLimits) -> None
     assert limits.begin(1, 0, is_step=True) == max(HANG_S, TIMES * (STEP_S + HEAD_S))
     assert limits.begin(CHUNK, 0, is_step=False) == TIMES * CHUNK_S
     assert limits.begin(CHUNK, 4096, is_step=False) > TIMES * CHUNK_S
+
+
+def test_a_result_may_wait_for_as_many_slow_jobs_as_are_ahead_of_it() -> None:
+    ranks = [
+        RankTimes(Offer(NodeId(b"a"), 0, ((1, step_s),), 0.0), LAYERS, LinkSpeed(0.0))
+        for step_s in (1e-6, STEP_S)
+    ]
+    limits = [result_limit_s(RingTimes((ranks[0], rank), 0.0, 8), 1, 0, 6) for rank in ranks]
+
+    assert limits == [FIRST_S + HANG_S, FIRST_S + 6 * TIMES * MOST_SLOW * LAYERS * STEP_S]
 
 
 def test_no_job_has_less_than_the_time_of_a_silent_node(limits: HangLimits) -> None:
