@@ -33,3 +33,20 @@ def test_tensors_made_in_a_pause_are_no_inference_tensors_and_have_no_gradients(
     assert not made[0].is_inference()
     assert not made[0].requires_grad
     made[0] += 1  # as a KV cache is extended later
+
+
+def test_nothing_is_computed_with_the_default_dtype_or_device_of_what_pauses() -> None:
+    seen: list[torch.dtype] = []
+
+    with pausing(lambda: seen.append(torch.ones(1).dtype)):
+        with torch.device("meta"):
+            pause()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            pause()
+        finally:
+            torch.set_default_dtype(before)
+        pause()
+
+    assert seen == [torch.float32]
