@@ -49,6 +49,7 @@ bench:
     python -m tests.bench.handshake --mutations 100000
     python -m tests.bench.kills --times 10
     python -m tests.bench.chaos
+    python -m tests.bench.same
     python -m tests.bench.quality
     python -m tests.bench.outline_quality
     python -m tests.bench.links --acceptance 0,0.5,0.7,0.85

@@ -65,13 +65,24 @@ REST_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One answer with one fault."""
+class Case:
+    """What happens, and when."""
 
     fault: str
     role: str
     at: int
     """Tokens before the fault."""
+    seed: int
+    """Of the prompt and of the answer."""
+    first_s: float
+    """Time to the first token of the undisturbed answer, whose prompt was not cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One answer with one fault."""
+
+    case: Case
     pause_s: float
     """The longest time between two tokens after it."""
     same: int
@@ -94,6 +105,8 @@ class Ring:
     model: str
     temperature: float
     tokens: int
+    prompt: int
+    """Tokens of the prompt; 0 is a short one."""
 
     @property
     def ingress(self) -> Node:
@@ -106,7 +119,11 @@ class Ring:
 
     def answer(self, seed: int) -> Iterator[list[int]]:
         """Yield the new tokens of an answer."""
-        return ask(self.ingress, self.tokens, self.temperature, seed)
+        text: dict[str, object] = {"raw": "Once upon a time there was a ring of nodes that"}
+        if self.prompt:
+            text = {"ids": random.Random(seed).choices(range(1000, 2000), k=self.prompt)}
+        sampling = {"temperature": self.temperature, "seed": seed}
+        return ask(self.ingress, {**text, "max_tokens": self.tokens, "sampling": sampling})
 
     def rank(self, role: str) -> str:
         """Return the name of the node with a role."""
@@ -124,6 +141,7 @@ def random_model(folder: Path) -> Path:
     config = AutoConfig.from_pretrained(source)
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = 12, 512, 2048
     config.layer_types = ["full_attention"] * 12
+    config.max_position_embeddings = 4096
     config.num_attention_heads, config.num_key_value_heads = 8, 4
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -137,13 +155,8 @@ def client(node: Node) -> Iterator[httpx2.Client]:
         yield opened
 
 
-def ask(node: Node, tokens: int, temperature: float, seed: int) -> Iterator[list[int]]:
+def ask(node: Node, request: dict[str, object]) -> Iterator[list[int]]:
     """Yield the new tokens of an answer as they come; raise `RuntimeError` for an error."""
-    request = {
-        "raw": "Once upon a time there was a ring of nodes that",
-        "max_tokens": tokens,
-        "sampling": {"temperature": temperature, "seed": seed},
-    }
     shown: list[int] = []
     with client(node) as opened, opened.stream("POST", "/mesh/ask", json=request) as reply:
         for line in reply.iter_lines():
@@ -161,11 +174,9 @@ def recomputed(nodes: list[Node]) -> int:
     return sum(node.status()["sessions"]["recomputed"] for node in nodes)
 
 
-def disturb(
-    ring: Ring, fault: str, role: str, at: int, right: list[int], pool: Executor
-) -> Outcome:
-    """Ask, let a fault happen after ``at`` tokens, and compare the answer."""
-    ground, victim = ring.ground, ring.rank(role)
+def disturb(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcome:
+    """Ask, let a fault happen, and compare the answer."""
+    ground, victim, fault = ring.ground, ring.rank(case.role), case.fault
     others = [ground.node(name) for name in RANKS if name != victim or fault not in IS_NEW]
     if fault == "join":
         leave(ground.node(victim))
@@ -177,12 +188,12 @@ def disturb(
     striking: Future[float] | None = None
     left_s = 0.0
     try:
-        for tokens in ring.answer(at):
+        for tokens in ring.answer(case.seed):
             now = time.monotonic()
             if striking and now - last > pause:
                 pause, resumed = now - last, now
             got, last = got + tokens, now
-            if striking is None and len(got) >= at:
+            if striking is None and len(got) >= case.at:
                 struck = now
                 striking = pool.submit(ground.strike, fault, victim, ring.restart)
     except (RuntimeError, httpx2.HTTPError) as failure:
@@ -193,7 +204,7 @@ def disturb(
     took = phases([history(node) for node in others], struck, resumed)
     if fault in ENDS_PROCESS:
         ring.restart(victim)
-    return Outcome(fault, role, at, pause, agreed(got, right), len(got), left_s, rows, took, error)
+    return Outcome(case, pause, agreed(got, right), len(got), left_s, rows, took, error)
 
 
 History = list[tuple[str, float]]
@@ -248,15 +259,19 @@ def table(ring: Ring, faults: Sequence[str], options: Namespace, report: Report)
     outcomes = list[Outcome]()
     report.say(
         "| fault | rank | after tokens | runs | same tokens | errors | pause p50, s | worst, s |"
-        f" left after, s | rows again | {', '.join(PHASES)}, s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        f" p50 / first token | left after, s | rows again | {', '.join(PHASES)}, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     )
     with ThreadPoolExecutor(1) as pool:
-        for fault, at, role in product(faults, options.at, options.role or ROLES):
+        cases = product(faults, options.at, options.role or ROLES)
+        for seed, (fault, at, role) in enumerate(cases):
             rows = []
-            right = [*chain.from_iterable(ring.answer(at))]
+            begin, answer = time.monotonic(), ring.answer(seed)
+            right = [*next(answer)]
+            case = Case(fault, role, at, seed, time.monotonic() - begin)
+            right += chain.from_iterable(answer)
             for _ in range(options.times):
-                rows.append(disturb(ring, fault, role, at, right, pool))
+                rows.append(disturb(ring, case, right, pool))
                 whole(ring)
             outcomes += rows
             report.say(line(rows, len(right)))
@@ -265,11 +280,12 @@ def table(ring: Ring, faults: Sequence[str], options: Namespace, report: Report)
 
 def line(rows: list[Outcome], length: int) -> str:
     """Lay out the outcomes of one fault."""
-    first, pauses = rows[0], [row.pause_s for row in rows]
+    case, pauses = rows[0].case, [row.pause_s for row in rows]
     same, errors = sum(row.same == length for row in rows), sum(bool(row.error) for row in rows)
-    cells = [first.fault, first.role, first.at, len(rows), same, errors]
-    seconds = statistics.median(pauses), max(pauses), max(row.left_s for row in rows)
-    cells += [*(f"{it:.2f}" for it in seconds), max(row.recomputed for row in rows)]
+    cells = [case.fault, case.role, case.at, len(rows), same, errors]
+    pause, left_s = statistics.median(pauses), max(row.left_s for row in rows)
+    shown = pause, max(pauses), pause / case.first_s, left_s
+    cells += [*(f"{it:.2f}" for it in shown), max(row.recomputed for row in rows)]
     took = zip(*(row.phases for row in rows), strict=True)
     cells.append(" + ".join(f"{statistics.median(each):.2f}" for each in took))
     return f"| {' | '.join(map(str, cells))} |"
@@ -377,7 +393,7 @@ def open_ring(options: Namespace) -> Iterator[Ring]:
         for name in RANKS:
             ground.start(name, *common, "--members", str(len(RANKS)))
         ground.start(INGRESS, *common, "--exclude", INGRESS)
-        ring = Ring(ground, model, options.temperature, options.tokens)
+        ring = Ring(ground, model, options.temperature, options.tokens, options.prompt)
         whole(ring)
         yield ring
 
@@ -388,6 +404,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3, metavar="N")
     parser.add_argument("--at", type=counts, default=(15, 60, 280), metavar="N,...")
     parser.add_argument("--tokens", type=int, default=320, metavar="N")
+    parser.add_argument("--prompt", type=int, default=0, metavar="TOKENS", help="of the prompt")
     parser.add_argument("--fault", choices=(*OF_PROCESSES, *OF_NETWORKS), action="append")
     parser.add_argument("--role", choices=ROLES, action="append")
     parser.add_argument("--temperature", type=float, default=0.9)
@@ -410,7 +427,7 @@ def main() -> None:
         else:
             outcomes = table(ring, faults, options, report)
             report.write(outcomes)
-            wrong = [str(it) for it in outcomes if it.error or it.same < it.at]
+            wrong = [str(it) for it in outcomes if it.error or it.same < it.case.at]
     sys.exit("\n".join(wrong) or 0)
 
 

@@ -23,6 +23,11 @@ from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 
 TOKENS = 400  # of each answer
 QUIET_S = 10.0
+REQUEST = {
+    "raw": "Once upon a time there was a ring of nodes that",
+    "max_tokens": TOKENS,
+    "sampling": {"temperature": 0.0, "seed": 0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class Client:
 
     def _run(self) -> None:
         while not self._is_over.is_set():
-            for _ in ask(self.node, TOKENS, 0.0, 0):
+            for _ in ask(self.node, REQUEST):
                 self.times.append(time.monotonic())
 
 
