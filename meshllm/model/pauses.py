@@ -11,14 +11,14 @@ from contextvars import ContextVar
 
 import torch
 
-from meshllm.model.device import CPU
-
 _IN_PAUSE: ContextVar[Callable[[], None] | None] = ContextVar("in_pause", default=None)
 
 
 def pause() -> None:
     """Let others compute, unless a default dtype or device is set, which they would take."""
-    is_usual = torch.get_default_dtype() is torch.float32 and torch.get_default_device() == CPU
+    is_usual = (
+        torch.get_default_dtype() is torch.float32 and torch.get_default_device().type == "cpu"
+    )
     if (call := _IN_PAUSE.get()) is None or not is_usual:
         return
     with pausing(None), torch.inference_mode(False), torch.no_grad():
