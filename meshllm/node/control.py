@@ -601,9 +601,9 @@ def _planned_ring(view: NodeView, found: Trial) -> PlannedRing:
 def _measured(view: NodeView) -> Measured | None:
     """Return the times of the latest answer of the ring; of any, if the mesh has one ring."""
     counts = view.counts
-    answer, tokens = counts.last, counts.last_tokens
-    if len(view.rings) > 1:
-        answer, tokens = counts.by_ring.get(view.group, (None, 0))
+    answer, tokens = counts.by_ring.get(view.group, (None, 0))
+    if answer is None and len(view.rings) <= 1:
+        answer, tokens = counts.last, counts.last_tokens
     if answer is None or not answer.ms_per_token:
         return None
     return Measured(

@@ -267,6 +267,10 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
     measured = node.ring().measured
     assert measured
     assert (measured.ms_per_token, measured.ttft_ms, measured.tokens) == (4.0, 20.0, 5)
+    of_ring = {node.view.group: (answer_of("", 0), 6)}
+    node.see(counts=replace(node.view.counts, by_ring=of_ring))  # the last was of an engine
+    assert (found := node.ring().measured)
+    assert found.tokens == 6
     hop = answer_of("", 0).hops[0]
     assert measured.hops[0] == MeasuredTimes(
         0, "node-0", hop.span, compute_ms=1.25, serialise_ms=0.08, queue_ms=0.02, wire_ms=0.05,

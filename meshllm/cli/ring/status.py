@@ -285,7 +285,8 @@ def _further(status: MeshStatus, columns: int) -> str:
 
 def _is_first(ring: ServedRing, status: MeshStatus) -> bool:
     first = status.model.name if status.model else ""
-    return (ring.model, ring.epoch) == (first, status.ring.epoch)
+    is_same = ring.status is None or ring.status.digest == status.ring.digest
+    return is_same and (ring.model, ring.epoch) == (first, status.ring.epoch)
 
 
 def _provided(status: MeshStatus) -> str:

@@ -72,6 +72,17 @@ def test_further_rings_of_the_node_are_shown_as_its_first() -> None:
     assert lay_out(status, 80, rows=20).count("ring    serving") == 1
 
 
+def test_a_second_replica_of_the_same_model_and_epoch_is_shown() -> None:
+    first = status_of(3)
+    other = replace(first.ring, digest="00ff")
+    rings = replace(RINGS[0], status=first.ring), replace(RINGS[0], replica=1, status=other)
+
+    text = lay_out(replace(first, rings=rings), 80)
+
+    assert text.count(f"epoch {first.ring.epoch}, plan {first.ring.digest}") == 1
+    assert text.count(f"epoch {first.ring.epoch}, plan 00ff") == 1
+
+
 def test_clock_skew_is_shown_at_the_end() -> None:
     status = with_link(with_link(status_of(3), 1, clock_s=-6.0), 2, clock_s=7200.4)
     status = with_node(status, 2, name="")
