@@ -202,7 +202,7 @@ async def test_while_its_schema_is_compiled(
 ) -> None:
     loop, reached, end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-    def compile_slowly(*_: object) -> None:
+    def compile_slowly(*_: object, **__: object) -> None:
         loop.call_soon_threadsafe(reached.set)
         end.wait(120)
 
