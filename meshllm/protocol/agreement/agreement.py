@@ -12,13 +12,14 @@ nodes follow. A node that restarts or joins late therefore adopts the current pl
 partition heals one of the two rings is dissolved. The incumbent is kept while it works: its nodes
 are alive, accepted and linked rank to rank, its layers fit, and the charter still names its model.
 Ranks of which one refuses the other for invalid data count as not linked. When it stops working, or
-a node of it is leaving, the best plan without that node replaces it at once; a leaving node serves
-on while no other plan exists. Otherwise a better plan waits until the entry has no session that the
-change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter (exclude,
-prefer, members, fixed spans) that the incumbent violates. A first plan reports how many of the
-requested members are missing: nodes that follow it wait for them for a while, to avoid loading
-layers for rings that are soon replaced. A better plan waits until its nodes have their weights,
-which they fetch meanwhile; one that replaces a broken plan does not.
+a node of it is leaving, another plan replaces it at once: one in which all others keep their
+layers, see `continuity`, if the best plan gains no more than `GAIN`, or the best. A leaving node
+serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
+that the change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter
+(exclude, prefer, members, fixed spans) that the incumbent violates. A first plan reports how many
+of the requested members are missing: nodes that follow it wait for them for a while, to avoid
+loading layers for rings that are soon replaced. A better plan waits until its nodes have their
+weights, which they fetch meanwhile; one that replaces a broken plan does not.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
@@ -44,6 +45,7 @@ from meshllm.protocol.agreement.candidates import (
     followed_plans,
     is_of_group,
 )
+from meshllm.protocol.agreement.continuity import continuations
 from meshllm.protocol.agreement.relaxation import (
     Best,
     PlanningInput,
@@ -152,12 +154,18 @@ def _decide(
     """Return the plan in force, why, and the plan that waits until sessions end, if any."""
     fault = _fault(case, incumbent) if incumbent else "first plan"
     new = best.plan and replace(best.plan, epoch=epoch, standbys=())
-    if incumbent is None or fault:
-        return new, fault if new else best.missing, None
     if new is None:
-        return incumbent, "no other plan was found", None
-    if leaving := case.found.leaving.intersection(nodes_of(incumbent)):
-        return new, f"`{short(min(leaving))}` is leaving", None
+        return (
+            (incumbent, "no other plan was found", None)
+            if not fault
+            else (None, best.missing, None)
+        )
+    if incumbent is None:
+        return new, fault, None
+    leaving = case.found.leaving.intersection(nodes_of(incumbent))
+    if fault or leaving:
+        why = fault or f"`{short(min(leaving))}` is leaving"
+        return _least_moved(case, best, incumbent, new), why, None
     if new.stages == incumbent.stages:
         return incumbent, "no plan is better", None
     gain = _gain(case, incumbent, new)
@@ -173,6 +181,33 @@ def _decide(
     if state and not state.may_change:
         return incumbent, f"another plan waits until sessions end: {better}", new
     return new, better, None
+
+
+def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) -> Plan:
+    """Return a plan in which the nodes that stay keep their layers, unless it is too slow.
+
+    It would be kept as an incumbent just so: the ``new`` plan gains too little for a change.
+    """
+    policy, numbers = POLICIES[case.view.charter.policy], to_numbers(case.problem)
+    is_same = (incumbent.model, incumbent.layers) == (new.model, new.layers)
+    if not (is_same and policy.is_timed):
+        return new
+    usable = [
+        node for node in numbers if node not in {*case.found.leaving, *case.view.charter.exclude}
+    ]
+    spare = [node for node in usable if node not in nodes_of(incumbent)]
+    plans = [
+        plan
+        for stages in continuations(incumbent, usable, spare)
+        if not _fault(case, plan := replace(new, stages=stages))
+        and _satisfies(case, best.problem, plan)
+        and _gain(case, plan, new) <= GAIN
+    ]
+    return min(
+        plans,
+        key=lambda plan: policy.objective(case.problem, to_division(case.problem, plan)),
+        default=new,
+    )
 
 
 def _lacks_weights(case: PlanningInput, plan: Plan, node: NodeId) -> bool:

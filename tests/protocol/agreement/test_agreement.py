@@ -735,3 +735,46 @@ def test_a_plan_has_lost_a_node_that_is_gone() -> None:
     assert not before.has_lost(before.plan)
     assert after.has_lost(before.plan)
     assert not after.has_lost(after.plan)
+
+
+WIDE = charter(12)
+FOURS = ring((A, 0, 4), (B, 4, 8), (C, 8, 12))
+
+
+def wide(ms: float = 1.0) -> Profile:
+    return replace(profile(14, ms=ms), weights=weights(12))
+
+
+@pytest.mark.parametrize(
+    ("lost", "after"),
+    [(A, {B: "0:8", C: "8:12"}), (B, {A: "0:8", C: "8:12"}), (C, {A: "0:4", B: "4:12"})],
+)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_nodes_that_stay_keep_their_layers_if_that_is_about_as_fast(
+    lost: NodeId, after: dict[NodeId, str], *, leaves: bool
+) -> None:
+    followed = dict.fromkeys((A, B, C), FOURS)
+    terms = replace(WIDE, members=2)
+    world = World(dict.fromkeys((A, B, C), wide()), terms, followed=followed)
+
+    changed = replace(world, leaving={lost}) if leaves else replace(world, gone={lost})
+    agreement = changed.agree(min(after))
+
+    assert spans(planned(agreement)) == after
+
+
+def test_layers_move_after_a_loss_if_that_makes_a_token_much_faster() -> None:
+    profiles = {A: wide(), B: wide(ms=50.0), C: wide()}
+    world = World(profiles, WIDE, followed=dict.fromkeys(profiles, FOURS))
+
+    assert spans(planned(replace(world, gone={C}).agree(A))) == {A: "0:12"}
+
+
+def test_a_node_without_layers_takes_those_of_a_lost_one() -> None:
+    profiles = dict.fromkeys((A, B, C, D), wide())
+    terms = replace(WIDE, members=3)
+    world = World(profiles, terms, followed=dict.fromkeys(profiles, FOURS))
+
+    found = spans(planned(replace(world, gone={B}).agree(A)))
+
+    assert found == {A: "0:4", D: "4:8", C: "8:12"}

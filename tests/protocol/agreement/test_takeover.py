@@ -44,10 +44,11 @@ def test_a_standby_prepares_for_the_loss_that_makes_it_load_most() -> None:
 
 def test_it_is_what_the_others_would_agree_on() -> None:
     world, agreement, big, _ = ring_of_two()
+    followed = world.follow(agreement)
 
-    after = takeover(agreement)
+    after = takeover(followed.agree(C))
 
-    gone = replace(world.follow(agreement), gone=(big,)).agree(C).plan
+    gone = replace(followed, gone=(big,)).agree(C).plan
     assert after is not None
     assert gone is not None
     assert span_of(after, C) == span_of(gone, C)

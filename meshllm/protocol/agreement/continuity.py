@@ -1,0 +1,69 @@
+"""Plans after a loss in which every node that stays keeps its layers, and with them its KV caches.
+
+What lost nodes held goes to the rank before, to the rank behind, or to a node without layers. In a
+plan that moves other layers too, sessions compute those again as well.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby, islice, product
+
+from meshllm.names import NodeId, Span
+from meshllm.protocol.planning.plan import Plan, PlanStage
+
+MOST_SPARE = 3
+"""Nodes without layers that are tried for each gap."""
+MOST_TRIED = 64
+"""Plans."""
+
+Stages = tuple[PlanStage, ...]
+
+
+def continuations(
+    plan: Plan, staying: Collection[NodeId], spare: Sequence[NodeId]
+) -> Iterator[Stages]:
+    """Iterate over the stages of such plans; none if no node or every node of ``plan`` stays.
+
+    ``spare`` are nodes without layers, the preferred ones first.
+    """
+    groups = [
+        (stays, [*stages])
+        for stays, stages in groupby(plan.stages, key=lambda stage: stage.node in staying)
+    ]
+    kept = [stage for stays, stages in groups if stays for stage in stages]
+    if not kept or len(kept) == len(plan.stages):
+        return
+    options = [
+        [None] if stays else [*_neighbours(plan, stages, kept), *spare[:MOST_SPARE]]
+        for stays, stages in groups
+    ]
+    for chosen in islice(product(*options), MOST_TRIED):
+        stages = _merged(
+            PlanStage(heir or stage.node, stage.span)
+            for heir, (_, stages) in zip(chosen, groups, strict=True)
+            for stage in stages
+        )
+        nodes = [stage.node for stage in stages]
+        if len(set(nodes)) == len(nodes):
+            yield stages
+
+
+def _neighbours(plan: Plan, gap: Sequence[PlanStage], kept: Sequence[PlanStage]) -> list[NodeId]:
+    """Return who holds the layers next to a gap; a client's entry without layers stays so."""
+    start, stop = gap[0].span.start, gap[-1].span.stop
+    return [
+        stage.node
+        for stage in kept
+        if len(stage.span) and (stage.span.stop == start or stage.span.start == stop)
+    ]
+
+
+def _merged(stages: Iterator[PlanStage]) -> Stages:
+    """Join the spans of consecutive stages of one node."""
+    merged = list[PlanStage]()
+    for stage in stages:
+        if merged and merged[-1].node == stage.node:
+            span = Span(merged[-1].span.start, stage.span.stop)
+            merged[-1] = PlanStage(stage.node, span)
+        else:
+            merged.append(stage)
+    return tuple(merged)
