@@ -30,8 +30,8 @@ OPEN_S = 5.0
 REFUSED_S = 0.25
 REFUSED_ROUNDS = 3
 """Rounds of at least so many seconds, each with a PING, that a peer has to answer once its host
-refuses datagrams. Refusals (ICMP, RFC 9000 section 14.2.1) can be forged: they end no link whose
-peer answers in that time, and one is needed in each round."""
+refuses a datagram. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose
+peer sends anything in that time. More than one proves no more, and hosts send few per second."""
 TICK_S = 1e-6
 REFUSED: Final = 1
 BROKEN: Final = 2
@@ -103,8 +103,7 @@ class Connection:
         self._linger_timer: asyncio.TimerHandle | None = None
         self._keep_alive_at = self._loop.time() + KEEP_ALIVE_S
         self._open_by = self._loop.time() + OPEN_S
-        self._refused_rounds = 0
-        self._is_refused = False  # in this round
+        self._rounds = 0  # since a refusal
         self._round_end: float | None = None
         self._finished: set[Channel] = set()
         self._hellos: set[Channel] = set()
@@ -131,7 +130,7 @@ class Connection:
     def receive(self, datagram: bytes, route: Route, now: float) -> None:
         """Receive a datagram from ``route``; call `work` afterwards."""
         self._keep_alive_at = now + KEEP_ALIVE_S
-        self._refused_rounds, self._round_end = 0, None
+        self._rounds, self._round_end = 0, None
         before = 0 if self.is_open else self.machine.heard
         try:
             self.machine.receive_datagram(datagram, PEER, now)
@@ -143,23 +142,14 @@ class Connection:
 
     def refused(self, now: float) -> None:
         """Note that the peer's host refused a datagram: its process may have ended."""
-        self._is_refused = True
         if self._round_end is None and self.is_open and not self.machine.is_over:
             self._begin_round(now)
 
     def _begin_round(self, now: float) -> None:
-        self._is_refused = False
+        self._rounds += 1
         self._round_end = now + max(REFUSED_S, 3 * (self.machine.round_trip_s or 0.0))
         self.machine.send_ping(0)
         self.transmit_soon()
-
-    def _end_round(self, now: float) -> bool:
-        """Return whether the peer is gone: its host has refused all PINGs."""
-        self._refused_rounds = self._refused_rounds + 1 if self._is_refused else 0
-        self._round_end = None
-        if 0 < self._refused_rounds < REFUSED_ROUNDS:
-            self._begin_round(now)
-        return self._refused_rounds == REFUSED_ROUNDS
 
     def work(self) -> None:
         """Handle the events of received datagrams, and send the results."""
@@ -287,10 +277,12 @@ class Connection:
         if now >= self._open_by and not self.is_open:
             self.abort()
             return
-        if self._round_end is not None and now >= self._round_end and self._end_round(now):
-            self.link.end(LinkLost("Nobody listens at the peer's address any more"))
-            self.abort()
-            return
+        if self._round_end is not None and now >= self._round_end:
+            if self._rounds == REFUSED_ROUNDS:
+                self.link.end(LinkLost("Nobody listens at the peer's address any more"))
+                self.abort()
+                return
+            self._begin_round(now)
         if now >= self._keep_alive_at:
             self._keep_alive_at = now + KEEP_ALIVE_S
             if self.is_open:
