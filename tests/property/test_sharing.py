@@ -20,7 +20,7 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
 
 
 @given(meshes(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_node_plans_more_than_it_offers_and_changes_end(
     mesh: SharedMesh, data: st.DataObject
 ) -> None:
