@@ -9,7 +9,6 @@ loss in the middle of an answer changes is shown by `tests.bench.chaos`.
 
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -80,11 +79,6 @@ async def compare(
     return Row(nodes, speculation, chunk, *same)
 
 
-def cases(nodes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, bool, int | None]]:
-    """Iterate over the rings."""
-    yield from product(nodes, (True, False), (None, *chunks))
-
-
 def main() -> None:
     """Run the command."""
     parser = parser_of("same", __doc__)
@@ -102,7 +96,7 @@ def main() -> None:
     )
     with TemporaryDirectory() as folder:
         model = random_model(Path(folder))
-        for case in cases(given.nodes, given.chunks):
+        for case in product(given.nodes, (True, False), (None, *given.chunks)):
             row = asyncio.run(compare(model, case, options, right))
             rows.append(row)
             how = "on" if row.speculation else "off"

@@ -20,6 +20,7 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
 
 
 @given(meshes(), st.data())
+# Not random: after some rare losses a share of memory is still given to a ring that cannot form.
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_node_plans_more_than_it_offers_and_changes_end(
     mesh: SharedMesh, data: st.DataObject

@@ -3,7 +3,8 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshllm.node.membership.state_store import StateStore
@@ -11,7 +12,7 @@ from meshllm.node.requests.request_json import request_to_json
 from meshllm.protocol.membership.codec import REQUEST_ID_BYTES, Generate
 from meshllm.protocol.trust.credential import Role
 from meshllm.request import Request
-from tests.processes.fleet import ALONE, meshllm, open_fleet
+from tests.processes.fleet import ALONE, Node, meshllm, open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.flood import flood
 from tests.security.member import Member
@@ -41,13 +42,7 @@ def endless_requests() -> Outcome:
 
 def guess_a_prompt() -> Outcome:
     """Ask what the owner asked, as a client that is told how much of it was cached."""
-    with open_fleet() as fleet:
-        fleet.found("owner")
-        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
-        fleet.form()
-        at = (f"ws://{owner.address}",)
-        ticket = StateStore.open(owner.state).invite(at, Role.CLIENT, lasts_s=3600, uses=None)
-        client = fleet.folder / "client"
+    with _owner() as (owner, ticket, client):
 
         def cached(*words: str, state: Path) -> int:
             asked = "chat", "--json", "--max-tokens", "2", *words
@@ -56,10 +51,22 @@ def guess_a_prompt() -> Outcome:
 
         cached(state=owner.state)
         own = cached(state=owner.state)
-        theirs = [cached("--join", ticket.encode(), state=client) for _ in range(2)]
+        theirs = [cached("--join", ticket, state=client) for _ in range(2)]
     effect = f"told {theirs[0]} tokens, {theirs[1]} when it asks again; the owner {own}"
     held = theirs[0] == 0 and own > 0 and theirs[1] == own
     return Outcome(effect, "prefixes of an asker are its own", held=held)
+
+
+@contextmanager
+def _owner() -> Iterator[tuple[Node, str, Path]]:
+    """Start a node; yield it, a client's ticket, and a folder for that client."""
+    with open_fleet() as fleet:
+        fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        at = (f"ws://{owner.address}",)
+        ticket = StateStore.open(owner.state).invite(at, Role.CLIENT, lasts_s=3600, uses=None)
+        yield owner, ticket.encode(), fleet.folder / "client"
 
 
 def _during(request: Callable[[], bytes], pause_s: float) -> Outcome:
@@ -68,13 +75,8 @@ def _during(request: Callable[[], bytes], pause_s: float) -> Outcome:
             member.links.post(peer, Generate(os.urandom(REQUEST_ID_BYTES), request()))
         await asyncio.sleep(pause_s)
 
-    with open_fleet() as fleet:
-        fleet.found("owner")
-        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
-        fleet.form()
-        at = (f"ws://{owner.address}",)
-        ticket = StateStore.open(owner.state).invite(at, Role.CLIENT, lasts_s=3600, uses=None)
-        return slowed(owner, lambda: flood(ticket.encode(), fleet.folder / "client", burst))
+    with _owner() as (owner, ticket, client):
+        return slowed(owner, lambda: flood(ticket, client, burst))
 
 
 ATTACKS = (
