@@ -16,7 +16,7 @@ from tests.security.__main__ import ATTACKS
 ROOT = Path(__file__).parents[1]
 TEXTS = {"README": (ROOT / "README.md").read_text("utf-8"), **topics()}
 TREE: Any = typer.main.get_command(app)
-OTHERS = {"--unix-socket", "--help"}  # of curl; of every command
+OTHERS = {"--unix-socket", "--help", "--interrupt_requests"}  # of curl; every command; an engine
 
 
 def code(text: str) -> str:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshllm.node.provider import launch
 
@@ -41,12 +41,16 @@ class EngineProcess:
         """The URL of the API."""
         return f"http://127.0.0.1:{self.port}/v1"
 
-    async def run(self) -> None:
-        """Run the command, again whenever it ends, with backoff; stop it when cancelled."""
+    async def run(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Run the command, again whenever it ends, with backoff; stop it when cancelled.
+
+        ``ended`` is called each time it ends.
+        """
         clock, delay = asyncio.get_running_loop().time, FIRST_RESTART_S
         while True:
             begin = clock()
             code = await self._run_once()
+            ended()
             delay = FIRST_RESTART_S if clock() - begin > STABLE_S else delay
             logger.warning("the engine ended with code %s, restarting in %.0f s", code, delay)
             await asyncio.sleep(delay)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.node.provider.engine import EngineClient
@@ -11,7 +11,7 @@ from meshllm.node.provider.process import EngineProcess
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Event, Request
 
-POLL_S = 2.0  # s between two looks at the engine
+POLL_S = 2.0  # s between two looks at an engine that nothing was heard of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ class Provider:
         """Requests in progress."""
         self._process = process
         self._trouble = ""
+        self._is_suspect = asyncio.Event()
+        """Its process ended or a request failed: look at once."""
 
     def has(self, model: str) -> bool:
         """Return whether a model is offered now."""
@@ -37,13 +39,16 @@ class Provider:
         """Watch the engine until cancelled; call ``changed`` after each change of the offers."""
         async with asyncio.TaskGroup() as group:
             if self._process:
-                group.create_task(self._process.run())
+                group.create_task(self._process.run(self._is_suspect.set))
             while True:
+                self._is_suspect.clear()
                 offers = await self._look()
                 if offers != self.offers:
                     self.offers = offers
                     changed()
-                await asyncio.sleep(POLL_S)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self._is_suspect.wait()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request, see `Backend`.
@@ -58,6 +63,9 @@ class Provider:
             async with aclosing(self.engine.generate(request)) as events:
                 async for event in events:
                     yield event
+        except LinkLost:
+            self._is_suspect.set()
+            raise
         finally:
             self.active -= 1
 

@@ -321,7 +321,7 @@ class Mesh:
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
             own = effective_terms(self.me, records.valid, records.founder)
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
-        actions = self._send(peer, answers)
+        actions = self._send(peer, answers) if self._gossips(contact) else []
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
             wanted = merge(records.charter, {self.me: own}, records.founder)
             actions += self._publish_charter(wanted)

@@ -15,7 +15,7 @@ from tests.builders.fake_engine import FakeEngine, serving
 
 pytestmark = pytest.mark.socket
 
-DIE = Request(({"role": "user", "content": "die"},), model="fox")
+CUT = Request(({"role": "user", "content": "so cut"},), model="fox")
 FOX = ModelOffer("fox", context=2048)
 COMMAND = [sys.executable, "-m", "tests.builders.fake_engine", "{port}"]
 
@@ -100,10 +100,48 @@ async def test_a_process_is_started_again_and_stopped() -> None:
     assert engine.pid is None
 
 
+class EndingProcess(EngineProcess):
+    """A process that ends when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(COMMAND)
+        self.kill = asyncio.Event()
+
+    async def run(self, ended: Callable[[], None] = lambda: None) -> None:
+        await self.kill.wait()
+        ended()
+
+
+@pytest.mark.parametrize("how", ["its process ends", "a request fails"])
+async def test_an_engine_in_trouble_is_looked_at_at_once(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "POLL_S", 3600)
+    fake, engine = FakeEngine(), EndingProcess()
+    async with serving(fake) as url:
+        watched = Provider(EngineClient(url), engine)
+        watch = Watch(watched)
+        running = asyncio.ensure_future(watched.run(watch.changed))
+        try:
+            await watch.until(lambda: watched.offers == (FOX,))
+            fake.list_status = 503
+            if how == "its process ends":
+                engine.kill.set()
+            else:
+                with pytest.raises(LinkLost):
+                    [each async for each in watched.generate(CUT)]
+            await watch.until(lambda: not watched.offers)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
 async def test_a_command_that_cannot_be_run_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
+    ends: list[None] = []
+    engine = EngineProcess(["/nonexistent/engine"])
+    running = asyncio.ensure_future(engine.run(lambda: ends.append(None)))
     try:
         async with asyncio.timeout(60):
             while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
@@ -111,6 +149,7 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     finally:
         running.cancel()
         await asyncio.wait([running])
+    assert len(ends) >= 2
 
 
 async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:

@@ -361,6 +361,19 @@ def test_a_client_refuses_the_members_of_whose_removal_it_was_told() -> None:
     assert said(actions, LAST) == []
 
 
+def test_a_client_that_knows_a_better_removal_does_not_answer_with_it() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    link(node, FOUNDER)
+    node.receive(FOUNDER.node, Items((removal(STRANGER),)), 2.0)
+    link(node, LAST, 3.0)
+
+    actions = node.receive(LAST.node, Items((removal(STRANGER, LAST),)), 4.0)
+
+    assert not only(actions, Drop)
+    assert items(actions, LAST) == []  # from a client it would be a violation
+    assert node.removals[STRANGER.node].issuer == FOUNDER.node
+
+
 @pytest.mark.parametrize("message", [Summary(()), Want(()), Items((sign(LAST, PROFILE),))])
 def test_a_client_takes_nothing_but_removals(message: Message) -> None:
     node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
