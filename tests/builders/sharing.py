@@ -71,6 +71,15 @@ class SharedMesh:
         self.parts.pop(node, None)
         self.followed = {at: plan for at, plan in self.followed.items() if at[0] != node}
 
+    def end_idle_shares(self) -> None:
+        """End the shares of groups that are not served."""
+        served = self.served()
+        for node, part in self.parts.items():
+            further = {group: size for group, size in part.further.items() if group in served}
+            self.parts[node] = replace(part, further=further)
+            for group in part.further.keys() - served:
+                self.followed.pop((node, group), None)
+
     def check(self) -> None:
         """No node has planned more than it offers; records of this kind are taken."""
         charters = {group.id: group.charter for group in groups_of(self.charter)}

@@ -23,10 +23,11 @@ Where moves do not complete a group, it takes *shares* of nodes that keep their 
 left of their memory once each of their rings serves, at most what the whole model needs. A node is
 in at most one group of each model. A node publishes the memory of each share, and the ring of its
 first group has the rest, so that no two rings plan with the same bytes. A share ends if its group
-is complete without it and does not use it; shares of later replicas, of later groups that are not
-complete, and of models that nobody uses, end if another group becomes complete by it. Nodes join
-one further group at a time, and none while a ring of theirs is not whole: what such a ring needs
-next is not known yet.
+is complete without it and does not use it; shares of later replicas, of models that nobody uses,
+and of groups that are not complete, end if another group becomes complete by it. Until then a group
+that lost a node keeps its shares, so that it serves soon after that node returned. Nodes join one
+further group at a time, and none while a ring of theirs is not whole: what such a ring needs next
+is not known yet.
 
 States tell which models were asked for lately. The first replica of such a model also takes nodes
 from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
@@ -41,6 +42,7 @@ this estimate, which takes all layers as large as the largest, denies it.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.agreement.candidates import MeshView, decode_plans
@@ -61,6 +63,8 @@ UNASSIGNED = GroupId(b"\0")
 """The group of a node that takes part in none."""
 
 _PRESENT = Lifecycle.JOIN, Lifecycle.SERVING
+_Donors: TypeAlias = Callable[[int, list[NodeId], bool], list[NodeId]]
+"""The nodes that a group may take, besides those that it takes; strict or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,12 +338,14 @@ class _Table:
             return
         if self._join(number) or self._join_instead(number):
             return
-        any(self._move(number, donors, strict=False) for donors in (self._replicas, self._unused))
+        later = self._replicas, self._unused
+        if not any(self._move(number, donors, strict=False) for donors in later):
+            self._move_instead(number, (*moves, *later))
 
     def _move(
         self,
         number: int,
-        donors: Callable[[int, list[NodeId], bool], list[NodeId]],
+        donors: _Donors,
         *,
         strict: bool,
     ) -> bool:
@@ -428,16 +434,34 @@ class _Table:
         self.shares = before
         return False
 
+    def _move_instead(self, number: int, moves: Iterable[_Donors]) -> None:
+        """Complete a group with nodes that end their shares in groups that are not complete."""
+        before, places = self._copied_shares(), dict(self.place)
+        broken = {
+            self.groups[other].id
+            for other in range(len(self.groups))
+            if not self.is_complete(other, self.nodes(other), strict=False)
+        }
+        self.shares = {
+            node: {group: size for group, size in shares.items() if group not in broken}
+            for node, shares in before.items()
+        }
+        if self.shares != before:
+            any(self._move(number, donors, strict=False) for donors in moves)
+        helped = self.nodes(number) if self.place != places else ()
+        self.shares |= {node: shares for node, shares in before.items() if node not in helped}
+
     def _yields(self, other: int, number: int) -> bool:
         """Return whether a group ends its shares if that completes another one."""
         group, wanting = self.groups[other], self.groups[number]
+        if other != number and not self.is_complete(other, self.nodes(other), strict=False):
+            return True
         if wanting.charter.key in self.used and not wanting.replica:
             if group.charter.key not in self.used:
                 return True
         elif group.charter.key in self.used and not group.replica:
             return False
-        is_whole = self.is_complete(other, self.nodes(other), strict=False)
-        return other > number and (group.replica > wanting.replica or not is_whole)
+        return other > number and group.replica > wanting.replica
 
     def _may_join(self, node: NodeId, number: int) -> bool:
         """Return whether a node may have a share in a group, or a larger one than it has."""

@@ -622,6 +622,38 @@ def test_a_node_whose_first_model_is_stopped_has_its_first_share_as_first_group(
     assert divide(mesh.view())[NODES[0]].first == ids_of(mesh)[1]
 
 
+def test_a_group_that_lost_a_node_keeps_its_shares_until_another_becomes_complete_by_them() -> None:
+    mesh = settled({0: 800, 1: 400}, served_model(0, 4), served_model(1, 6))
+    first, other = ids_of(mesh)
+    assert mesh.served() == {first, other}
+    before = mesh.parts[NODES[0]]
+    assert list(before.further) == [other]
+
+    mesh.used = tuple(sorted(each.key for each in mesh.charter.served))
+    mesh.lose(NODES[1])
+    mesh.settle()
+    assert (mesh.served(), mesh.parts[NODES[0]]) == ({first}, before)
+
+    new = serve_also(mesh, served_model(2, 3))
+    mesh.settle()
+    assert mesh.served() == {first, new}
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_node_moves_to_a_model_in_use_if_its_shares_are_of_no_use(is_used: bool) -> None:
+    mesh = settled({0: 418, 1: 390}, served_model(0, 5), served_model(1, 2))
+    first, other = ids_of(mesh)
+    assert mesh.served() == {first, other}
+    assert [list(part.further) for part in mesh.parts.values()] == [[other], [other]]
+
+    mesh.used = (mesh.charter.models[0].key,) if is_used else ()
+    mesh.lose(NODES[1])
+    mesh.settle()
+
+    assert mesh.served() == ({other} if is_used else set())
+    assert mesh.parts[NODES[0]].first == (other if is_used else first)
+
+
 def serve_also(mesh: SharedMesh, charter: Charter) -> GroupId:
     models = sorted((*mesh.charter.models, charter), key=lambda each: each.key)
     mesh.charter = replace(mesh.charter, models=tuple(models))
