@@ -114,11 +114,11 @@ class Generous(Stage):
     """Keeps positions that it does not have."""
 
     def _end(
-        self, session: SessionId, keep: int = 0, now: float = 0.0, *, is_lost: bool = False
+        self, session: SessionId, keep: int = 0, now: float = 0.0, **whose: bool
     ) -> list[stage.Action]:
         if keep and session in self._sessions:
             self._sessions[session].kv_len = keep
-        return super()._end(session, keep, now, is_lost=is_lost)
+        return super()._end(session, keep, now, **whose)
 
 
 class Hasty(Entry):

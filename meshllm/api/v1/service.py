@@ -18,7 +18,7 @@ from meshllm.errors import MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
+from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, Reservation
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
@@ -125,10 +125,14 @@ class Service:
             await self._record(key, model, KeyUsage(1, errors, read, cached, written))
 
     def _scoped(self, key: ApiKey | None, asked: Request) -> Request:
-        """Keep what a key asks apart from the prompts of others, such as the owner's own."""
+        """Keep what a key asks apart from the prompts of others, such as the owner's own.
+
+        Without a key it comes from this machine, where the owner is.
+        """
         if self.accounts is None:
             return asked
-        return replace(asked, scope=self._scopes.name(key.name.encode() if key else b""))
+        whose = OWNERS if key is None or key.is_owner else ""
+        return replace(asked, scope=whose + self._scopes.name(key.name.encode() if key else b""))
 
     async def _learn_usage(self, key: ApiKey | None) -> None:
         """Count what a key with a limit has used today, before this door opened or at another."""

@@ -35,8 +35,8 @@ class SessionStore:
         texts. A stage that becomes the entry has caches only for those who know their keys, see
         `PrefixCache.resume`.
         """
-        if plan.rank(me) != 0:
-            self.prefixes.forget_texts()
+        if plan.stages[0].node != self.plan.stages[0].node:
+            self.prefixes.change_entry(is_entry=plan.rank(me) == 0)
         self.prefixes.lose(_moved(self.plan, plan))
         self.prefixes.move(budget)
         self.plan = plan

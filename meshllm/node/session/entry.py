@@ -51,7 +51,7 @@ from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
-from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
+from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.actions import Action, Closed, Embed, Failed, GenerationTask, Pick
 from meshllm.protocol.session.codec import MAX_ROWS, size
@@ -243,6 +243,7 @@ class EntryNode:
             max_crop=self._config.max_crop,
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
+            is_own=is_owners(order.prefix_scope),
         )
 
     def _open(self, task: GenerationTask, order: GenerationRequest, key: ResumeKey) -> Generation:

@@ -12,6 +12,10 @@ Each rank keeps what its budget has room for besides the running sessions (LRU),
 the Close that goes round the ring: a session that one rank does not keep is useless to the entry.
 When a running session needs the room, the least recently used are evicted. A loss is found on
 reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
+
+The owner of the entry has a share: its most recently used sessions, up to half of the places and of
+the memory and at least the last one, are evicted after all others. So nobody else's finished
+sessions push them out; a Close says whose a session is, as all ranks must keep the same ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,6 +31,8 @@ MAX_STATES = 8
 """The same for a model with recurrent state, which is as large as many positions."""
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
+OWN_SHARE = 0.5
+"""Part of the places and of the memory in which only the owner's own sessions evict its others."""
 RESUME_S = 60.0
 """The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
 
@@ -44,6 +50,7 @@ class _Item:
     length: int
     capacity: int
     used: float
+    is_own: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +102,19 @@ class PrefixIndex:
         return self._most_bytes != 0
 
     def put(
-        self, session: SessionId, length: int, capacity: int, now: float, *, is_lost: bool = False
+        self,
+        session: SessionId,
+        length: int,
+        capacity: int,
+        now: float,
+        *,
+        is_own: bool = False,
+        is_lost: bool = False,
     ) -> list[SessionId]:
         """Keep ``length`` positions of a cache that has room for ``capacity``.
 
-        ``is_lost``: the ring was lost, and the session goes on in the next one. Return the sessions
-        to evict: older ones, or this one if there is no room for it.
+        ``is_own``: it is the owner's. ``is_lost``: the ring was lost, and the session goes on in
+        the next one. Return the sessions to evict: others, or this one if there is no room for it.
         """
         keeps = self.resumes if is_lost else self.keeps
         if length <= 0 or not (keeps and self.budget.fits(capacity)):
@@ -110,16 +124,13 @@ class PrefixIndex:
         if not is_lost and self._exceeds(self.budget.kept_bytes - before):
             self.budget.drop(session)
             return [session]
-        self._items[session] = _Item(length, capacity, now)
+        self._items[session] = _Item(length, capacity, now, is_own)
         return self.make_room()
 
     def make_room(self, spare: SessionId | None = None) -> list[SessionId]:
-        """Evict the least recently used until the budget is met; return the evicted sessions.
-
-        ``spare`` is never evicted.
-        """
+        """Evict sessions until the budget is met; return them. ``spare`` is never evicted."""
         gone = []
-        for session in [each for each in self._items if each != spare]:
+        for session in [each for each in self._in_order() if each != spare]:
             is_many = len(self._items) > self._most
             if not (is_many or self.budget.is_over or self._exceeds(self.budget.kept_bytes)):
                 break
@@ -128,8 +139,8 @@ class PrefixIndex:
         return gone
 
     def evict(self) -> SessionId | None:
-        """Evict the least recently used session; None if none is kept."""
-        session = next(iter(self._items), None)
+        """Evict one session and return it; None if none is kept."""
+        session = next(iter(self._in_order()), None)
         if session is not None:
             self._drop(session)
         return session
@@ -160,6 +171,10 @@ class PrefixIndex:
             budget.keep(session, item.capacity)
         return self.make_room()
 
+    def disown(self) -> None:
+        """Treat all sessions alike, as another node is the entry from now on."""
+        self._items = {key: replace(item, is_own=False) for key, item in self._items.items()}
+
     def clear(self) -> None:
         """Evict all."""
         for session in list(self._items):
@@ -176,6 +191,21 @@ class PrefixIndex:
         for session in gone:
             self._drop(session)
         return gone
+
+    def _in_order(self) -> list[SessionId]:
+        """Return the sessions in the order of eviction."""
+        share = self._own_share()
+        return sorted(self._items, key=lambda session: session in share)
+
+    def _own_share(self) -> set[SessionId]:
+        """Return the owner's most recently used sessions, as far as its share of all reaches."""
+        share, taken = set[SessionId](), 0.0
+        for session in [key for key, item in reversed(self._items.items()) if item.is_own]:
+            taken += max(1 / self._most, self.budget.part(session, self._most_bytes))
+            if share and taken > OWN_SHARE:
+                break
+            share.add(session)
+        return share
 
     def _drop(self, session: SessionId) -> None:
         del self._items[session]

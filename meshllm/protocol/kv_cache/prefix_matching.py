@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, PrefixIndex, crop_chunks
-from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
+from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope, is_owners
 
 MIN_SHARED = 16
 """Tokens; all chats of a model begin with the same few."""
@@ -98,7 +98,7 @@ class PrefixCache(Generic[Cache]):
         return replace(hit, is_claimed=text is None), cache
 
     def make_room(self, size: int) -> None:
-        """Evict the least recently used until so many bytes of this rank are free, or all."""
+        """Evict sessions until so many bytes of this rank are free, or all."""
         while not self.index.budget.has_room(size):
             if (session := self.index.evict()) is None:
                 return
@@ -140,16 +140,20 @@ class PrefixCache(Generic[Cache]):
         if not is_claimed:
             held = array("i", tokens)
             self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks), scope)
-        self._drop(self.index.put(session, len(tokens), capacity, now, is_lost=is_lost))
+        is_own = is_owners(scope)
+        gone = self.index.put(session, len(tokens), capacity, now, is_own=is_own, is_lost=is_lost)
+        self._drop(gone)
 
     def lose(self, layers: Collection[int]) -> None:
         """Note that the caches of these layers are lost, as another node holds them from now on."""
         was_lost = self._lost
         self._lost = {each: was_lost.get(each, frozenset()).union(layers) for each in self.caches}
 
-    def forget_texts(self) -> None:
-        """Forget the texts, as this rank is no longer the entry; the caches stay."""
-        self._texts.clear()
+    def change_entry(self, *, is_entry: bool) -> None:
+        """Keep the caches, but as those of no owner; texts are for an entry only."""
+        self.index.disown()
+        if not is_entry:
+            self._texts.clear()
 
     def move(self, budget: KvBudget) -> list[SessionId]:
         """Count what is kept in another budget; return the sessions that this evicts."""

@@ -11,6 +11,8 @@ from hashlib import blake2b
 from meshllm.names import NodeId
 
 MAX_SCOPE_CHARS = 64
+OWNERS = "owner:"
+"""Begins the scopes of this node's owner besides `OWN`: those of the API's doors."""
 SECRET_BYTES = 16
 _HASH_BYTES = 16
 
@@ -19,6 +21,12 @@ PrefixScope = tuple[NodeId | None, str]
 
 OWN: PrefixScope = (None, "")
 """The scope of the owner of the entry."""
+
+
+def is_owners(scope: PrefixScope) -> bool:
+    """Whether a scope is one of the owner of the entry."""
+    node, name = scope
+    return node is None and (not name or name.startswith(OWNERS))
 
 
 class ScopeNames:

@@ -32,6 +32,8 @@ class GenerationTask:
     """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
     resumes: bool = True
     """Whether the caches are kept if the ring is lost."""
+    is_own: bool = False
+    """Whether it is a request of the owner of the entry."""
 
     @property
     def limit(self) -> int:

@@ -73,7 +73,7 @@ _LAYOUTS = {  # version and kind, then the fields of the message
     _RingKind.DATA: Struct("<BB 16s I I I I B"),  # then a blob: its header, digest and payload
     _RingKind.GAP: Struct("<BB 16s I I I"),
     _RingKind.CANCEL: Struct("<BB 16s I I"),
-    _RingKind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies
+    _RingKind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies, whose
     _RingKind.FAULT: Struct("<BB 16s I B B"),  # then a text
     _RingKind.RESUME: Struct("<BB 16s I 16s I B"),  # then the number of lost spans, and they
     _RingKind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
@@ -93,9 +93,10 @@ def encode(message: Message) -> list[Buffer]:
             return _pack_data(message)
         case Logits(session, epoch, gen, pos, blob):
             return _pack_blob(_pack(_RingKind.LOGITS, session, epoch, gen, pos), blob)
-        case Close(session, epoch, keep, tallies):
+        case Close(session, epoch, keep, tallies, is_own):
             head = _pack(_RingKind.CLOSE, session, epoch, keep, len(tallies))
-            return [head + b"".join(sized(_pack_tally(tally)) for tally in tallies)]
+            packed = (sized(_pack_tally(tally)) for tally in tallies)
+            return [b"".join((head, *packed, bytes([is_own])))]
         case Fault(session, epoch, code, rank, text):
             return [_pack(_RingKind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
         case UnknownRingMessage(unknown, body):
@@ -175,7 +176,7 @@ def _control(
         case _RingKind.CLOSE:
             epoch, keep, count = fields
             _bounded("keep", keep, 0, MAX_POSITION)
-            return Close(session, epoch, keep, _tallies(count, Reader(bytes(rest), "Close")))
+            return _close(session, epoch, keep, count, Reader(bytes(rest), "Close"))
         case _RingKind.RESUME:
             epoch, base, length, whole = fields
             _bounded("length", length, 1, MAX_POSITION)
@@ -184,6 +185,12 @@ def _control(
             return Resume(session, epoch, SessionId(base), length, is_whole, lost)
         case _:
             assert_never(kind)
+
+
+def _close(session: SessionId, epoch: int, keep: int, count: int, reader: Reader) -> Close:
+    tallies = _tallies(count, reader)
+    is_own = bool(_bounded("owner", reader.take(1)[0], 0, 1)) if reader.left else False
+    return Close(session, epoch, keep, tallies, is_own)
 
 
 def _data(fields: list[Any], rest: memoryview) -> Data:

@@ -448,7 +448,8 @@ class Entry:
         self.state, self._waiting, self._kept = EntryState.CLOSING, now, keep
         if self._task.ring == 1:
             return self._closed((), keep)
-        return [Forward(Close(self._task.session, self._task.epoch, keep))]
+        task = self._task
+        return [Forward(Close(task.session, task.epoch, keep, is_own=task.is_own))]
 
     def _closed(self, tallies: tuple[Tally, ...], keep: int = 0) -> list[Action]:
         """End; only what every rank has confirmed to keep is kept here too."""

@@ -224,6 +224,8 @@ class Close:
     """Positions to keep for other sessions, if there is room; the rest is freed."""
     tallies: tuple[Tally, ...] = ()
     """The tallies of rank 1, 2, and so on."""
+    is_own: bool = False
+    """The session is one of the owner of the entry: those of others do not push it out."""
 
 
 class FaultCode(IntEnum):

@@ -407,13 +407,19 @@ class Stage:
     def _close(self, close: Close, now: float) -> list[Action]:
         if len(close.tallies) != self._rank - 1:  # it skipped a rank: nothing is kept
             return [*self._end(close.session), Forward(replace(close, keep=0))]
-        ended = self._end(close.session, close.keep, now)
+        ended = self._end(close.session, close.keep, now, is_own=close.is_own)
         keep = close.keep if Keep(close.session) in ended else 0
         tally = replace(self._closed[close.session], round_trip_us=self.round_trip_us)
         return [*ended, Forward(replace(close, keep=keep, tallies=(*close.tallies, tally)))]
 
     def _end(
-        self, session: SessionId, keep: int = 0, now: float = 0.0, *, is_lost: bool = False
+        self,
+        session: SessionId,
+        keep: int = 0,
+        now: float = 0.0,
+        *,
+        is_own: bool = False,
+        is_lost: bool = False,
     ) -> list[Action]:
         """Forget a session; its first ``keep`` positions, if complete, may be kept."""
         state = self._sessions.pop(session, None)
@@ -424,7 +430,8 @@ class Stage:
         if state is None:
             return []
         length = keep if keep <= state.kv_len else 0
-        gone = self._index.put(session, length, state.capacity, now, is_lost=is_lost)
+        capacity = state.capacity
+        gone = self._index.put(session, length, capacity, now, is_own=is_own, is_lost=is_lost)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:

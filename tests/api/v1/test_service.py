@@ -15,6 +15,7 @@ from meshllm.api.app import public_application
 from meshllm.api.v1.service import Service, day_of
 from meshllm.errors import QuotaUsed
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.protocol.kv_cache.prefix_scope import is_owners
 from meshllm.request import Piece, Prefilled, Request
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
@@ -64,7 +65,7 @@ async def test_a_request_is_accounted_for_by_key(
 
 async def test_each_key_has_a_scope_of_its_own(door: FakeNode, accounts: Accounts) -> None:
     (model,) = await door.models()
-    keys = [ApiKey(name, "", 0) for name in ("laptop", "phone")]
+    keys = [ApiKey(name, "", 0, is_owner=name == "own") for name in ("laptop", "own")]
     askers: list[tuple[Service, ApiKey | None]] = [(Service(door), None)]
     served = Service(door, accounts)
     askers += [(served, key) for key in (None, *keys, keys[0])]
@@ -78,6 +79,7 @@ async def test_each_key_has_a_scope_of_its_own(door: FakeNode, accounts: Account
     assert len({owner, *others}) == 4
     assert again == others[1]
     assert "laptop" not in again
+    assert [is_owners((None, scope)) for scope in (owner, *others)] == [True, True, False, True]
 
 
 async def test_requests_but_embeddings_are_recorded(

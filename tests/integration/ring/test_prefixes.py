@@ -16,6 +16,8 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.node.session.resume import ResumeKey, session_of
+from meshllm.protocol.kv_cache.prefix_index import MAX_KEPT
+from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED
 from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
 from meshllm.protocol.session.messages import Close, Data, Resume
 from meshllm.request import FinishReason, Resumable, Sampling
@@ -100,6 +102,22 @@ async def test_who_asks_the_same_is_not_told_that_others_did(llama: Path) -> Non
         again = [(await ask(ring, PROMPT, scope=scope))[1] for scope in askers]
 
     assert (first, again) == ([0] * 4, [len(PROMPT) - 1] * 4)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("other", [(NodeId(bytes(32)), ""), (None, "key")], ids=["client", "key"])
+async def test_many_short_requests_of_others_leave_the_prefix_of_the_owner(
+    llama: Path, nodes: int, other: PrefixScope
+) -> None:
+    async with ring_of(llama, nodes) as ring:
+        await ask(ring, PROMPT)
+        for number in range(MAX_KEPT + 1):
+            await ask(ring, (number, *range(MIN_SHARED)), 1, scope=other)
+
+        last = await ask(ring, (MAX_KEPT, *range(MIN_SHARED)), 1, scope=other)
+        first = await ask(ring, (1, *range(MIN_SHARED)), 1, scope=other)
+        assert (last[1], first[1]) == (MIN_SHARED, 0)  # theirs is cached, and evicted for theirs
+        assert (await ask(ring, (*PROMPT, *MORE)))[1] == len(PROMPT)
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

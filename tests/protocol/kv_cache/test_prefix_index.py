@@ -88,6 +88,65 @@ def test_the_number_of_kept_sessions_is_limited() -> None:
     assert gone == [[]] * MAX_KEPT + [[SessionId(bytes(16))]]
 
 
+def put_many(index: PrefixIndex, count: int, first: int = 0, *, is_own: bool = False) -> None:
+    for number in range(first, first + count):
+        index.put(SessionId(number.to_bytes(16)), 1, 1, 0.0, is_own=is_own)
+
+
+@pytest.mark.parametrize("blocks", [1 << 20, MAX_KEPT // 4], ids=["places", "memory"])
+def test_others_do_not_push_out_the_share_of_the_owner(blocks: int) -> None:
+    index, half = shelf_of(blocks), min(blocks, MAX_KEPT) // 2
+    index.put(A, 1, 1, 0.0, is_own=True)
+    put_many(index, half, is_own=True)  # one more than its share
+    put_many(index, 2 * MAX_KEPT, first=half)
+
+    assert not index.holds(A)
+    assert all(index.holds(SessionId(number.to_bytes(16))) for number in range(half))
+    assert index.holds(SessionId((half + 2 * MAX_KEPT - 1).to_bytes(16)))
+
+
+@pytest.mark.parametrize("most_bytes", [None, 4 * BLOCK])
+def test_the_last_session_of_the_owner_may_exceed_its_share(most_bytes: int | None) -> None:
+    index = shelf_of(4 if most_bytes is None else 9, most_bytes)
+    index.put(B, 1, 1, 0.0, is_own=True)
+    index.put(A, 1, 3 * BLOCK, 0.0, is_own=True)
+    put_many(index, 2)
+
+    assert index.holds(A)
+    assert not index.holds(B)
+    assert index.put(C, 1, 3 * BLOCK, 0.0) == [SessionId((1).to_bytes(16)), C]
+
+
+def test_the_owner_evicts_its_own_sessions_in_their_order() -> None:
+    index = shelf_of(3)
+    for session in (A, B, C):
+        index.put(session, 1, 1, 0.0, is_own=True)
+    index.take(A, 1, 1.0, whole=False)
+
+    assert index.put(SessionId(b"d" * 16), 1, 1, 2.0, is_own=True) == [B]
+
+
+def test_a_running_session_takes_the_share_of_the_owner_last() -> None:
+    index = shelf_of(4)
+    index.put(A, 1, 1, 0.0, is_own=True)
+    index.put(B, 1, 1, 0.0)
+    index.put(C, 1, 1, 0.0)
+    index.budget.reserve(SessionId(b"x" * 16), 3 * BLOCK)
+
+    assert index.make_room() == [B, C]
+    assert index.evict() == A
+    assert index.evict() is None
+
+
+def test_an_owner_that_is_not_the_entry_any_more_has_no_share() -> None:
+    index = shelf_of(2)
+    index.put(A, 1, 1, 0.0, is_own=True)
+    index.put(B, 1, 1, 0.0)
+    index.disown()
+
+    assert index.put(C, 1, 1, 0.0) == [A]
+
+
 def test_use_postpones_the_eviction() -> None:
     index = shelf_of(9)
     index.put(A, 1, 1, 0.0)

@@ -215,7 +215,9 @@ def test_lost_layers_are_named_with_every_hit() -> None:
 def test_caches_outlive_their_texts() -> None:
     prefixes = kept()
 
-    prefixes.forget_texts()
+    prefixes.change_entry(is_entry=True)
+    assert prefixes.find((*PROMPT, *MORE), 1.0, is_shared=True)
+    prefixes.change_entry(is_entry=False)
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
     assert prefixes.index.holds(A)
     assert prefixes.caches == {A: "a"}
@@ -230,6 +232,17 @@ def test_a_session_of_a_lost_ring_is_kept_without_a_prefix_cache() -> None:
     assert prefixes.caches == {A: "a"}
     prefixes.expire(RESUME_S)
     assert prefixes.caches == {}
+
+
+def test_what_others_keep_evicts_nothing_of_the_owner_until_the_entry_changes() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(2), None)
+    for name, scope in (("a", OWN), ("b", (None, "key")), ("c", (None, "key"))):
+        prefixes.keep(SessionId(name.encode() * 16), PROMPT, 30, name, 40, 0.0, scope=scope)
+
+    assert set(prefixes.caches.values()) == {"a", "c"}
+    prefixes.change_entry(is_entry=False)
+    prefixes.keep(SessionId(b"d" * 16), PROMPT, 30, "d", 40, 0.0, scope=(None, "key"))
+    assert set(prefixes.caches.values()) == {"c", "d"}
 
 
 @pytest.mark.parametrize("other", [(None, "key"), (NodeId(bytes(32)), ""), OWN])

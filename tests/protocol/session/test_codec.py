@@ -42,7 +42,7 @@ MESSAGES: list[Message] = [
     Gap(SESSION, 3, 1, 512),
     Cancel(SESSION, 3, 2),
     Close(SESSION, 3),
-    Close(SESSION, 3, 17, (TALLY, TALLY)),
+    Close(SESSION, 3, 17, (TALLY, TALLY), is_own=True),
     Resume(SESSION, 3, BASE, 40, whole=True),
     Resume(SESSION, 3, BASE, 1, whole=False),
     LOST,
@@ -90,7 +90,7 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
     encoded = packed(message)
 
     with pytest.raises(PeerFault):
-        decode(encoded[:-1])
+        decode(encoded[: -2 if isinstance(message, Close) else -1])  # whose it is may be absent
     if isinstance(message, Data | Logits):  # a tensor is all of the rest
         with pytest.raises(PeerFault):
             decode(encoded + b"\0")
@@ -108,11 +108,19 @@ def test_unknown_flags_codes_and_tally_fields_are_tolerated() -> None:
     fault = packed(FAULT)
     fault[22] = 99
     close = packed(Close(SESSION, 3, 17, (TALLY,)))
-    longer = close[:28] + (40 + 3).to_bytes(2, "little") + close[30:] + b"new"
+    longer = close[:28] + (40 + 3).to_bytes(2, "little") + close[30:-1] + b"new\0"
 
     assert decode(data) == Data(SESSION, 0, 0, 0, 1, Flags(128 | Flags.HELP), None)
     assert decode(fault) == replace(FAULT, code=FaultCode.OTHER)
     assert decode(longer) == Close(SESSION, 3, 17, (TALLY,))
+
+
+def test_a_close_of_an_earlier_version_is_of_nobody() -> None:
+    close = packed(Close(SESSION, 3, 17, (TALLY,), is_own=True))
+
+    assert decode(close[:-1]) == Close(SESSION, 3, 17, (TALLY,))
+    with pytest.raises(PeerFault, match="2 owner"):
+        decode(close[:-1] + b"\2")
 
 
 def test_a_payload_is_not_copied_on_either_side() -> None:

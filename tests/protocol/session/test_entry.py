@@ -643,6 +643,13 @@ def test_a_failed_generation_keeps_nothing() -> None:
     assert entry.kept == []
 
 
+def test_the_close_says_whether_the_owner_asked() -> None:
+    entry = Entry(replace(TASK, is_own=True), PACE)
+    entry.open(0.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, is_own=True))
+
+
 def test_a_cache_that_cannot_be_cropped_makes_the_entry_restart_at_0() -> None:
     entry = Entry(TASK, PACE)
     entry.open(0.0, BASE)

@@ -445,6 +445,20 @@ def test_the_oldest_is_evicted_for_the_newest() -> None:
     assert stage.receive(Close(TWO, EPOCH, keep=2), 1.0)[0] == Keep(TWO)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_close_says_whose_cache_others_do_not_push_out(is_own: bool) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, index=shelf_of(2))
+    ended = list[Action]()
+    for session in (ONE, TWO, THREE):
+        ended += stage.receive(data(0, rows=2, session=session), 0.0)
+        stage.computed(session, blob(2), 0.0, SPENT)
+        close = Close(session, EPOCH, keep=2, is_own=is_own and session == ONE)
+        ended += (closed := stage.receive(close, 0.0))
+        assert closed[-1].message.is_own is close.is_own  # type: ignore[union-attr]
+
+    assert [each for each in ended if isinstance(each, Free)] == [Free(TWO if is_own else ONE)]
+
+
 def test_a_session_resumes_from_a_kept_prefix() -> None:
     stage = shelved()
 
