@@ -64,7 +64,7 @@ def _hash_of(content: bytes) -> str:
 
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
-    """Return the routes of the page's data; ``is_public`` hides who takes part from guests."""
+    """Return the routes of the page's data; ``is_public`` hides from guests who takes part."""
     watchers = asyncio.Semaphore(MAX_WATCHERS)
 
     async def events(request: Request) -> Response:

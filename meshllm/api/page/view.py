@@ -1,4 +1,8 @@
-"""What the page shows of a mesh: no address, no key, and to guests of a public door no name."""
+"""What the page shows of a mesh: no address and no key.
+
+Guests of a public door see models, layers and speeds, but neither names, memory, links and software
+of nodes nor how much others ask.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -16,6 +20,7 @@ from meshllm.status import (
     RingState,
     RingStatus,
     ServedRing,
+    SessionCounts,
 )
 
 MEBIBYTE = 20  # bits
@@ -140,13 +145,14 @@ class PageStatus:
     tokens: int
     losses: tuple[LossCounts, ...]
     is_public: bool
-    """Names, memory and reasons are hidden from this guest."""
+    """A guest sees it, from whom all else is hidden."""
     is_client: bool
     """The door is that of a client of the mesh, which knows neither nodes nor plans."""
 
 
 def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
-    """Return what the page shows; ``is_public`` hides names, memory and reasons."""
+    """Return what the page shows; ``is_public`` hides what guests do not need."""
+    counts = SessionCounts(0, 0, 0, 0, 0) if is_public else status.sessions
     ring, model = status.ring, status.model
     names = {
         each.node: each.short if is_public else each.name or each.short for each in status.nodes
@@ -171,11 +177,11 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         advice="" if is_public else ring.advice,
         warnings=() if is_public else status.warnings,
         memory=None if is_public or status.is_client else _rounded(status.memory),
-        active=status.sessions.active,
-        waiting=status.sessions.waiting,
-        served=status.sessions.served,
-        tokens=status.sessions.tokens,
-        losses=status.sessions.losses,
+        active=counts.active,
+        waiting=counts.waiting,
+        served=counts.served,
+        tokens=counts.tokens,
+        losses=counts.losses,
         is_public=is_public,
         is_client=status.is_client,
     )
@@ -240,13 +246,13 @@ def _ring(ring: ServedRing, names: dict[str, str], *, is_public: bool) -> PageRi
         ring.is_own,
         tuple(f"{names.get(each.node, each.node[:7])} {each.layers}" for each in ring.stages),
         ring.status.policy if ring.status else "",
-        ring.status.execution if ring.status else "",
+        ring.status.execution if ring.status and not is_public else "",
         _speed(ring.status.measured or ring.status.predicted) if ring.status else None,
     )
 
 
 def _node(node: NodeStatus, name: str, *, is_public: bool) -> PageNode:
-    link = node.link
+    link = None if is_public else node.link
     return PageNode(
         node.short,
         name,

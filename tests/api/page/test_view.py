@@ -1,8 +1,8 @@
 from dataclasses import replace
 
-from meshllm.api.page.view import PageModel, PageSpeed, PageTimes, view_of
-from meshllm.names import Span
-from meshllm.status import Measured, MemoryStatus, NodeState
+from meshllm.api.page.view import PageModel, PageSpeed, PageStatus, PageTimes, view_of
+from meshllm.names import LossCause, Span
+from meshllm.status import LossCounts, Measured, MemoryStatus, NodeState, SessionCounts
 from tests.builders.fake_node import FOX
 from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
@@ -36,6 +36,23 @@ def test_a_public_door_hides_who_takes_part() -> None:
     assert {node.memory_bytes for node in seen.nodes} == {0}
     assert (seen.memory, seen.warnings) == (None, ())
     assert [(model.holders, model.count) for model in seen.models] == [((), 3), ((), 1)]
+
+
+def test_a_public_door_hides_software_links_and_the_requests_of_others() -> None:
+    counts = SessionCounts(1, 2, 3, 4, 5, (LossCounts(LossCause.NODE_LOST, 1, 0.5),))
+    status = with_link(replace(status_of(2), sessions=counts), 1, round_trip_ms=2.5)
+    own = replace(RINGS[0], status=replace(status.ring, execution="stock"))
+    owner, guest = (
+        view_of(replace(status, rings=(own,)), is_public=is_public) for is_public in (False, True)
+    )
+
+    def shown(seen: PageStatus) -> tuple[object, ...]:
+        use = seen.active, seen.waiting, seen.served, seen.tokens, seen.losses
+        links = [(node.round_trip_ms, node.path) for node in seen.nodes]
+        return (*use, links[1], seen.rings[0].execution)
+
+    assert shown(owner) == (1, 2, 3, 5, counts.losses, (2.5, "direct"), "stock")
+    assert shown(guest) == (0, 0, 0, 0, (), (None, ""), "")
 
 
 def test_every_model_is_shown_with_its_holders() -> None:

@@ -68,11 +68,13 @@ function drawFigures(mesh) {
     [rate(mesh.measured), "tokens/s measured"],
     [rate(mesh.predicted), "tokens/s predicted"],
     [ms(mesh.measured?.ttft_ms), `to the first token${mesh.predicted ? `, ${ms(mesh.predicted.ttft_ms)} predicted` : ""}`],
-    [mesh.active, mesh.waiting ? `sessions, ${mesh.waiting} waiting` : "sessions"],
-    [mesh.served.toLocaleString(), `answers, ${mesh.tokens.toLocaleString()} tokens`],
-    [lost, "losses survived"],
   ];
   if (mesh.is_client) figures.splice(2, 1); // it cannot predict
+  if (!mesh.is_public) {
+    figures.push([mesh.active, mesh.waiting ? `sessions, ${mesh.waiting} waiting` : "sessions"]);
+    figures.push([mesh.served.toLocaleString(), `answers, ${mesh.tokens.toLocaleString()} tokens`]);
+    figures.push([lost, "losses survived"]);
+  }
   if (mesh.memory) {
     const { weights, kv_cache, prefix_cache, kv_room, process } = mesh.memory;
     figures.push([bytes(weights), `of weights here, ${bytes(process)} in all`]);
