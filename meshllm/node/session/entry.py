@@ -59,7 +59,6 @@ from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import (
     Blob,
     Data,
-    FaultCode,
     Flags,
     Forward,
     Logits,
@@ -323,7 +322,7 @@ class EntryNode:
                     self._forward(generation, action)
                 case Closed(tallies):
                     self._close(session, tallies)
-                case Failed(code=FaultCode.RULES) if self._is_of_other(generation):
+                case Failed(is_seen=True) if self._is_of_other(generation):
                     assert self._neighbours is not None  # there is another rank
                     self._neighbours.blame()
                     generation.note(action)
@@ -332,7 +331,7 @@ class EntryNode:
         self._timer.reset()
 
     def _is_of_other(self, generation: Generation) -> bool:
-        """Whether a broken rule is the fault of the other of two ranks, and not counted yet.
+        """Whether what breaks the rules is the fault of the other of two ranks, not counted yet.
 
         Of more ranks, any may have changed the positions that a message names.
         """

@@ -135,6 +135,9 @@ class Failed:
     code: FaultCode
     text: str
     rank: int
+    is_seen: bool = False
+    """A result broke the rules here; else a rank refused to go on, which versions or losses may
+    cause."""
 
 
 @dataclass(frozen=True, slots=True)

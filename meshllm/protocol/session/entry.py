@@ -393,7 +393,8 @@ class Entry:
         has_rows = data.blob is not None and data.blob.shape[:2] == (1, rows)
         if end not in self._flight or (end >= known and not has_rows):
             text = f"Unexpected result for positions {data.pos} to {end}"
-            return self._fail(Failed(FaultCode.RULES, text, self._task.ring - 1), now)
+            last = self._task.ring - 1
+            return self._fail(Failed(FaultCode.RULES, text, last, is_seen=True), now)
         return self._returned(end, data.blob, now)
 
     def _returned(self, end: int, blob: Blob | None, now: float) -> list[Action]:

@@ -243,7 +243,7 @@ def test_a_malformed_result_ends_the_generation(message: Data) -> None:
     failed, close = decoding().receive(message, 2.0)
 
     assert isinstance(failed, Failed)
-    assert (failed.code, failed.rank) == (FaultCode.RULES, 2)
+    assert (failed.code, failed.rank, failed.is_seen) == (FaultCode.RULES, 2, True)
     assert close == Forward(Close(SESSION, EPOCH))
 
 
@@ -356,11 +356,12 @@ def test_progress_renews_patience() -> None:
     assert entry.deadline == 101.0 + PACE.patience_s
 
 
-def test_a_fault_ends_the_generation_and_reports_its_rank() -> None:
-    fault = Fault(SESSION, EPOCH, FaultCode.MODEL, 2, "no memory")
+@pytest.mark.parametrize("code", [FaultCode.MODEL, FaultCode.RULES])
+def test_a_fault_ends_the_generation_and_reports_its_rank(code: FaultCode) -> None:
+    fault = Fault(SESSION, EPOCH, code, 2, "no memory")
 
     assert decoding().receive(fault, 2.0) == [
-        Failed(FaultCode.MODEL, "no memory", 2),
+        Failed(code, "no memory", 2, is_seen=False),
         Forward(Close(SESSION, EPOCH)),
     ]
 
