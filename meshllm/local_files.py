@@ -44,14 +44,17 @@ def check_regular(path: Path, limit: int) -> None:
 
 
 def check_within(path: Path, folder: Path) -> None:
-    """Raise `OSError` if a path of a folder leads out of it, but for the Hub's cache of models.
+    """Raise `OSError` if a path of a folder leads out of it.
 
-    The author of a folder could have a file of its user read, and sent to others, by a link.
+    The author of a folder could have a file of its user read, and sent to others, by a link. The
+    cache of the Hub has `models--org--name/snapshots/REVISION`, with links to the files of that
+    repository in `models--org--name/blobs`.
     """
-    target = path.resolve()
-    blobs, repository = target.parent.name, target.parent.parent.name
-    is_cached = blobs == "blobs" and repository.startswith("models--")
-    if not (is_cached or target.is_relative_to(folder.resolve())):
+    target, root = path.resolve(), folder.resolve()
+    within, repository = [root], root.parent.parent
+    if root.parent.name == "snapshots" and repository.name.startswith("models--"):
+        within.append(repository / "blobs")
+    if not any(target.is_relative_to(each) for each in within):
         raise _refusal(errno.EPERM, "it is a link to a file outside the folder", path)
 
 

@@ -178,29 +178,48 @@ def test_a_reason_is_for_people(error: OSError | ValueError, reason: str) -> Non
     assert reason_of(error) == reason
 
 
+SNAPSHOT = "models--org--name/snapshots/0123"
+
+
 @pytest.mark.parametrize(
-    ("target", "is_within"),
+    ("model", "target", "is_within"),
     [
-        ("model/config.json", True),
-        ("model/deeper/template", True),
-        ("models--org--name/blobs/0f", True),
-        ("models--org--name/refs/main", False),
-        ("home/models--secret", False),
-        ("home/blobs/secret", False),
-        ("model-secrets/key", False),
+        ("model", "model/config.json", True),
+        ("model", "model/deeper/template", True),
+        ("model", "model-secrets/key", False),
+        ("model", "models--org--name/blobs/0f", False),
+        ("home/snapshots/model", "home/blobs/secret", False),
+        (SNAPSHOT, "models--org--name/blobs/0f", True),
+        (SNAPSHOT, f"{SNAPSHOT}/1_Pooling/config.json", True),
+        (SNAPSHOT, "models--org--name/snapshots/4567/config.json", False),
+        (SNAPSHOT, "models--org--name/refs/main", False),
+        (SNAPSHOT, "models--org--private/blobs/0f", False),
+        (SNAPSHOT, "home/blobs/secret", False),
     ],
 )
-def test_a_link_leads_out_of_a_folder_only_into_the_cache_of_the_hub(
-    tmp_path: Path, target: str, is_within: bool
+def test_a_link_leads_out_of_a_folder_only_to_files_of_its_repository_in_the_hub_s_cache(
+    tmp_path: Path, model: str, target: str, is_within: bool
 ) -> None:
-    folder, file = tmp_path / "model", tmp_path / target
-    folder.mkdir()
+    folder, file = tmp_path / model, tmp_path / target
+    folder.mkdir(parents=True)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("{}")
     (folder / "link").symlink_to(file)
 
     with nullcontext() if is_within else pytest.raises(OSError, match="outside the folder"):
         check_within(folder / "link", folder)
+
+
+def test_files_of_a_repository_that_are_elsewhere_are_outside(tmp_path: Path) -> None:
+    folder, secrets = tmp_path / SNAPSHOT, tmp_path / "secrets"
+    folder.mkdir(parents=True)
+    secrets.mkdir()
+    (secrets / "key").write_text("{}")
+    (tmp_path / "models--org--name" / "blobs").symlink_to(secrets)
+    (folder / "config.json").symlink_to("../../blobs/key")
+
+    with pytest.raises(OSError, match="outside the folder"):
+        check_within(folder / "config.json", folder)
 
 
 def test_what_lies_in_a_linked_folder_is_outside(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class ModelParts:
 
     def listing(self) -> PartFile:
         """Describe the model: small files, the part of each tensor, and the stored dtype."""
-        small = [name for name in sorted(SMALL_NAMES) if (self._folder / name).is_file()]
+        small = [name for name in sorted(SMALL_NAMES) if self._is_sent(name)]
         found = {"files": small, "weights": self._parts, "dtype": self._dtype}
         return PartFile(json.dumps(found, separators=(",", ":")).encode(), ())
 
@@ -137,13 +137,19 @@ class ModelParts:
         return self._opened[name]
 
     def _small(self, name: str) -> PartFile:
+        if not self._is_sent(name):
+            raise ModelError(f"There is no file `{name}` here")
+        path = self._folder / name
+        return PartFile(b"", ((path, 0, path.stat().st_size),))
+
+    def _is_sent(self, name: str) -> bool:
         path = self._folder / name
         try:
             check_regular(path, MAX_SENT_BYTES)
             check_within(path, self._folder)
         except OSError:
-            raise ModelError(f"There is no file `{name}` here") from None
-        return PartFile(b"", ((path, 0, path.stat().st_size),))
+            return False
+        return True
 
     def _part(self, name: str) -> PartFile:
         part = next((at for at in range(self._count) if part_name(at) == name), None)

@@ -25,6 +25,7 @@ from meshllm.local_files import check_regular, check_within, read_regular
 from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, select
 from meshllm.model.locate import CONFIG, INDEX, MAX_CONFIG_BYTES, find_folder, is_model_id
 from meshllm.model.split.skeleton import Part, build, quiet, strip
+from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
 
 MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memory for each
@@ -151,7 +152,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         raw = json.loads(read_regular(path, MAX_CONFIG_BYTES))
-        for each in folder.iterdir():  # other libraries read some of them, without limits
+        # Other libraries read some of them, without limits.
+        for each in (*folder.iterdir(), *folder.glob(POOLING_CONFIGS)):
             if each.exists() and not each.is_dir():
                 is_small = _is_small(each.name)
                 check_regular(each, MAX_SMALL_BYTES if is_small else sys.maxsize)

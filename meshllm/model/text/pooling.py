@@ -39,6 +39,8 @@ _MODES = {mode.value: mode for mode in PoolingMode}
 MODULES = "modules.json"
 POOLING_FOLDER = "1_Pooling"
 """Where nearly all models have the config of their pooling."""
+POOLING_CONFIGS = "*_Pooling/config.json"
+"""Where all have it, as a pattern."""
 
 _SUPPORTED = {"Transformer", "Pooling", "Normalize"}
 _FOLDER = re.compile("[0-9]{1,2}_Pooling")

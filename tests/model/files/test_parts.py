@@ -24,13 +24,14 @@ from meshllm.model.files.parts import (
     most_bytes,
     part_name,
 )
-from meshllm.model.files.source import Source, open_folder
+from meshllm.model.files.source import Source, open_folder, resolve
 from meshllm.model.locate import INDEX
 from meshllm.model.steps.load import load_shard
-from meshllm.model.text.pooling import LAST_ROW, read_pooling
+from meshllm.model.text.pooling import LAST_ROW, MODULES, Pooling, PoolingMode, read_pooling
 from meshllm.names import Span
 
 LAYERS = 6
+POOLING = "1_Pooling/config.json"
 
 
 @pytest.fixture
@@ -300,4 +301,28 @@ def test_a_file_behind_a_link_out_of_the_folder_is_not_sent(source: Source, tmp_
     (source.folder / "1_Pooling").symlink_to(tmp_path)
 
     with pytest.raises(ModelError, match="There is no file"):
-        parts.open("1_Pooling/config.json")
+        parts.open(POOLING)
+    assert POOLING not in Listing.parse(parts.listing().header).files
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_sent_with_its_pooling(
+    source: Source, tmp_path: Path
+) -> None:
+    repository = tmp_path / "models--org--name"
+    folder, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    (folder / "1_Pooling").mkdir(parents=True)
+    blobs.mkdir()
+    files = {each.name: each.read_bytes() for each in source.folder.iterdir()}
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    files[MODULES] = json.dumps(modules).encode()
+    files[POOLING] = json.dumps({"pooling_mode_mean_tokens": True}).encode()
+    for number, (name, content) in enumerate(files.items()):
+        (blobs / str(number)).write_bytes(content)
+        above = "../" * (name.count("/") + 2)
+        (folder / name).symlink_to(f"{above}blobs/{number}")
+
+    parts = ModelParts(resolve(str(folder)))
+
+    assert {MODULES, POOLING} < set(Listing.parse(parts.listing().header).files)
+    assert parts.open(POOLING).read(0, 1 << 10) == files[POOLING]
+    assert read_pooling(folder) == Pooling(PoolingMode.MEAN, normalises=False)

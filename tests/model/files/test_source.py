@@ -269,6 +269,18 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
         resolve(str(folder))
 
 
+@pytest.mark.parametrize("number", [1, 12])
+def test_a_pooling_that_is_linked_from_elsewhere_is_refused(tmp_path: Path, number: int) -> None:
+    folder, elsewhere = tmp_path / "model", tmp_path / "secrets"
+    for each in (folder, elsewhere):
+        each.mkdir()
+        write_config(each)
+    (folder / f"{number}_Pooling").symlink_to(elsewhere)
+
+    with pytest.raises(ModelError, match=r"_Pooling/config.json` cannot be read: it is a link to"):
+        resolve(str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "limit"),
     [("config.json", MAX_CONFIG_BYTES), ("tokenizer.json", source.MAX_SMALL_BYTES)],
