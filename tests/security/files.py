@@ -8,6 +8,7 @@ import subprocess
 import time
 from contextlib import aclosing
 from pathlib import Path
+from threading import Thread
 
 from meshllm.api.unix import SOCKET
 from meshllm.cli.shared.client import NodeClient
@@ -22,6 +23,11 @@ FETCHES = "fetching the configuration of the model"
 OPEN_S = 5.0  # s; a model is mapped within a second
 ANSWER_S = 90.0  # s; the limit of a template is a third of it
 PANICS = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}}
+_TRIES = {"Regex": "(?:(?:a|a){20}b|.)"}  # a million at each character: 15 ms of work
+SLOW = {"pre_tokenizer": {
+    "type": "Split", "pattern": _TRIES, "behavior": "Isolated", "invert": False,
+}}  # fmt: skip
+SLOW_CHARS = 60_000
 FILES_S = 10.0  # s; starting Python and torch takes 3 s of it
 
 
@@ -125,6 +131,29 @@ def endless_template() -> Outcome:
     return Outcome(effect, "an error, then an answer", held=(chat, raw) == ("error", "answered"))
 
 
+def slow_tokenizer() -> Outcome:
+    """Ask a model whose tokenizer takes an hour for a text, and chat with it meanwhile."""
+    with open_fleet() as fleet:
+        folder = _copy(fleet)
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | SLOW), "utf-8")
+        fleet.found("victim")
+        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
+        fleet.form()
+        client, told = NodeClient(victim.state / SOCKET), list[str]()
+        long = Request(raw="a" * SLOW_CHARS, max_tokens=2)
+        asking = Thread(target=lambda: told.append(_ask(client, long)))
+        asking.start()
+        time.sleep(1)
+        chat = _ask(client, Request(turns=({"role": "user", "content": "Hi"},), max_tokens=4))
+        is_waiting = asking.is_alive()
+        asking.join()
+    when = "meanwhile" if is_waiting else "then"
+    effect = f"text: {told[0]}; {when} a chat: {chat}"
+    held = is_waiting and (*told, chat) == ("error", "answered")
+    return Outcome(effect, "an error, others go on", held=held)
+
+
 def _ask(client: NodeClient, request: Request) -> str:
     """Return how a request ends."""
 
@@ -165,5 +194,6 @@ ATTACKS = (
     Attack("planted `lock` link", "its target was emptied", planted_lock),
     Attack("a link to a key as template", "members could fetch it", link_out_of_the_folder),
     Attack("a tokenizer that panics", "the node was gone", panicking_tokenizer),
+    Attack("a tokenizer that takes hours", "others wait as long", slow_tokenizer),
     Attack("a chat template without end", "the node hung for good", endless_template),
 )

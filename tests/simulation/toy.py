@@ -189,7 +189,7 @@ class ToyText(Text):
     """A letter for each token."""
 
     def __init__(self) -> None:
-        self.chats = AtOnce()  # type: ignore[assignment]  # of a thread elsewhere
+        self.texts = self.chats = AtOnce()  # type: ignore[assignment]  # of a thread elsewhere
         self.end_tokens = frozenset({END})
         self.defaults = {}
         self.vocabulary = None

@@ -6,7 +6,7 @@ Generated text is data: nothing is escaped here (`meshllm.log.escape` is for ter
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from functools import partial
@@ -28,7 +28,7 @@ from meshllm.model.text.tool_format import MARKERS, Function
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
-CHAT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
+PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
 
 # Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
 _UNREADABLE = (
@@ -65,8 +65,9 @@ _BYTES = _letters()
 class Text:
     """The tokenizer and chat template of one model.
 
-    Not thread-safe, but for `encode_chat`, which one other thread may call: `chats`. It has a copy
-    of the tokenizer, so that a template that takes long keeps nobody else waiting.
+    Not thread-safe, but for `encode` and `encode_chat`, each of which one other thread may call:
+    `texts` and `chats`. Each has a copy of the tokenizer, so that a long text, or a pattern or
+    template of the model that does not end, keeps nobody else waiting.
     """
 
     def __init__(
@@ -88,11 +89,13 @@ class Text:
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
         self._tokenizer = tokenizer
+        self.texts = ThreadPoolExecutor(1, "texts")
+        """The thread that tokenizes raw prompts."""
         self.chats = ThreadPoolExecutor(1, "chats")
         """The thread that applies the chat template."""
         self.grammars = ThreadPoolExecutor(2, "grammars")
         """The threads that compile grammars: none of the others has to wait for a complex one."""
-        self._of_chats: Any = None  # copied from the tokenizer by the first chat
+        self._copies: dict[str, Any] = {}  # of the tokenizer, made by the first prompt of a thread
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -128,9 +131,12 @@ class Text:
         """Return the ids of a raw prompt, with the start token if the model has one.
 
         Control tokens written in the text become control tokens.
+
+        Raises:
+            ModelError: the tokenizer does not end.
         """
         _check_unicode(text)
-        return list(self._tokenizer(text)["input_ids"])
+        return self._within("texts", "tokenizer", _tokenize, text)
 
     def encode_chat(
         self,
@@ -149,24 +155,18 @@ class Text:
 
         Raises:
             UserError: there is no turn, or the template rejects them or what is asked of it.
-            ModelError: the template does not end.
+            ModelError: the template or the tokenizer does not end.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
         for turn in turns:
             _check_unicode(turn["content"])
         messages = self.style.messages(turns, functions)
-        if self._of_chats is None:
-            self._of_chats = deepcopy(self._tokenizer)
-        tokenizer = self._of_chats
-        if not tokenizer.chat_template:
-            return list(tokenizer(_plain(messages))["input_ids"])
+        if not self._tokenizer.chat_template:
+            return self._within("chats", "tokenizer", _tokenize, _plain(messages))
         options = self.style.options(functions, thinks, effort)
         try:
-            return run_within(CHAT_S, partial(_apply_template, tokenizer, messages, options))
-        except DeadlineExceeded:
-            self._of_chats = None  # a thread inside C code may still use it
-            raise ModelError(f"The model's chat template did not end within {CHAT_S:g} s") from None
+            return self._within("chats", "chat template", _apply_template, messages, options)
         except _REFUSALS as error:
             raise UserError(
                 f"The model's chat template rejects this chat: {error}",
@@ -209,6 +209,18 @@ class Text:
     def tail(self, tokens: Sequence[int]) -> str:
         """Return the text at the end of a prompt, special tokens included."""
         return self._decode(list(tokens[-_TAIL_TOKENS:]))
+
+    def _within(
+        self, thread: str, part: str, run: Callable[..., list[int]], *arguments: Any
+    ) -> list[int]:
+        """Run a part of the model, which may have been made to take for hours."""
+        if thread not in self._copies:
+            self._copies[thread] = deepcopy(self._tokenizer)
+        try:
+            return run_within(PROMPT_S, partial(run, self._copies[thread], *arguments))
+        except DeadlineExceeded:
+            del self._copies[thread]  # a thread inside C code may still use it
+            raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
 
     def _token_of(self, marker: str) -> int | None:
         """Return the id of a marker that is one token."""
@@ -275,6 +287,10 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"The text is not valid Unicode at character {error.start}") from None
+
+
+def _tokenize(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text)["input_ids"])
 
 
 def _apply_template(

@@ -137,16 +137,15 @@ class RingBackend:
         return prompt, await self.worker.run_step(_prepare, self.text, request, prompt, functions)
 
     async def _prompt(self, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
-        """Tokenize the prompt, off the event loop: megabytes take seconds.
+        """Tokenize the prompt, off the event loop and the compute thread: megabytes take seconds.
 
-        A chat is laid out by code of the model, its template, in a thread of its own.
+        A chat is laid out by code of the model, its template.
         """
-        if not request.turns or request.ids or request.raw is not None:
-            return await self.worker.run_step(_encode, self.text, request)
+        if request.ids:
+            return request.ids
+        thread = self.text.chats if request.raw is None else self.text.texts
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self.text.chats, _encode_chat, self.text, request, functions
-        )
+        return await loop.run_in_executor(thread, _encode, self.text, request, functions)
 
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
         """Embed the prompt of a request."""
@@ -419,17 +418,15 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
     yield Ended(reason, GenerationTimes(0.0, 0.0, 0.0, 0, ()))
 
 
-def _encode(text: Text, request: Request) -> tuple[int, ...]:
-    if request.ids:
-        return request.ids
-    if request.raw is None:
+def _encode(text: Text, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
+    if request.raw is None and not request.turns:
         raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
-    return tuple(text.encode(request.raw))
-
-
-def _encode_chat(text: Text, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
     try:
-        ids = text.encode_chat(request.turns, functions, request.thinks, request.effort)
+        ids = (
+            text.encode_chat(request.turns, functions, request.thinks, request.effort)
+            if request.raw is None
+            else text.encode(request.raw)
+        )
     except Exception:
         raise
     except BaseException as error:  # a panic of Rust code

@@ -221,13 +221,35 @@ def test_a_template_without_end_is_an_error(folder: Path, monkeypatch: pytest.Mo
     loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd")
     (folder / "chat_template.jinja").write_text(loops + "{% endfor %}" * 4)
     text = Text.load(folder)
-    monkeypatch.setattr(tokenizer, "CHAT_S", 0.1)
+    monkeypatch.setattr(tokenizer, "PROMPT_S", 0.1)
     monkeypatch.setattr(deadline, "GRACE_S", 60)
 
     with pytest.raises(ModelError, match=r"chat template did not end within 0\.1 s"):
         text.encode_chat([Turn(role="user", content="Hi")])
 
     assert not [each for each in threading.enumerate() if each.name == "deadline"]
+
+
+def test_a_pattern_that_takes_for_hours_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    tries = {"Regex": "(?:(?:a|a){20}b|.)"}  # a million at each character, all in vain
+    split = {"type": "Split", "pattern": tries, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": split}))
+    text = Text.load(folder)
+    (folder / "chat_template.jinja").unlink()
+    plain, words = Text.load(folder), "a" * 40
+    monkeypatch.setattr(tokenizer, "PROMPT_S", 0.0)
+    monkeypatch.setattr(deadline, "GRACE_S", 0.0)
+
+    with pytest.raises(ModelError, match="tokenizer did not end within 0 s"):
+        text.encode(words)
+    with pytest.raises(ModelError, match="tokenizer did not end within 0 s"):
+        plain.encode_chat([Turn(role="user", content=words)])
+    for each in threading.enumerate():
+        if each.name == "deadline":
+            each.join()
 
 
 def test_behind_a_deadline_no_chat_shares_a_tokenizer_with_the_abandoned_thread(

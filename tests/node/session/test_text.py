@@ -95,7 +95,7 @@ async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.Mo
 async def test_a_template_that_does_not_end_keeps_no_running_answer_waiting(
     ring: LocalRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chat waits in a thread of its own; the compute thread goes on."""
+    """The chat waits in a thread of its own; texts are answered meanwhile."""
     begun, go = ThreadEvent(), ThreadEvent()
     encode_chat = Text.encode_chat
 
@@ -116,8 +116,34 @@ async def test_a_template_that_does_not_end_keeps_no_running_answer_waiting(
     assert told.text
 
 
-async def test_a_panic_of_the_template_is_an_error(
+async def test_a_tokenizer_that_does_not_end_keeps_no_running_answer_waiting(
     ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = ThreadEvent(), ThreadEvent()
+    encode = Text.encode
+
+    def wait(text: Text, words: str) -> list[int]:
+        begun.set()
+        assert go.wait(60)
+        return encode(text, words)
+
+    monkeypatch.setattr(Text, "encode", wait)
+    asked = asyncio.ensure_future(events_of(ring, Request(raw="Once upon a time", max_tokens=2)))
+    assert await asyncio.to_thread(begun.wait, 60)
+
+    *_, answer = await events_of(ring, ASKED)
+    assert answer.text
+    assert not asked.done()
+    go.set()
+    _, told = await asked
+    assert len(told.tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), [("encode_chat", ASKED), ("encode", Request(raw="Once"))]
+)
+async def test_a_panic_of_the_tokenizer_is_an_error(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch, name: str, asked: Request
 ) -> None:
     class PanicException(BaseException):
         pass
@@ -125,9 +151,9 @@ async def test_a_panic_of_the_template_is_an_error(
     def fail(*_: object) -> list[int]:
         raise PanicException("no")
 
-    monkeypatch.setattr(Text, "encode_chat", fail)
+    monkeypatch.setattr(Text, name, fail)
     with pytest.raises(RuntimeError, match="PanicException: no"):
-        await events_of(ring, ASKED)
+        await events_of(ring, asked)
 
 
 async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
