@@ -1,24 +1,38 @@
 """What a replica adds: tokens per second of many conversations, and hits of the prefix cache.
 
-    python -m tests.bench.replicas --chats 64
+    python -m tests.bench.replicas [--chats 64]
+    python -m tests.bench.replicas --processes [--chats 32] [--rounds 3]
 
 Whole nodes with the toy model of the simulation, in virtual time: rings of two nodes, 100 ms round
 trip between any two, one door. Each chat has three turns, one behind the other; all chats run at
 the same time. One ring is compared with two replicas.
+
+With ``--processes`` each replica is a process with the built-in model on a core of its own, see
+`tests.bench.pinned`. The rounds of one replica and of two take turns; the medians are compared. The
+command fails if the gain is less than `GAIN`, or the share of hits less than `HITS`.
 """
 
-import argparse
 import asyncio
 import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 from meshllm.request import Answer, Request, Sampling, Turn
+from tests.bench import pinned
+from tests.bench.pinned import Cores, PinnedLoad
+from tests.bench.report import Report, parser_of
 from tests.simulation.machines import Machines
 from tests.simulation.node_world import shortcuts
 from tests.simulation.world import World
 
+GAIN, HITS = 1.8, 0.9  # of two replicas, at least
+NAMES = "one ring", "two replicas"
 ROUND_TRIP_S = 0.1
 LAYERS = 60  # for which each node has room: for its half of the model, and many caches
 TURNS, NEW, TOKENS = 3, 12, 16  # of a chat; letters of a question; tokens of an answer
@@ -111,17 +125,53 @@ async def _chat(world: World, load: Load, begin: float, number: int) -> None:
         turns.append({"role": "assistant", "content": answer.text})
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compare one ring with two."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--chats", type=int, default=64, help="at the same time")
-    arguments = parser.parse_args()
+    parser = parser_of("replicas", __doc__ and __doc__.splitlines()[0])
+    parser.add_argument("--chats", type=int, help="at the same time (64; of processes 32)")
+    parser.add_argument("--processes", action="store_true", help="real ones, pinned to cores")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="of processes")
+    options = parser.parse_args(arguments)
     logging.getLogger("meshllm").setLevel("ERROR")
-    one, two = (measure(replicas, arguments.chats) for replicas in (1, 2))
-    for name, load in (("one ring", one), ("two replicas", two)):
-        print(f"{name:<13} {load.rate:7.1f} tokens/s, {load.hits:.0%} of later prompts cached")
-    print(f"gain {two.rate / one.rate:.2f}, hits {two.hits / one.hits:.0%} of one ring's")
+    report = Report(options, threads=1)
+    compare = _of_processes if options.processes else _of_simulation
+    gain, hits = compare(options, report)
+    report.say(f"gain {gain:.2f}, hits {hits:.0%} of one ring's")
+    return int(gain < GAIN or hits < HITS)
+
+
+def _of_simulation(options: Namespace, report: Report) -> tuple[float, float]:
+    rings = [measure(replicas, options.chats or 64) for replicas in (1, 2)]
+    for name, load in zip(NAMES, rings, strict=True):
+        report.say(_line(name, load))
+    report.write(rings)
+    one, two = rings
+    return two.rate / one.rate, two.hits / one.hits
+
+
+def _of_processes(options: Namespace, report: Report) -> tuple[float, float]:
+    cores = Cores.of(2, sorted(os.sched_getaffinity(0)))
+    report.say(
+        f"replicas on the cores {cores.replicas}, door and clients on core {cores.door}"
+        + (", that of the first replica" if cores.door in cores.replicas else "")
+    )
+    loads = list[PinnedLoad]()
+    for replicas, name in (*enumerate(NAMES, 1),) * options.rounds:
+        load = pinned.measure(replicas, options.chats or 32, cores)
+        report.say(_line(name, load), f"{'':<13} {load.shares}")
+        loads.append(load)
+    report.write(loads)
+    one, two = loads[::2], loads[1::2]
+    pairs = zip(one, two, strict=True)
+    same = [before.texts[at] == after.texts[at] for before, after in pairs for at in before.texts]
+    report.say(f"{sum(same)} of {len(same)} answers are the same text")
+    gain = median(load.rate for load in two) / median(load.rate for load in one)
+    return gain, median(load.hits for load in two) / median(load.hits for load in one)
+
+
+def _line(name: str, load: Load | PinnedLoad) -> str:
+    return f"{name:<13} {load.rate:7.1f} tokens/s, {load.hits:.0%} of later prompts cached"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
