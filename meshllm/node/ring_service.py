@@ -511,7 +511,8 @@ class RingService:
             self._give_up(ring.key, error)
             return
         if is_further:
-            offered = replace(offered, memory_bytes=self._memory, reserve_bytes=0, span=None)
+            reserve = ring.shape.workspace_bytes
+            offered = replace(offered, memory_bytes=self._memory, reserve_bytes=reserve, span=None)
         self._supply.begin(offered.weights, model.source.folder)
         self.offer.begin(offered)
         runtime = self.member.begin(model)

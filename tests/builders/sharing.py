@@ -92,7 +92,8 @@ class SharedMesh:
                 plan = self.followed.get((node, group))
                 if plan and plan == self.plans.get(group):
                     shape, sessions = charters[group].shape, charters[group].sessions
-                    needed = memory_for(plan, node, shape, sessions=sessions, reserve=0)
+                    reserve = 0 if group == part.first else shape.workspace_bytes
+                    needed = memory_for(plan, node, shape, sessions=sessions, reserve=reserve)
                     assert needed <= room, f"{needed} of {room} bytes"
             keys = [charters[each].key for each in (part.first, *shares) if each in charters]
             assert len(set(keys)) == len(keys)
@@ -163,12 +164,16 @@ def _weights(charter: Charter) -> tuple[bytes, ...]:
 
 
 def served_model(
-    number: int, layers: int, replicas: int = 1, members: int | None = None
+    number: int,
+    layers: int,
+    replicas: int = 1,
+    members: int | None = None,
+    workspace: int = 0,
 ) -> Charter:
     """Describe a model of layers of 80 bytes, which take 100 of memory."""
     sizes = ModelSizes(
         f"m{number}", (80,) * layers, (0,) * layers, 8, 0,
-        tied=False, hidden_size=1, itemsize=4, context=1,
+        tied=False, hidden_size=1, itemsize=4, context=1, workspace_bytes=workspace,
     )  # fmt: skip
     return Charter(
         1, sizes, DType.FLOAT32, Digest(bytes([number]) * 32), members=members, replicas=replicas

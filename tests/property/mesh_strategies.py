@@ -146,6 +146,7 @@ def charters(draw: st.DrawFn) -> Charter:
         hidden_size=draw(st.integers(1, 9000)),
         itemsize=draw(st.sampled_from([2, 4])),
         context=draw(st.integers(1, 99_999)),
+        workspace_bytes=draw(sizes),
     )
     return Charter(
         draw(st.integers(0, MAX_VERSION)),

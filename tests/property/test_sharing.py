@@ -12,9 +12,11 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
     count = draw(st.integers(1, len(NODES)))
     memory = {number: draw(st.integers(100, 1500)) for number in range(count)}
     models = [
-        served_model(number, draw(st.integers(1, 8)), draw(st.sampled_from((1, 1, 2))), members)
+        served_model(number, draw(st.integers(1, 8)), replicas, members, workspace)
         for number in range(draw(st.integers(1, 4)))
         for members in [draw(st.sampled_from((None, None, 2, 3)))]
+        for replicas in [draw(st.sampled_from((1, 1, 2)))]
+        for workspace in [draw(st.sampled_from((0, 0, 40, 150)))]
     ]
     return shared_mesh(memory, *models)
 

@@ -30,6 +30,7 @@ from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, ModelKey, Quant, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
+from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.span_loader import RankPart, SpanLoader
@@ -45,6 +46,7 @@ VOCABULARY = 32
 END = 0  # the token that ends an answer
 LAYER_BYTES = 1000
 END_BYTES = 10
+WORKSPACE_BYTES = 20
 PRIME = 4093  # products of two numbers below it are exact in float32, as is a mark above it
 
 SHAPE = ModelShape(
@@ -245,7 +247,7 @@ class ToyPreparation(Preparation):
 
     async def found(self) -> tuple[ModelRuntime, Charter]:
         engine = ToyModel(self.worker)
-        charter = found_charter(self.options, engine.shape, CONFIG)
+        charter = charter_of(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
     async def join(self, charter: Charter, folder: Path | None = None) -> ModelRuntime:
@@ -259,7 +261,7 @@ class ToyPreparation(Preparation):
 
     async def describe(self, name: str, quant: Quant, context: int) -> Charter:
         options = replace(self.options, context=context)
-        return found_charter(options, ToyModel(self.worker, name).shape, config_of(name))
+        return charter_of(options, ToyModel(self.worker, name).shape, config_of(name))
 
     async def offer(
         self, engine: ModelRuntime, profile: Profile, *, is_further: bool = False
@@ -273,6 +275,12 @@ class ToyPreparation(Preparation):
             model=engine.source.name,
             weights=manifest_of(engine.source.name),
         )
+
+
+def charter_of(options: NodeOptions, shape: ModelShape, config: Digest) -> Charter:
+    """Return the charter of a toy model, a forward of which takes little."""
+    charter = found_charter(options, shape, config)
+    return replace(charter, shape=replace(charter.shape, workspace_bytes=WORKSPACE_BYTES))
 
 
 def memory_for(layers: int) -> int:

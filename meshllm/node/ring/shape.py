@@ -1,6 +1,6 @@
 """The shape of a model, as the planner needs it."""
 
-from meshllm.model.shape import ModelShape, mean_kv_bytes
+from meshllm.model.shape import ModelShape, mean_kv_bytes, workspace_bytes
 from meshllm.protocol.planning.plan import ModelSizes
 
 CONTEXT = 4096
@@ -20,4 +20,5 @@ def plan_shape(model: ModelShape, context: int = CONTEXT) -> ModelSizes:
         hidden_size=model.hidden_size,
         itemsize=model.itemsize,
         context=context,
+        workspace_bytes=workspace_bytes(model),
     )

@@ -20,8 +20,9 @@ A complete group never gives a node that it needs to an earlier one of the same 
 are filled until nothing changes: assigning again moves nobody.
 
 Where moves do not complete a group, it takes *shares* of nodes that keep their first group: what is
-left of their memory once each of their rings serves, at most what the whole model needs. A node is
-in at most one group of each model. A node publishes the memory of each share, and the ring of its
+left of their memory once each of their rings serves, at most what the whole model needs. A share
+has the workspace of its model too, as models are loaded between the steps of others. A node is in
+at most one group of each model. A node publishes the memory of each share, and the ring of its
 first group has the rest, so that no two rings plan with the same bytes. A share ends if its group
 is complete without it and does not use it; shares of later replicas, of models that nobody uses,
 and of groups that are not complete, end if another group becomes complete by it. Until then a group
@@ -115,14 +116,19 @@ def ring_of(view: MeshView) -> MeshView | None:
         return None
     states, at = view.states, group.id
     further = {node for node, state in states.items() if state.is_further(at)}
+    profiles = {
+        node: profile.in_ring(at, is_further=node in further)
+        for node, profile in view.profiles.items()
+    }
+    workspace = group.charter.shape.workspace_bytes  # in the first ring it is in the node's reserve
+    shares = {
+        node: replace(profiles[node], reserve_bytes=workspace) for node in further & profiles.keys()
+    }
     return replace(
         view,
         charter=group.charter,
         states={node: state.in_ring(at) for node, state in states.items()},
-        profiles={
-            node: profile.in_ring(at, is_further=node in further)
-            for node, profile in view.profiles.items()
-        },
+        profiles=profiles | shares,
     )
 
 
@@ -200,8 +206,10 @@ class _Sizes:
     layer: int
     cache: int
     ends: int
+    workspace: int
+    """Of a forward, in a share."""
     whole: int
-    """For all layers."""
+    """For all layers, in a share."""
 
     @classmethod
     def of(cls, charter: Charter) -> "_Sizes":
@@ -209,8 +217,9 @@ class _Sizes:
         cache = shape.context * max(shape.kv_bytes_per_token)
         layer = max(shape.layer_bytes) + cache * charter.sessions
         span = Span(0, shape.layers)
-        whole = least_memory(shape, span, is_entry=True, sessions=charter.sessions)
-        return cls(layer, cache, shape.ends_bytes, whole)
+        reserve, sessions = shape.workspace_bytes, charter.sessions
+        whole = least_memory(shape, span, is_entry=True, sessions=sessions, reserve=reserve)
+        return cls(layer, cache, shape.ends_bytes, reserve, whole)
 
 
 @dataclass(slots=True)
@@ -295,11 +304,11 @@ class _Table:
         if node in group.charter.exclude or not holds(profile, group.charter):
             return 0, 0
         memory, reserve, shares = profile.memory_bytes, profile.reserve_bytes, self.shares[node]
+        sizes = self.sizes[number]
         if group.id in shares:
-            memory, reserve = shares[group.id], 0
+            memory, reserve = shares[group.id], sizes.workspace
         else:
             memory = max(0, memory - sum(shares.values()))
-        sizes = self.sizes[number]
         offer = Offer(node, memory, ((1, 1.0),), 0.0, reserve)
         usable = max(0, usable_bytes(offer) - sizes.cache)  # as the planner counts
         return usable // sizes.layer, (usable - sizes.ends) // sizes.layer

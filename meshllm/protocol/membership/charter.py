@@ -67,6 +67,7 @@ FOUNDER_TERMS = frozenset({"entries"})
 _HEAD = Struct(f"<Q BH IIB QQ {DIGEST_BYTES}s")
 """Version; tied, layers; hidden size, context, item size; embedding, head; configuration."""
 _LAYER = Struct("<QQ")
+_WORKSPACE = Struct("<Q")  # bytes, at the end of a record; not in those of earlier versions
 _MODEL = Struct(f"<BHB IIB QQ {DIGEST_BYTES}s BBB")
 """Tied, layers, kinds of layers; as in `_HEAD`; members, replicas, aliases."""
 _MODEL_TERM = "model."  # before the key in hexadecimal digits
@@ -159,6 +160,7 @@ class Charter:
                 ),
                 *(_LAYER.pack(*layer) for layer in layers),
                 *(sized(text.encode()) for text in texts),
+                _WORKSPACE.pack(shape.workspace_bytes),
             )
         )
 
@@ -178,7 +180,7 @@ class Charter:
         }
         return cls(
             reader.bounded("as version", version, 0, MAX_VERSION),
-            shape,
+            replace(shape, workspace_bytes=_workspace(reader)),
             _DTYPES.get(dtype, DType.FLOAT32),
             Digest(config),
             quant=_QUANTS.get(quant, Quant.NONE),
@@ -456,6 +458,7 @@ def _write_model(charter: Charter) -> str:
                 *(_LAYER.pack(*kind) for kind in kinds),
                 bytes(min(kinds.index(layer), MAX_KINDS) for layer in layers),
                 *(sized(str(text).encode()) for text in texts),
+                _WORKSPACE.pack(shape.workspace_bytes),
             )
         )
     ).decode()
@@ -488,9 +491,10 @@ def _model(reader: Reader) -> Charter:
         f"quantisation `{quant}`": quant not in _QUANTS,
         f"policy `{policy}`": policy not in POLICIES,
     }
+    aliases = tuple(reader.text(MAX_ALIAS_BYTES) for _ in range(named))
     return Charter(
         1,
-        shape,
+        replace(shape, workspace_bytes=_workspace(reader)),
         _DTYPES.get(dtype, DType.FLOAT32),
         Digest(config),
         policy,
@@ -498,8 +502,13 @@ def _model(reader: Reader) -> Charter:
         quant=_QUANTS.get(quant, Quant.NONE),
         unknown=tuple(f"a model with {what}" for what, is_so in unknown.items() if is_so),
         replicas=reader.bounded("replicas", replicas, 1, MAX_REPLICAS),
-        aliases=tuple(reader.text(MAX_ALIAS_BYTES) for _ in range(named)),
+        aliases=aliases,
     )
+
+
+def _workspace(reader: Reader) -> int:
+    (size,) = reader.unpack(_WORKSPACE) if reader.left else (0,)
+    return int(reader.bounded("bytes of workspace", size, 0, MAX_BYTES))
 
 
 def _shape(reader: Reader, each: list[tuple[int, ...]], tied: bool, sizes: list[int]) -> ModelSizes:

@@ -125,6 +125,8 @@ class ModelSizes:
     """Bytes per element of the hidden state on the wire."""
     context: int
     """Tokens of one session for which the caches need room."""
+    workspace_bytes: int = 0
+    """The most bytes of a forward, besides weights and caches."""
 
     def __post_init__(self) -> None:
         counts = len(self.layer_bytes), len(self.kv_bytes_per_token)

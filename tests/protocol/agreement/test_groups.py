@@ -510,6 +510,20 @@ def test_a_share_is_what_a_ring_leaves_and_at_most_the_whole_model() -> None:
     assert settled({0: 600}, served_model(0, 3), served_model(1, 3)).served() == {first}
 
 
+@pytest.mark.parametrize(("memory", "is_served"), [(310 + 350, True), (310 + 349, False)])
+def test_a_share_has_the_workspace_of_its_model_too(memory: int, is_served: bool) -> None:
+    mesh = settled({0: memory}, served_model(0, 3), served_model(1, 3, workspace=40))
+
+    first, other = ids_of(mesh)
+    assert mesh.served() == ({first, other} if is_served else {first})
+    assert mesh.parts[NODES[0]].further == ({other: 350} if is_served else {})
+    if is_served:
+        offers = [
+            agree(view).offers[0] for each in (first, other) if (view := ring_of(mesh.view(each)))
+        ]
+        assert [(each.memory_bytes, each.reserve_bytes) for each in offers] == [(310, 0), (350, 40)]
+
+
 def test_a_share_begins_once_the_ring_serves() -> None:
     mesh = shared_mesh({0: 700}, served_model(0, 3), served_model(1, 3))
     mesh.parts = {NODES[0]: NodeGroups(FIRST_GROUP)}

@@ -60,7 +60,8 @@ OF_ALL: dict[str, Any] = {"sessions": 2, "ends": Ends.CLIENT, "exclude": (A, B),
 
 def model(number: int, **changes: Any) -> Charter:
     """A further model, with layers of two kinds."""
-    shape = replace(SHAPE, name=f"m{number}", layer_bytes=(100, 200, 100, 200), context=7)
+    layers = 100, 200, 100, 200
+    shape = replace(SHAPE, name=f"m{number}", layer_bytes=layers, context=7, workspace_bytes=9)
     digest = Digest(bytes([number]) * 32)
     return replace(Charter(1, shape, DType.BFLOAT16, digest), **changes)
 
@@ -84,6 +85,13 @@ def terms(*found: tuple[str, int, str]) -> Amendments:
 def test_a_charter_round_trips(charter: Charter) -> None:
     assert Charter.decode(charter.encode()) == charter
     assert Charter.decode(charter.encode() + b"later") == charter
+
+
+def test_a_charter_of_an_earlier_version_has_no_workspace() -> None:
+    charter = replace(CHARTER, shape=replace(SHAPE, workspace_bytes=77))
+
+    assert Charter.decode(charter.encode()) == charter
+    assert Charter.decode(charter.encode()[:-8]) == CHARTER
 
 
 @given(amendments)
@@ -125,6 +133,7 @@ def test_a_charter_of_a_version_beyond_the_limit_is_refused() -> None:
         {"itemsize": 0},
         {"context": 0},
         {"context": MAX_POSITION + 1},
+        {"workspace_bytes": MAX_BYTES + 1},
     ],
     ids=lambda fields: str(fields)[:40],
 )
