@@ -52,10 +52,13 @@ class Preparation:
         charter = found_charter(self.options, model.shape, await self._digest(source))
         return model, amend(charter, self.options, {}, model.shape.context)
 
-    async def join(self, charter: Charter, folder: Path | None = None) -> ModelRuntime:
+    async def join(
+        self, charter: Charter, folder: Path | None = None, *, is_further: bool = False
+    ) -> ModelRuntime:
         """Open the model of a ring, in a folder if it is not found by its name.
 
-        The charter may be amended meanwhile, but its model does not change.
+        The charter may be amended meanwhile, but its model does not change. A further ring has no
+        draft model: its share of the memory has no room for one.
 
         Raises:
             ModelMissing: the model is not found locally.
@@ -68,6 +71,7 @@ class Preparation:
             source = await self.worker.run(open_folder, charter.shape.name, folder)
             refuse_other(charter, source.name, await self._digest(source), inference.quant)
         config = replace(inference, dtype=charter.dtype.name.lower(), quant=charter.quant)
+        config = replace(config, draft=None) if is_further else config
         return await self._open(source, config)
 
     async def held(self, charters: Sequence[Charter]) -> tuple[ModelKey, ...]:

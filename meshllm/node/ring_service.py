@@ -548,8 +548,9 @@ class RingService:
 
         While the mesh has several models, this node tries another one if nobody describes it.
         """
+        is_further = self.first is not None
         try:
-            return await self._preparation.join(charter)
+            return await self._preparation.join(charter, is_further=is_further)
         except ModelMissing as missing:
             if self.has_own_model:
                 raise
@@ -560,7 +561,7 @@ class RingService:
                     folder = await self._supply.describe()
             except TimeoutError:
                 raise missing from None
-        return await self._preparation.join(charter, folder)
+        return await self._preparation.join(charter, folder, is_further=is_further)
 
     async def _digest_of(self, folder: Path) -> Digest:
         return await self._preparation.digest_folder(folder.name, folder)

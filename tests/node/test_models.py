@@ -136,6 +136,20 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     assert await ask(a) == first
 
 
+async def test_a_draft_model_is_for_the_first_model_only(mesh: Mesh, random: str) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,), draft="builtin")
+    await until(lambda: serving(a) == {("builtin", 0)}, a)
+
+    await control_of(a).serve(ModelOptions(random))
+
+    await until(lambda: serving(a) == {("builtin", 0), (random, 0)}, a)
+    first, further = (each.model for each in a.ring_member.members)
+    assert first is not None
+    assert first.draft is not None
+    assert further is not None
+    assert further.draft is None  # no share has memory for it
+
+
 def _weights(member: RingMember) -> int:
     return measure([], member.model.runners if member.model else ()).weights
 

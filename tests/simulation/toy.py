@@ -250,7 +250,9 @@ class ToyPreparation(Preparation):
         charter = charter_of(self.options, engine.shape, CONFIG)
         return engine, amend(charter, self.options, {}, engine.shape.context)
 
-    async def join(self, charter: Charter, folder: Path | None = None) -> ModelRuntime:
+    async def join(
+        self, charter: Charter, folder: Path | None = None, *, is_further: bool = False
+    ) -> ModelRuntime:
         return ToyModel(self.worker, charter.shape.name)
 
     async def held(self, charters: Sequence[Charter]) -> tuple[ModelKey, ...]:
