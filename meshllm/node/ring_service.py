@@ -10,7 +10,9 @@ and begins again with the other model. A model that is not here is fetched from 
 
 For each further ring that the records name, the first service runs another one, which sees the
 records as that ring does, see `groups`. It publishes its offer as a share of the profile, and its
-state as a membership. All of them compute on one thread, in turn.
+state as a membership. All of them compute on one thread, in turn. If the first ring of the node
+ends, a further one may be named as the first. It ends and begins again with all of the memory, but
+only while no session is in progress: until then it serves with its share.
 """
 
 import asyncio
@@ -400,7 +402,8 @@ class RingService:
             return
         ending = [at for group, at in self.further.items() if group not in wanted]
         is_late = asyncio.get_running_loop().time() >= latest
-        if not is_late and any(at.member.sessions for at in ending):
+        waiting = [at for at in ending if not is_late or at.member.group == self._target]
+        if any(at.member.sessions for at in waiting):
             self.call_later(SETTLE_S, self._change_further, wanted, latest)
             return
         for at in ending:

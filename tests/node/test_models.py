@@ -18,7 +18,9 @@ from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
+from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring_member import RingMember
+from meshllm.node.ring_service import RingService
 from meshllm.protocol.agreement import groups
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
@@ -222,3 +224,57 @@ async def test_an_answer_ends_before_its_model_is_stopped(
         control_of(a).stop(served.key)
         assert len((await answering).tokens) == 1000
     await until(lambda: not a.service.further, a)
+
+
+async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_service, "MOVE_S", 0.0)  # it is late at once
+    looks = count_calls(monkeypatch, "_change_further")
+    with random_model("tiny", torch.float32, layers=6) as folder:
+        third = str(folder)
+        a = await mesh.start("a", model="builtin")
+        b = await mesh.start("b", join=a.ticket, model="builtin", more_models=(random, third))
+        await both([a, b], lambda node: serving(node) == {("builtin", 0)})
+        first = await control_of(b).serve(ModelOptions(random))
+        await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
+        await control_of(b).serve(ModelOptions(third))
+        await both([a, b], lambda node: len(serving(node)) == 3)
+        (further,) = b.service.further.values()
+        runtime, text = further.member.runtime, await ask(a, model=third)
+        assert runtime is not None
+
+        with monkeypatch.context() as busy:
+            busy.setattr(RingRuntime, "sessions", 1)  # an answer that does not end
+            control_of(b).stop(first.key)
+            await until(lambda: (random, 0) not in rings(b), b)
+            await called(looks, 3)
+
+            assert further.member.runtime is runtime
+            assert runtime.entry is not None
+            assert await ask(a, model=third) == text
+
+        await until(lambda: not b.service.further, b)  # and then its ring gets all of the memory
+        await both([a, b], lambda node: serving(node) == {("builtin", 0), (third, 0)})
+        assert not b.machine.profiles[b.me].shares
+        assert await ask(a, model=third) == text
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Note each call of a method of a ring service."""
+    calls, method = list[str](), getattr(RingService, name)
+
+    def noted(*arguments: Any) -> None:
+        calls.append(name)
+        method(*arguments)
+
+    monkeypatch.setattr(RingService, name, noted)
+    return calls
+
+
+async def called(calls: list[str], more: int) -> None:
+    """Wait for so many further calls."""
+    most = len(calls) + more
+    async with asyncio.timeout(PATIENCE_S):
+        while len(calls) < most:  # noqa: ASYNC110  # by a timer of the node
+            await asyncio.sleep(0.05)
