@@ -63,3 +63,28 @@ def test_nodes_fetch_their_layers_and_outlive_the_only_one_with_the_model(
     start(others[1])
     fleet.form()
     assert before.items() <= parts(others[1]).items()
+
+
+def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
+    fleet: Fleet, answers: Answers, tmp_path: Path
+) -> None:
+    model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
+    ticket = fleet.found("attic")
+    attic, barn = fleet.node("attic"), fleet.node("barn")
+    start(attic, "--model", str(model), "--members", "2")
+    start(barn, "--join", ticket)
+    fleet.form()
+    barn.kill()
+    whole, *others = sorted(barn.folder.glob("cache/meshllm/weights/*/part-*.safetensors"))
+    right = {each.name: each.read_bytes() for each in (whole, *others)}
+    for each in others:  # as a power cut leaves files whose data was not yet on disk
+        each.write_bytes(b"")
+    left = whole.with_name(f"{others[0].name}.partial")
+    left.write_bytes(right[others[0].name][:100])
+
+    start(barn)
+    fleet.form()
+
+    assert ask(barn, QUESTION) == answers[QUESTION]
+    assert {part: (whole.parent / part).read_bytes() for part in right} == right
+    assert not left.exists()

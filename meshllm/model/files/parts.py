@@ -34,7 +34,13 @@ from meshllm.model.files.loader import (
     list_weights,
     select,
 )
-from meshllm.model.files.manifest import hash_tensors, part_digest, part_of, read_header
+from meshllm.model.files.manifest import (
+    file_digests,
+    hash_tensors,
+    part_digest,
+    part_of,
+    read_header,
+)
 from meshllm.model.files.source import Source, stored_dtype
 from meshllm.model.locate import CONFIG, INDEX
 from meshllm.model.split.skeleton import build
@@ -255,6 +261,8 @@ class PartFolder:
         self.partial(INDEX).write_text(
             json.dumps({"metadata": {"name": name}, "weight_map": files})
         )
+        for each in (*(self.folder / file for file in listing.files), self.partial(INDEX)):
+            _sync(each)
         self.finish(INDEX)
 
     def _name_dtype(self, dtype: str) -> None:
@@ -282,7 +290,22 @@ class PartFolder:
         if found != digest:
             path.unlink(missing_ok=True)
             raise PeerFault(f"The weights of part {part} are not those of the mesh")
+        _sync(path)
         self.finish(name)
+
+    def remove_damaged(self, cache: Path) -> list[str]:
+        """Delete the parts in their place that cannot be read; return their names.
+
+        What others have hashed before is in the folder ``cache``, see `manifest`.
+        """
+        damaged = []
+        for name in sorted(set(list_weights(self.folder).values())):
+            try:
+                file_digests(self.folder / name, cache)
+            except ModelError:
+                (self.folder / name).unlink(missing_ok=True)
+                damaged.append(name)
+        return damaged
 
     def check_space(self, more: int) -> None:
         """Raise `ModelError` if the disk lacks room for so many bytes more."""
@@ -326,6 +349,12 @@ def limit_of(name: str, sizes: Sequence[int]) -> int:
     if name in SMALL_NAMES:
         return MAX_SENT_BYTES
     return {part_name(part): size for part, size in enumerate(sizes)}[name]
+
+
+def _sync(path: Path) -> None:
+    """Write a file to the disk: one that takes its place must be whole after a power cut too."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _read_range(path: Path, start: int, stop: int) -> bytes:

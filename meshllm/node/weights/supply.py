@@ -102,6 +102,10 @@ class WeightSupply:
         """What is fetched now, or why that failed, a phrase; empty for nothing."""
         return self._fetcher.progress or self._trouble
 
+    def collects(self, folder: Path) -> bool:
+        """Return whether a folder of a model is one for fetched weights, not one of the user."""
+        return self._fetcher.collects(folder)
+
     def can_fetch(self, charter: Charter, profiles: Mapping[NodeId, Profile]) -> bool:
         """Return whether a model was fetched before, or a linked node can send it."""
         return self._fetcher.place(charter).is_described or any(
@@ -164,7 +168,7 @@ class WeightSupply:
     def begin(self, weights: Sequence[bytes], folder: Path) -> None:
         """Let no plan use this node before `run` has looked, if its folder has no layer yet."""
         self._before = None
-        self._fetches = self._fetcher.collects(folder)
+        self._fetches = self.collects(folder)
         self._set_obstacle(FETCHES if self._fetches and is_bare(weights) else "")
 
     def end(self) -> None:

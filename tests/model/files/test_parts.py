@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,37 @@ def test_a_part_with_another_digest_is_deleted(
         place.verify(1, manifest(source, tmp_path)[1])
     assert not path.exists()
     assert not (place.folder / part_name(1)).exists()
+
+
+def test_damaged_parts_are_removed_from_their_place_and_the_others_stay(
+    source: Source, place: PartFolder, tmp_path: Path
+) -> None:
+    parts = ModelParts(source)
+    digests = manifest(source, tmp_path / "cache")
+    for part in range(3):
+        give(place, parts, part)
+        place.verify(part, digests[part])
+    cut, empty = place.folder / part_name(0), place.folder / part_name(2)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    empty.write_bytes(b"")
+
+    assert place.remove_damaged(tmp_path / "cache") == [cut.name, empty.name]
+    assert [place.has(part) for part in range(4)] == [False, True, False, False]
+    assert place.remove_damaged(tmp_path / "cache") == []
+
+
+def test_what_takes_its_place_is_on_the_disk_before(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = set[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    place = described(ModelParts(source), tmp_path / "fetched")
+    give(place, ModelParts(source), 1)
+    place.verify(1, manifest(source, tmp_path / "cache")[1])
+
+    files = [path for path in place.folder.iterdir() if path.is_file()]
+    assert {path.stat().st_ino for path in files} == synced
+    assert len(files) > 3
 
 
 def test_a_config_without_a_dtype_gets_that_of_the_weights(source: Source, tmp_path: Path) -> None:
