@@ -250,6 +250,11 @@ class PartFolder:
         """Return where a file is collected until it is whole."""
         return self.folder / f"{name}{_PARTIAL}"
 
+    def has_begun(self, name: str) -> bool:
+        """Return whether an earlier attempt to collect a file left some bytes."""
+        path = self.partial(name)
+        return path.is_file() and path.stat().st_size > 0
+
     def finish(self, name: str) -> None:
         """Put a whole file in its place."""
         self.partial(name).replace(self.folder / name)

@@ -5,7 +5,8 @@ Theory of operation
 Every holder is asked for one file at a time, over a link for weights that stays open until nothing
 is left to ask it. A file is collected beside its place and continues there after an interruption,
 from any holder, because the file of a part has the same bytes on every node. A part takes its place
-once it has the digest in force; if not, the holder is not asked again in this run.
+once it has the digest in force; if not, the holder is not asked again in this run. What an earlier
+attempt left may be of other weights with the same configuration: then the file begins anew first.
 
 Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
 has fetched meanwhile is not fetched again. A lock ends with its process.
@@ -190,8 +191,11 @@ class WeightFetcher:
         """
         with place.partial(name).open("ab") as file:
             offset = file.tell()
-            await link.send(encode(WantFile(model, name, offset)))
-            size = await self._size(link)
+            size = await self._size(link, WantFile(model, name, offset))
+            if size < offset:  # what was left is of another file
+                file.truncate(0)
+                offset = 0
+                size = await self._size(link, WantFile(model, name, offset))
             if not offset <= size <= limit:
                 file.truncate(0)
                 raise PeerFault(f"`{name}` of {size} bytes; allowed are {offset} to {limit}")
@@ -204,7 +208,8 @@ class WeightFetcher:
                 offset += len(data)
                 await self.off_loop(file.write, data)
 
-    async def _size(self, link: SecureLink) -> int:
+    async def _size(self, link: SecureLink, want: WantFile) -> int:
+        await link.send(encode(want))
         match await self._receive(link):
             case FileSize(size):
                 return size
@@ -295,5 +300,13 @@ class _Run:
         fetcher, place = self._fetcher, self._place
         name = part_name(part)
         limit = limit_of(name, self._sizes)
+        is_begun = place.has_begun(name)
         await fetcher.collect(link, self._model, name, place, limit)
-        await fetcher.off_loop(place.verify, part, self.left[part])
+        try:
+            await fetcher.off_loop(place.verify, part, self.left[part])
+        except PeerFault:
+            if not is_begun:
+                raise
+            logger.info("what was left of `%s` is of other weights: it begins anew", name)
+            await fetcher.collect(link, self._model, name, place, limit)
+            await fetcher.off_loop(place.verify, part, self.left[part])

@@ -215,6 +215,41 @@ def test_a_part_continues_where_another_holder_stopped(
 
 
 @pytest.mark.parametrize(
+    ("left", "offsets"),
+    [
+        (lambda whole: whole, [None]),
+        (lambda whole: b"x" * 1000, [1000, 0]),
+        (lambda whole: b"x" * len(whole), [None, 0]),
+        (lambda whole: whole + b"x", [None, 0]),
+    ],
+    ids=["whole", "of other weights", "whole of other weights", "longer"],
+)
+def test_what_a_node_that_died_has_left_is_continued_or_begun_anew(
+    run: Callable[[Story], None],
+    nodes: Nodes,
+    left: Callable[[bytes], bytes],
+    offsets: list[int | None],
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        await nodes.describe(barn)
+        nodes.scripted(barn, nodes.true)
+        file = ModelParts(nodes.source).open(part_name(2))
+        found = left(file.read(0, file.size))
+        place = nodes.fetcher.place(nodes.charter)
+        place.partial(part_name(2)).write_bytes(found)
+
+        await nodes.fetch([2], barn)
+
+        asked = [len(found) if offset is None else offset for offset in offsets]
+        assert [offset for _, _, offset in nodes.asked] == asked
+        assert nodes.here == [2]
+        assert not place.partial(part_name(2)).exists()
+
+    run(story)
+
+
+@pytest.mark.parametrize(
     ("answer", "reason"),
     [
         (lambda want, true: [FileRefused("busy")], "Refused: busy"),
