@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshllm.cli.app import app
 from meshllm.config import Settings
@@ -55,7 +55,9 @@ class FakeRing:
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled += 1
             raise
-        yield answer_of("".join(words), len(words))
+        answer = answer_of("".join(words), len(words))
+        is_cut = len(words) >= request.max_tokens
+        yield replace(answer, finish_reason=FinishReason.LENGTH) if is_cut else answer
 
 
 def answer_of(text: str, count: int) -> Answer:

@@ -78,7 +78,8 @@ def chat(
         bool, typer.Option("--stats", help="Print the timings of each hop to stderr.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not say which mesh reads the prompt.")
+        bool,
+        typer.Option("--quiet", "-q", help="Print no notes, such as which mesh reads the prompt."),
     ] = False,
     as_json: Json = False,
     **flags: Scalar,
@@ -88,7 +89,8 @@ def chat(
     The node running on this machine answers. Without one, or with `--nodes`, chat runs a ring in
     this process. With `--join` it is a client of the ticket's mesh and loads no weights.
 
-    A line on stderr names the mesh if another machine reads the prompt.
+    Notes on stderr name the mesh if another machine reads the prompt, and say why an answer was
+    cut.
 
     With PROMPT or piped text it prints one answer, and nothing else, to stdout. Piped text is put
     before PROMPT. On a terminal without PROMPT it opens a conversation. Its answers are rendered as
@@ -122,7 +124,7 @@ def chat(
         return
     request = replace(_request(text, chosen, ends, raw=raw), schema=wanted, thinks=thinks)
     check_outline(mode, request)
-    answer = _answer_once(opener, chosen, request, mode, as_json=as_json)
+    answer = _answer_once(opener, chosen, request, mode, as_json=as_json, quiet=quiet)
     if as_json:
         seed = request.sampling.seed
         render.dump({"model": chosen.model, **as_fields(answer), "seed": seed})
@@ -149,11 +151,17 @@ def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -
 
 
 def _answer_once(
-    opener: Opener, chosen: Settings, request: Request, mode: "OutlineMode | None", *, as_json: bool
+    opener: Opener,
+    chosen: Settings,
+    request: Request,
+    mode: "OutlineMode | None",
+    *,
+    as_json: bool,
+    quiet: bool,
 ) -> Answer:
     import asyncio
 
-    with render.Status(sys.stderr) as status, render.answering() as write:
+    with render.Status(sys.stderr, is_quiet=quiet) as status, render.answering() as write:
         status.show(f"waiting for {chosen.model}")
         if opener is open_local:
             status.show(f"loading {chosen.model}")

@@ -8,6 +8,7 @@ from meshllm.cli.terminal import render
 from meshllm.request import (
     Answer,
     Backend,
+    FinishReason,
     Interruption,
     Piece,
     Prefilled,
@@ -39,11 +40,23 @@ async def stream(
                     )
                 case Answer():
                     answer = event
+                    status.notes.extend(_cut(request, event))
                 case _:
                     assert_never(event)
     if answer is None:
         raise RuntimeError("the ring ended without an answer")
     return answer
+
+
+def _cut(request: Request, answer: Answer) -> list[str]:
+    """Return a note on an answer that did not end by itself."""
+    if answer.finish_reason is not FinishReason.LENGTH:
+        return []
+    count = answer.completion_tokens
+    is_own = count >= request.max_tokens
+    limit = "`max_tokens`" if is_own else "the context, or what the mesh allows"
+    broken = "; its JSON is incomplete" if request.schema else ""
+    return [f"the answer was cut after {count} tokens by {limit}{broken}"]
 
 
 def _show(piece: Piece, status: render.Status, write: Callable[[str], None]) -> None:

@@ -200,6 +200,8 @@ class Status:
     """The line is one of reasoning, which stays."""
     notes: list[str] = field(default_factory=list)
     """Lines to write at the end, so that they do not interrupt an answer."""
+    is_quiet: bool = False
+    """Write no notes."""
     has_text: bool = False
     """An answer has begun: progress would overwrite its last line."""
 
@@ -208,7 +210,7 @@ class Status:
 
     def __exit__(self, *_: object) -> None:
         self.clear()
-        for note in self.notes:
+        for note in () if self.is_quiet else self.notes:
             talk(dim(note))
 
     def show(self, text: str) -> None:

@@ -69,6 +69,15 @@ def test_raw_uses_the_prompt_as_it_is(meshllm: Invoke, ring: FakeRing) -> None:
     assert (ring.requests[0].raw, ring.requests[0].turns) == ("once upon", ())
 
 
+def test_a_cut_answer_is_noted_on_stderr_unless_quiet(meshllm: Invoke) -> None:
+    said = meshllm("chat", "--max-tokens", "2", "hello")
+    quiet = meshllm("chat", "--max-tokens", "2", "--quiet", "hello")
+
+    assert said.stderr == "the answer was cut after 3 tokens by `max_tokens`\n"
+    assert (said.stdout, quiet.stdout) == ("You said: hello\n", "You said: hello\n")
+    assert (said.exit_code, quiet.exit_code, quiet.stderr) == (0, 0, "")
+
+
 def test_json_is_one_object(meshllm: Invoke) -> None:
     result = meshllm("chat", "--json", "--nodes", "2", "hello")
 

@@ -1,11 +1,13 @@
 import io
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import pytest
 
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.terminal import render
 from meshllm.names import LossCause
-from meshllm.request import Event, Interruption, Piece, Request
+from meshllm.request import Event, FinishReason, Interruption, Piece, Request
 from tests.builders.fake_ring import answer_of
 
 
@@ -42,3 +44,34 @@ async def test_the_text_of_a_peer_cannot_control_the_terminal() -> None:
     [note] = status.notes
     assert "\x1b" not in note
     assert len(note) < 300
+
+
+@pytest.mark.parametrize(
+    ("request_", "note"),
+    [
+        (Request(raw="x", max_tokens=3), "the answer was cut after 3 tokens by `max_tokens`"),
+        (
+            Request(raw="x", max_tokens=3, schema="{}"),
+            "the answer was cut after 3 tokens by `max_tokens`; its JSON is incomplete",
+        ),
+        (
+            Request(raw="x", max_tokens=4),
+            "the answer was cut after 3 tokens by the context, or what the mesh allows",
+        ),
+    ],
+)
+async def test_an_answer_that_was_cut_is_noted(request_: Request, note: str) -> None:
+    cut = replace(answer_of("{ 1", 3), finish_reason=FinishReason.LENGTH)
+    status = render.Status(io.StringIO())
+
+    await stream(Canned([cut]), request_, status, print)
+
+    assert status.notes == [note]
+
+
+async def test_an_answer_that_ends_by_itself_has_no_note() -> None:
+    status = render.Status(io.StringIO())
+
+    await stream(Canned([answer_of("{ 1", 3)]), Request(raw="x", max_tokens=3), status, print)
+
+    assert status.notes == []
