@@ -77,6 +77,8 @@ class FakeNode:
     said: tuple[Event, ...] = ()
     """Answer with these events instead."""
     entry: str = node_id(0)
+    waits_for: str = ""
+    """The ring is forming, for this reason."""
     provided: tuple[ModelStatus, ...] = ()
     revoked: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     is_away: bool = False
@@ -89,7 +91,8 @@ class FakeNode:
         known = replace(status.model, fingerprint="fp_0123456789ab")
         model = replace(known, name=self.served) if self.served else None
         status = replace(status, model=model, provided=self.provided)
-        return with_ring(status, entry=self.entry)
+        state = RingState.FORMING if self.waits_for else RingState.SERVING
+        return with_ring(status, entry=self.entry, state=state, reason=self.waits_for)
 
     def plan(self) -> RingStatus:
         return told().ring

@@ -21,16 +21,17 @@ _RING_SETTINGS = (
 )  # fmt: skip
 """Settings used when a ring forms; they have no effect on an existing one."""
 
-_HERE, _NODE = "a ring in this process", "the node of this machine"
+_NODE = "the node of this machine"
 
 
 def choose(
     chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True, quiet: bool = False
 ) -> tuple[Opener, Settings, str]:
-    """Return a function that opens the backend, the settings with its model and nodes, and who is
-    asked, for people.
+    """Return a function that opens the backend, the settings with its model, and who is asked, for
+    people.
 
-    Unless ``quiet``, a message says where the prompt goes when another machine reads it. To save
+    Unless ``quiet``, a message says where the prompt goes when another machine reads it, and what a
+    ring that does not serve yet waits for. To save
     time, a running node is asked for its status only if something of it is shown or compared.
 
     Raises:
@@ -39,11 +40,11 @@ def choose(
     if flags["nodes"] is not None:
         if flags["join"] is not None:
             raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
-        return open_local, chosen, _HERE
+        return open_local, chosen, _here(chosen)
     if flags["join"] is None and is_running(chosen):
         return _running(chosen, flags, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
-        return open_local, chosen, _HERE
+        return open_local, chosen, _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
     mesh = f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket"
     if not quiet:
@@ -69,12 +70,16 @@ def _running(
     reader = _reader_of(status, model)
     if model and is_provided:
         reader = f"{_listed(model.providers)} of the mesh"
-    if not quiet and reader:
-        _announce(reader)
+    if not quiet:
+        if reader:
+            _announce(reader)
+        if not is_provided and (cause := _awaited(status, model)):
+            render.talk(render.dim(f"waiting: {cause}"))
     opener = (
         open_client if model is None or not flags["model"] else _asking(open_client, model.name)
     )
-    return opener, _as_served(status, chosen, model), reader or _NODE
+    served = change(chosen, {"model": model.name}) if model else chosen
+    return opener, served, reader or f"{_NODE}{_size_of(status, model)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +174,25 @@ def _model_of(status: "MeshStatus", name: Scalar) -> "ModelStatus | None":
     return found
 
 
-def _as_served(status: "MeshStatus", chosen: Settings, model: "ModelStatus | None") -> Settings:
-    """Take model and number of nodes from the mesh of the running node."""
-    if model is None:
-        return chosen
-    stages = [len(ring.stages) for ring in _rings_of(status, model)] or [len(status.ring.stages)]
-    nodes = 1 if model.providers else stages[0] or 1
-    return change(chosen, {"model": model.name, "nodes": nodes})
+def _here(chosen: Settings) -> str:
+    return f"a ring of {chosen.nodes} in this process"
+
+
+def _size_of(status: "MeshStatus", model: "ModelStatus | None") -> str:
+    """Say how many nodes answer, if that is known."""
+    ring = next(iter(_rings_of(status, model)), status.ring)
+    return f", in a ring of {len(ring.stages)}" if ring.stages else ""
+
+
+def _awaited(status: "MeshStatus", model: "ModelStatus | None") -> str:
+    """Return what the rings of a model wait for; empty if one of them serves."""
+    states = [
+        (each.state, each.reason) for each in status.rings if model and each.model == model.name
+    ]
+    states = states or [(status.ring.state, status.ring.reason)]
+    if any(state == "serving" for state, _ in states):
+        return ""
+    return _one_line(states[0][1])
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

@@ -159,7 +159,7 @@ def _set(conversation: Conversation, argument: str) -> str:
 
 
 def _show(conversation: Conversation, _: str) -> str:
-    names = ("model", "nodes", "transport", *_SAVED)
+    names = ("model", *_SAVED)
     rows = [(name, shown(conversation.settings, name)) for name in names]
     more = [("turns", str(len(conversation.turns))), ("answered by", conversation.where)]
     return render.table(("", ""), [*rows, *more]).lstrip("\n")

@@ -49,8 +49,9 @@ class _Repl:
     async def run(self) -> None:
         """Show the prompt while the ring forms; raise what makes the ring fail."""
         self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
-        settings = self.conversation.settings
-        _note(f"{settings.model}, ring of {settings.nodes}; /help lists commands, Ctrl-D exits")
+        told = self.conversation
+        who = told.where and f", answered by {told.where}"
+        _note(f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits")
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():
@@ -127,7 +128,8 @@ class _Repl:
                 pieces.append(piece)
                 write(piece)
 
-            status.show(f"loading {self.conversation.settings.model}")
+            doing = "waiting for" if self.ring.done() else "loading"
+            status.show(f"{doing} {self.conversation.settings.model}")
             ring = await asyncio.shield(self.ring)
             return await stream(ring, request, status, keep)
 

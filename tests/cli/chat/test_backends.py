@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,9 +17,11 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
+from meshllm.config import Scalar, keys, load
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey, short
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
+from meshllm.status import RingState, ServedRing
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import FakeRing
 from tests.builders.status import node_id
@@ -90,6 +93,60 @@ def test_the_mesh_that_reads_the_prompt_is_named(ask: Ask, node: FakeNode) -> No
         'the prompt leaves this machine: it goes to the entry `a "b"\\\\nc` of mesh 4fa1c09b2d7e\n'
     )
     assert (said.stdout, quiet.stdout, quiet.stderr) == (*["hello w\u2028rld\n"] * 2, "")
+
+
+def test_what_the_ring_waits_for_is_said(ask: Ask, node: FakeNode) -> None:
+    node.waits_for = "1 of 2 members\nare ready"
+
+    said, quiet = ask("chat"), ask("chat", "-q")
+
+    assert said.stderr == "waiting: 1 of 2 members\\nare ready\n"
+    assert (said.stdout, quiet.stdout, quiet.stderr) == (*["hello w\u2028rld\n"] * 2, "")
+
+
+def test_a_provided_model_waits_for_no_ring(ask: Ask, node: FakeNode) -> None:
+    node.provided, node.waits_for = (FOX,), "no plan yet"
+
+    assert "waiting" not in ask("chat", "--model", "fox").stderr
+
+
+def test_one_serving_replica_is_enough(
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forming, serving = (
+        ServedRing(
+            "builtin",
+            replica,
+            state,
+            "no plan yet",
+            is_own=True,
+            epoch=1,
+            entry=node_id(0),
+            stages=(),
+        )
+        for replica, state in enumerate((RingState.FORMING, RingState.SERVING))
+    )
+    status = replace(node.status(), rings=(forming, serving))
+    monkeypatch.setattr(node, "status", lambda: status)
+
+    assert ask("chat").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({}, "the node of this machine, in a ring of 2"),
+        ({"nodes": 3}, "a ring of 3 in this process"),
+    ],
+)
+def test_who_answers_is_named_with_the_size_of_its_ring(
+    node: FakeNode, given: dict[str, Scalar], where: str
+) -> None:
+    flags = dict.fromkeys(keys()) | given
+
+    _, _, found = backends.choose(load(flags).settings, flags)
+
+    assert found == where
 
 
 def test_a_mesh_without_an_entry_is_named(ask: Ask, node: FakeNode) -> None:
