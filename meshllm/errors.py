@@ -20,6 +20,7 @@
 The number is the exit code of the command. A bug is not a ``MeshError`` and keeps its traceback.
 """
 
+import os
 from typing import ClassVar
 
 
@@ -111,3 +112,14 @@ class QuotaUsed(Busy):
         super().__init__(message, hint=hint)
         self.retry_s = retry_s
         """Seconds until tokens are free, if no request ends early."""
+
+
+def cannot_listen(address: str, error: OSError) -> UserError:
+    """Return the error of a socket that cannot be bound, in the words of the system."""
+    code = error.errno or 0  # resolver errors are negative
+    # asyncio puts the address and its own words into the text of the error.
+    reason = os.strerror(code) if code > 0 else str(error.strerror)
+    return UserError(
+        f"Cannot listen on `{address}`: {reason[:1].lower()}{reason[1:]}",
+        hint="choose another port, or an address of this machine",
+    )

@@ -1,6 +1,5 @@
 """The public application on TCP: the door that OpenAI's clients use."""
 
-import os
 import socket
 import ssl
 import stat
@@ -19,7 +18,7 @@ from meshllm.api.page.owner import owner_views
 from meshllm.api.port import DoorPort
 from meshllm.api.serve import run_server
 from meshllm.api.v1.service import Service
-from meshllm.errors import UserError
+from meshllm.errors import UserError, cannot_listen
 from meshllm.local_files import reason_of
 from meshllm.traces.recorder import Recorder
 
@@ -177,11 +176,6 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
         family, _, _, _, address = found[0]
         bound = socket.create_server((str(address[0]), port), family=family)
     except OSError as error:
-        code = error.errno or 0  # resolver errors are negative
-        reason = os.strerror(code).lower() if code > 0 else str(error.strerror)
-        raise UserError(
-            f"Cannot listen on `{host}:{port}`: {reason}",
-            hint="choose another port, or an address of this machine",
-        ) from None
+        raise cannot_listen(f"{host}:{port}", error) from None
     with bound:
         yield bound

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import ClassVar
 
-from meshllm.errors import LinkLost, UserError
+from meshllm.errors import LinkLost, UserError, cannot_listen
 from meshllm.transport import contract
 from meshllm_quic.base.identity import KEY_BYTES, Identity
 from meshllm_quic.link.dialer import dial
@@ -98,7 +98,7 @@ class QuicTransport:
         try:
             return await self._bind(place.host, place.port)
         except OSError as error:
-            raise UserError(f"Cannot listen on `{address}`: {error.strerror}") from error
+            raise cannot_listen(address, error) from error
 
     async def _open_anywhere(self) -> Endpoint:
         for port in PORTS:

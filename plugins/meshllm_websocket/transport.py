@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from meshllm.errors import UserError
+from meshllm.errors import UserError, cannot_listen
 from meshllm.transport import contract
 from meshllm_websocket.address import parse, reachable
 from meshllm_websocket.dialer import WebsocketDialer
@@ -39,7 +39,7 @@ class WebsocketTransport:
             try:
                 server = await _serve(listener, [uri.host], uri.port)
             except OSError as error:
-                raise UserError(f"Cannot listen on `{address}`: {error.strerror}") from error
+                raise cannot_listen(address, error) from error
         listener.addresses = reachable((s.getsockname()[:2] for s in server.sockets), path)
         try:
             yield listener

@@ -199,6 +199,16 @@ async def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
             await transport.listen().__aenter__()
 
 
+async def test_a_port_in_use_is_one_line_with_a_hint() -> None:
+    async with Local().listen() as listener:
+        with pytest.raises(UserError) as caught:
+            async with WebsocketTransport().listen(listener.address):
+                pass
+
+    assert str(caught.value) == f"Cannot listen on `{listener.address}`: address already in use"
+    assert caught.value.hint == "choose another port, or an address of this machine"
+
+
 async def test_a_machine_without_ipv6_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     create = loop.create_server

@@ -1,6 +1,5 @@
 """`meshllm relay`: runs a public relay for nodes behind NATs."""
 
-import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
@@ -14,7 +13,7 @@ from meshllm.cli.shared.events import Notice
 from meshllm.cli.shared.options import Json, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, load
-from meshllm.errors import UserError
+from meshllm.errors import UserError, cannot_listen
 from meshllm.log import event, setup
 from meshllm_quic.net.address import RELAY_PORT as PORT
 
@@ -96,7 +95,7 @@ async def _run(
             try:
                 server = await stack.enter_async_context(opening)
             except OSError as error:
-                raise _listen_error(listen, error) from None
+                raise cannot_listen(listen, error) from None
             drain.leave = stopped.set
             _announce(server, notify, as_json=as_json)
             await _report(server, stopped, notify)
@@ -172,15 +171,6 @@ def _limits(rate: str) -> "RelayLimits":
     except UserError:
         hint = "write it as `500KB`, `4MB` or `1GiB`: bytes per second"
         raise UserError(f"Invalid rate `{rate}`", hint=hint) from None
-
-
-def _listen_error(listen: str, error: OSError) -> UserError:
-    code = error.errno or 0  # resolver errors are negative
-    reason = os.strerror(code) if code > 0 else str(error.strerror)
-    return UserError(
-        f"Cannot listen on `{listen}`: {reason.lower()}",
-        hint="choose another port, or an address of this machine, with `--listen HOST:PORT`",
-    )
 
 
 def _say(notice: Notice) -> None:
