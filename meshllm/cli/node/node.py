@@ -57,6 +57,7 @@ Transports = Annotated[
 SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a token by 5 ms
 
 _POLL_S = 0.02
+_GOING = frozenset({"leaving", "left", "down"})  # states of a node that leaves, seen from itself
 _PASSED_ON = ("join", "name", "policy", "members", "replicas", "discovery", "context")
 SETTINGS = (
     "model", "listen", "advertise", "relay", "join", "name", "memory", "layers", "policy",
@@ -224,7 +225,10 @@ async def _run(
 
 
 async def _report(node: "NodePort", notify: Callable[[Notice], None]) -> None:
-    """Report changes until the events end; on a terminal, show what the ring waits for."""
+    """Report changes until the node leaves; on a terminal, show what the ring waits for.
+
+    A node that leaves loses its links and its ring, which would read as faults.
+    """
     import asyncio
 
     from meshllm.cli.ring.status import clean
@@ -237,6 +241,8 @@ async def _report(node: "NodePort", notify: Callable[[Notice], None]) -> None:
             while True:
                 after = clean(node.status())
                 line.clear()
+                if any(each.is_self and each.state in _GOING for each in after.nodes):
+                    return
                 for each in notices(before, after):
                     notify(each)
                 before = after

@@ -27,9 +27,9 @@ from meshllm.names import NodeId, Span, WireMode
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
-from meshllm.status import MeshStatus
+from meshllm.status import MeshStatus, NodeState
 from meshllm.testing.clock import run_virtual
-from tests.builders.status import status_of, waiting
+from tests.builders.status import status_of, waiting, with_node
 from tests.cli.conftest import Invoke
 
 TICKET = Ticket(NodeId(bytes(32)), (), Role.NODE, 0, bytes(16)).encode()
@@ -421,6 +421,19 @@ def test_a_terminal_shows_the_reason_and_duration_of_waiting(
     seconds = re.findall(rf"{re.escape(status.ring.reason)}, (\d+) s", screen.getvalue())
     assert seconds == (["1", "2", "3", "4"] if shown else [])
     assert not screen.getvalue() or screen.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize("state", [NodeState.LEAVING, NodeState.LEFT, NodeState.DOWN])
+def test_a_node_that_leaves_reports_no_losses(
+    state: NodeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving = with_node(waiting("The ring lacks 17.8 MiB"), 0, state=state)
+    node, told = FakeNode(statuses=[status_of(2), leaving, leaving]), list[str]()
+    monkeypatch.setattr(sys, "stderr", Screen())
+
+    run_virtual(_report(cast("NodePort", node), lambda notice: told.append(notice.event)))
+
+    assert told == ["joined", "serving"]
 
 
 def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
