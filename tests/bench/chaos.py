@@ -13,8 +13,9 @@ ends with an error, is too short, or repeats or drops a token that was shown fai
 Other tokens behind the loss are counted, and do not fail it: another ring may round another way.
 
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
-answer is compared with the undisturbed one; the memory of each node is shown before and after. They
-rest until the ring is whole again: its plan takes a node back only while nobody asks.
+answer is compared with the undisturbed one. They rest until the ring is whole again: its plan takes
+a node back only while nobody asks. The memory of each node is shown at the end and before, once as
+many answers as the prefix cache keeps have filled it.
 """
 
 import json
@@ -39,6 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshllm.api.unix import SOCKET
 from meshllm.model.files.source import resolve
+from meshllm.protocol.kv_cache.prefix_index import MAX_KEPT
 from tests.bench.nemesis import (
     ENDS_PROCESS,
     IS_NEW,
@@ -58,7 +60,7 @@ PHASES = ("noticed", "agreed", "loaded", "linked", "first token")
 """What happens after a fault, each after the last."""
 TIMEOUT_S = 120.0
 WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
-CLIENTS = 2
+CLIENTS = 4
 TEXTS = 6  # different requests of the clients
 CALM_S = 5.0  # s at most from the first request to a fault, and from its end to the last one
 REST_S = 0.2
@@ -330,8 +332,10 @@ def all_at_once(
 ) -> list[str]:
     """Ask all the time while faults follow each other; return what went wrong."""
     asking = Asking({each: [*chain.from_iterable(ring.answer(each))] for each in range(TEXTS)})
-    before, struck, draw = memory(ring), Counter[str](), random.Random(seed)
+    struck, draw = Counter[str](), random.Random(seed)
     with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(lambda number: [*ring.answer(number % TEXTS)], range(MAX_KEPT)))
+        before = memory(ring)
         clients = [
             pool.submit(asking.run, ring, random.Random(f"{seed} {number}"))
             for number in range(CLIENTS)
