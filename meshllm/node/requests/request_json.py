@@ -60,6 +60,7 @@ REQUEST_NUMBER_BYTES = 1 << 20  # token ids so far: more than 100,000
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
 TOKEN_LIMIT = 1 << 32  # vocabularies have less than a million
+PADDED_BYTES = 128  # lines with text are multiples; one with a token has 50 bytes or less
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
 MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
 MESSAGE_CHARS = 4096
@@ -165,10 +166,14 @@ def event_to_json(event: Event) -> bytes:
 
 
 def event_to_lines(event: Event) -> Iterator[bytes]:
-    """Encode an event for `AnswerReader` as lines, each without newline."""
+    """Encode an event for `AnswerReader` as lines, each without newline.
+
+    Lines with text are padded: who sees the lengths of encrypted messages in a row could guess the
+    text from those of its tokens (Weiss et al., 2024).
+    """
     match event:
         case Piece():
-            yield from map(event_to_json, _split(event))
+            yield from (_padded(event_to_json(piece)) for piece in _split(event))
         case Answer(tokens=tokens):
             at = 0
             for at in range(LINE_TOKENS, len(tokens), LINE_TOKENS):
@@ -177,6 +182,10 @@ def event_to_lines(event: Event) -> Iterator[bytes]:
             yield event_to_json(short)
         case _:
             yield event_to_json(event)
+
+
+def _padded(line: bytes) -> bytes:
+    return line.ljust(-(-len(line) // PADDED_BYTES) * PADDED_BYTES)
 
 
 def _split(piece: Piece) -> Iterator[Piece]:
