@@ -33,11 +33,19 @@ def owner_s(owner: Node) -> float:
     return median(times)
 
 
-def slowed(owner: Node, attack: Callable[[], AbstractContextManager[object]]) -> Outcome:
-    """Measure the owner's answers alone, then while an attack runs."""
+def slowed(
+    owner: Node,
+    attack: Callable[[], AbstractContextManager[object]],
+    during: Callable[[], Outcome] | None = None,
+) -> Outcome:
+    """Measure the owner's answers alone, then while an attack runs, and what else is done then."""
     owner_s(owner)  # the first answers trace and measure
     alone = owner_s(owner)
     with attack():
+        done = during() if during else None
         crowded = owner_s(owner)
-    effect = f"owner's answer {alone:.2f} s -> {crowded:.2f} s"
-    return Outcome(effect, f"{FACTOR:g} times", held=crowded <= FACTOR * alone)
+    effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= FACTOR * alone
+    if done is None:
+        return Outcome(effect, f"{FACTOR:g} times", held=held)
+    bound = f"{done.bound}, {FACTOR:g} times"
+    return Outcome(f"{done.effect}, {effect}", bound, held=done.held and held)
