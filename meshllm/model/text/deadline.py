@@ -14,6 +14,11 @@ GRACE_S = 1.0  # s; an exception arrives between two bytecodes
 class DeadlineExceeded(Exception):
     """A function ran past its deadline."""
 
+    def __init__(self, thread: Thread | None = None) -> None:
+        super().__init__()
+        self.thread = thread
+        """Its thread, which may still run; None inside the function itself."""
+
 
 def run_within(limit_s: float, function: Callable[[], T]) -> T:
     """Return the result of a function that runs in a thread of its own.
@@ -35,7 +40,7 @@ def run_within(limit_s: float, function: Callable[[], T]) -> T:
         )
         thread.join(GRACE_S)
     if not outcome.done():
-        raise DeadlineExceeded
+        raise DeadlineExceeded(thread)
     return outcome.result()
 
 

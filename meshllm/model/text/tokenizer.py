@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from meshllm.model.text.tool_format import MARKERS, Function
 from meshllm.request import Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
+MAX_OVERDUE = 2  # threads that were given up and still run; no others begin
 PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
 
 # Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
@@ -96,6 +98,7 @@ class Text:
         self.grammars = ThreadPoolExecutor(2, "grammars")
         """The threads that compile grammars: none of the others has to wait for a complex one."""
         self._copies: dict[str, Any] = {}  # of the tokenizer, made by the first prompt of a thread
+        self._overdue: list[Thread] = []
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -214,12 +217,16 @@ class Text:
         self, thread: str, part: str, run: Callable[..., list[int]], *arguments: Any
     ) -> list[int]:
         """Run a part of the model, which may have been made to take for hours."""
+        self._overdue = [each for each in self._overdue if each.is_alive()]
+        if len(self._overdue) >= MAX_OVERDUE:
+            raise ModelError(f"{MAX_OVERDUE} earlier calls of the model's tokenizer have not ended")
         if thread not in self._copies:
             self._copies[thread] = deepcopy(self._tokenizer)
         try:
             return run_within(PROMPT_S, partial(run, self._copies[thread], *arguments))
-        except DeadlineExceeded:
+        except DeadlineExceeded as exceeded:
             del self._copies[thread]  # a thread inside C code may still use it
+            self._overdue += [exceeded.thread] if exceeded.thread else []
             raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
 
     def _token_of(self, marker: str) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.text import deadline, tokenizer
-from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, Text, quieten
+from meshllm.model.text.tokenizer import MAX_OVERDUE, MAX_TEMPLATE_CHARS, Text, quieten
 from meshllm.request import Turn
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace
 
@@ -247,9 +247,32 @@ def test_a_pattern_that_takes_for_hours_is_an_error(
         text.encode(words)
     with pytest.raises(ModelError, match="tokenizer did not end within 0 s"):
         plain.encode_chat([Turn(role="user", content=words)])
+    _join_abandoned()
+
+
+def _join_abandoned() -> None:
     for each in threading.enumerate():
         if each.name == "deadline":
             each.join()
+
+
+def test_few_threads_that_do_not_end_are_left_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, go = Text.load(folder), threading.Event()
+    wait = partial(text._within, "texts", "tokenizer", lambda _: [go.wait(60)])
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "PROMPT_S", 0.0)
+        patch.setattr(deadline, "GRACE_S", 0.0)
+        for _ in range(MAX_OVERDUE):
+            with pytest.raises(ModelError, match="did not end within"):
+                wait()
+    with pytest.raises(ModelError, match="2 earlier calls of the model's tokenizer have not ended"):
+        text.encode("hello")
+
+    go.set()
+    _join_abandoned()
+    assert text.encode("hello")
 
 
 def test_behind_a_deadline_no_chat_shares_a_tokenizer_with_the_abandoned_thread(
