@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from meshllm.config import cache_path
 from meshllm.model.locate import BUILTIN, find_folder
@@ -88,3 +89,28 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     assert ask(barn, QUESTION) == answers[QUESTION]
     assert {part: (whole.parent / part).read_bytes() for part in right} == right
     assert not left.exists()
+
+
+def test_weights_that_the_founder_has_changed_are_fetched_anew(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
+    ticket = fleet.found("attic")
+    attic, barn = fleet.node("attic"), fleet.node("barn")
+    start(attic, "--model", str(model), "--members", "2")
+    start(barn, "--join", ticket)
+    fleet.form()
+    before = ask(barn, QUESTION)
+    for each in (barn, attic):
+        each.kill()
+    for path in model.glob("*.safetensors"):
+        tensors = load_file(path)
+        changed = {name: -each if "down_proj" in name else each for name, each in tensors.items()}
+        save_file(changed, path, {"format": "pt"})
+
+    start(attic, "--model", str(model))
+    start(barn)
+    fleet.form()
+
+    assert needed(barn) <= parts(barn).keys()
+    assert ask(barn, QUESTION) == ask(attic, QUESTION) != before

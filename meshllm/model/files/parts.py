@@ -8,7 +8,7 @@ whatever files they are stored in. A folder of parts is a model folder like any 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,6 +297,11 @@ class PartFolder:
             raise PeerFault(f"The weights of part {part} are not those of the mesh")
         _sync(path)
         self.finish(name)
+
+    def discard(self, parts: Collection[int]) -> None:
+        """Delete parts from their place."""
+        for part in parts:
+            (self.folder / part_name(part)).unlink(missing_ok=True)
 
     def remove_damaged(self, cache: Path) -> list[str]:
         """Delete the parts in their place that cannot be read; return their names.

@@ -139,6 +139,14 @@ class WeightFetcher:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
 
+    async def discard(self, charter: Charter, parts: Collection[int]) -> None:
+        """Delete parts that were fetched before; raise `ModelError` if they cannot be deleted."""
+        async with self._turn:
+            place = self.place(charter)
+            async with self._alone(place):
+                with _writing(place.folder):
+                    await self.off_loop(place.discard, parts)
+
     @asynccontextmanager
     async def _alone(self, place: "PartFolder") -> AsyncIterator[None]:
         """Wait until no other process fetches into a folder; show that meanwhile."""

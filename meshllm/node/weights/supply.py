@@ -11,6 +11,10 @@ are fetched while the plan waits.
 When a node has what it needs, it fetches its share of the parts that only one node has: the loss of
 one node loses no part of the model.
 
+Weights that this node fetched before may not be those that the founder has now, with the same
+configuration: they would keep it out of every plan. It discards them if it serves in no ring and a
+linked node has the right ones.
+
 A node that opened the model in a folder of its user, whole or in part, fetches nothing: what it
 fetched would not come into that folder.
 """
@@ -27,10 +31,11 @@ from meshllm.names import NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.weights.fetcher import WeightFetcher
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.candidates import MeshView, followed_plans
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import (
+    ABSENT,
     FETCHES,
     LACKS,
     digests_in_force,
@@ -40,6 +45,7 @@ from meshllm.protocol.weights.holders import (
     missing_parts,
     needed_parts,
     spare_parts,
+    stale_parts,
     with_fetched,
 )
 
@@ -96,6 +102,7 @@ class WeightSupply:
         self._off_loop = off_loop
         self._before: Agreement | None = None
         self._fetches = True
+        self._is_compared = False  # with the weights of the founder, and the same
 
     @property
     def progress(self) -> str:
@@ -147,14 +154,16 @@ class WeightSupply:
     async def run(self) -> None:
         """Fetch ahead what the plan will need, until every part is here or cancelled."""
         changes, delay = self._host.changes(), FIRST_RETRY_S
-        while self._fetches and self._is_short():
+        while self._fetches and (self._is_short() or not self._is_compared):
             await anext(changes)
             await asyncio.sleep(SETTLE_S)  # links are reported one by one
             if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
                 continue
-            parts, obstacle = await self._off_loop(self._ahead, view)
-            self._set_obstacle(obstacle)
             try:
+                if await self._discard_stale(view) or not self._is_short():
+                    continue
+                parts, obstacle = await self._off_loop(self._ahead, view)
+                self._set_obstacle(obstacle)
                 await self.obtain(parts)
                 self._note("")
                 delay = FIRST_RETRY_S
@@ -167,7 +176,7 @@ class WeightSupply:
 
     def begin(self, weights: Sequence[bytes], folder: Path) -> None:
         """Let no plan use this node before `run` has looked, if its folder has no layer yet."""
-        self._before = None
+        self._before, self._is_compared = None, False
         self._fetches = self.collects(folder)
         self._set_obstacle(FETCHES if self._fetches and is_bare(weights) else "")
 
@@ -212,6 +221,24 @@ class WeightSupply:
             await self._fetcher.fetch(view.charter, wanted, self._holders(view, digests), sizes)
         finally:
             await self._host.hash_weights()  # of some, if not all
+
+    async def _discard_stale(self, view: MeshView) -> bool:
+        """Discard what differs from the founder's weights; return whether something did."""
+        own = self._host.own_weights()
+        stale = stale_parts(view.charter, view.profiles, view.author, own)
+        if stale is None:
+            return False
+        self._is_compared = not stale
+        held = frozenset[int]().union(*self._holders(view, self._digests(view)).values())
+        plan = followed_plans(view).get(self._me)
+        if not stale & held or (plan is not None and plan.rank(self._me) is not None):
+            return False
+        logger.warning("the founder has other weights of parts %s", sorted(stale & held))
+        if is_bare([ABSENT if part in stale & held else each for part, each in enumerate(own)]):
+            self._set_obstacle(FETCHES)
+        await self._fetcher.discard(view.charter, stale & held)
+        await self._host.hash_weights()
+        return True
 
     def _spare(self, view: MeshView, alive: Collection[NodeId]) -> frozenset[int]:
         """Return the parts to fetch for the case that their only holder is lost.

@@ -71,6 +71,17 @@ def missing_parts(weights: Sequence[bytes], parts: Collection[int]) -> frozenset
     return frozenset(part for part in parts if weights[part] == ABSENT)
 
 
+def stale_parts(
+    charter: Charter, profiles: Mapping[NodeId, Profile], author: NodeId, own: Sequence[bytes]
+) -> frozenset[int] | None:
+    """Return the parts of which the founder has other weights; None while its own are unknown."""
+    profile = profiles.get(author)
+    if profile is None or not has_model(charter, profile) or len(own) != len(profile.weights):
+        return None
+    pairs = enumerate(zip(own[:-1], profile.weights[:-1], strict=True))
+    return frozenset(part for part, pair in pairs if ABSENT not in pair and pair[0] != pair[1])
+
+
 def spare_parts(
     held: Mapping[NodeId, Collection[int]], parts: int, able: Iterable[NodeId], me: NodeId
 ) -> frozenset[int]:

@@ -45,11 +45,14 @@ class Mesh:
         self.me = me
         self.fetched: list[frozenset[int]] = []
         self.described: list[NodeId] = []
+        self.discarded: list[frozenset[int]] = []
         self.failures = 0
         """How often the fetcher fails."""
         self.withdrawn: Sequence[bytes] = ()
         """What this node has while its profile offers nothing."""
         self.is_described = False
+        self.is_linked_to: set[NodeId] | None = None
+        """None is all."""
         self.progress = ""
         self.obstacles: list[str] = []
         self.shown: list[str] = []
@@ -68,6 +71,8 @@ class Mesh:
         return self.world.view(self.me, author=A) if self.world else None
 
     def linked(self) -> Collection[NodeId]:
+        if self.is_linked_to is not None:
+            return self.is_linked_to
         return set(self.world.profiles) - {self.me} if self.world else ()
 
     async def changes(self) -> AsyncIterator[None]:
@@ -84,9 +89,11 @@ class Mesh:
 
     async def hash_weights(self) -> None:
         assert self.world
-        have = frozenset().union(*self.fetched)
+        have, gone = (frozenset().union(*each) for each in (self.fetched, self.discarded))
         own, before = self.world.profiles[self.me], self.own_weights()
-        mine = [WHOLE[at] if at in have else before[at] for at in range(PARTS)]
+        mine = [
+            WHOLE[at] if at in have else ABSENT if at in gone else before[at] for at in range(PARTS)
+        ]
         if self.withdrawn:
             self.withdrawn = (*mine, WHOLE[-1])
             return
@@ -113,6 +120,9 @@ class Mesh:
         self.described += nodes
         self._fail()
         return Path("folder")
+
+    async def discard(self, model: Charter, parts: Collection[int]) -> None:
+        self.discarded.append(frozenset(parts))
 
     async def fetch(
         self,
@@ -173,6 +183,43 @@ def test_a_node_that_has_all_weights_fetches_nothing() -> None:
     mesh = run(World({A: profile(2), B: profile(2)}), supplied)
 
     assert (mesh.fetched, mesh.obstacles) == ([], [])
+
+
+def other(found: Profile, *parts: int) -> Profile:
+    """Return a profile with other weights in some parts."""
+    return replace(found, weights=weights(changed=dict.fromkeys(parts, b"o" * 16)))
+
+
+def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_anew() -> None:
+    mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), supplied)
+
+    assert mesh.discarded == [{1, 3}]
+    assert frozenset().union(*mesh.fetched) == {1, 3}
+    assert mesh.own_weights() == WHOLE
+
+
+def test_a_node_whose_weights_are_all_discarded_awaits_others() -> None:
+    mesh = run(World({A: profile(2), B: other(profile(2), *range(PARTS))}), supplied)
+
+    assert mesh.discarded == [set(range(PARTS))]
+    assert mesh.obstacles == [FETCHES, ""]
+    assert mesh.own_weights() == WHOLE
+
+
+@pytest.mark.parametrize("why", ["it serves", "the founder is away", "nobody has the right ones"])
+def test_other_weights_than_the_founders_stay_while(why: str) -> None:
+    own = ring((B, 0, 4))
+    world = World({A: profile(2), B: other(profile(4), 1), C: other(profile(4), 1)})
+    if why == "it serves":
+        world = replace(world, followed={B: own})
+    elif why == "the founder is away":
+        world = replace(world, profiles={node: world.profiles[node] for node in (B, C)})
+
+    async def story(mesh: Mesh) -> None:
+        mesh.is_linked_to = {C} if why == "nobody has the right ones" else None
+        await supplied(mesh)
+
+    assert run(world, story).discarded == []
 
 
 def test_a_node_that_no_plan_uses_stays_out_and_says_why() -> None:

@@ -18,6 +18,7 @@ from meshllm.protocol.weights.holders import (
     name_of,
     needed_parts,
     spare_parts,
+    stale_parts,
     with_fetched,
 )
 from tests.builders.offers import A, B, C, D
@@ -62,6 +63,16 @@ def test_holders_have_the_digests_in_force() -> None:
     found = holders(CHARTER, profiles, [A, B, C, D, NodeId(b"?" * 32)], WHOLE[:-1])
 
     assert found == {A: {0, 1}, D: {1, PARTS - 1}}
+
+
+def test_parts_are_stale_of_which_the_founder_has_others() -> None:
+    own = having(0, 1, 3, other=True).weights
+
+    assert stale_parts(CHARTER, {A: having(1, 2, 3)}, A, own) == frozenset({1, 3})
+    assert stale_parts(CHARTER, {A: having(1, 2)}, A, having(1, 2).weights) == frozenset()
+    assert stale_parts(CHARTER, {B: having(1, 2, 3)}, A, own) is None
+    assert stale_parts(CHARTER, {A: replace(having(), weights=())}, A, own) is None
+    assert stale_parts(CHARTER, {A: having()}, A, ()) is None
 
 
 def test_a_node_needs_its_layers_and_the_entry_the_ends() -> None:
