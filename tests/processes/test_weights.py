@@ -91,7 +91,7 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     assert not left.exists()
 
 
-def test_weights_that_the_founder_has_changed_are_fetched_anew(
+def test_weights_that_the_founder_has_changed_are_fetched_again(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")

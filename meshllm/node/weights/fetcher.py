@@ -6,7 +6,7 @@ Every holder is asked for one file at a time, over a link for weights that stays
 is left to ask it. A file is collected beside its place and continues there after an interruption,
 from any holder, because the file of a part has the same bytes on every node. A part takes its place
 once it has the digest in force; if not, the holder is not asked again in this run. What an earlier
-attempt left may be of other weights with the same configuration: then the file begins anew first.
+attempt left may be of other weights with the same configuration: then the file begins again first.
 
 Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
 has fetched meanwhile is not fetched again. A lock ends with its process.
@@ -315,6 +315,6 @@ class _Run:
         except PeerFault:
             if not is_begun:
                 raise
-            logger.info("what was left of `%s` is of other weights: it begins anew", name)
+            logger.info("what was left of `%s` is of other weights: it begins again", name)
             await fetcher.collect(link, self._model, name, place, limit)
             await fetcher.off_loop(place.verify, part, self.left[part])

@@ -224,7 +224,7 @@ def test_a_part_continues_where_another_holder_stopped(
     ],
     ids=["whole", "of other weights", "whole of other weights", "longer"],
 )
-def test_what_a_node_that_died_has_left_is_continued_or_begun_anew(
+def test_what_a_node_that_died_has_left_is_continued_or_begun_again(
     run: Callable[[Story], None],
     nodes: Nodes,
     left: Callable[[bytes], bytes],

@@ -190,7 +190,7 @@ def other(found: Profile, *parts: int) -> Profile:
     return replace(found, weights=weights(changed=dict.fromkeys(parts, b"o" * 16)))
 
 
-def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_anew() -> None:
+def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_again() -> None:
     mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), supplied)
 
     assert mesh.discarded == [{1, 3}]
