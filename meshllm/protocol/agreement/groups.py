@@ -56,8 +56,8 @@ from meshllm.protocol.membership.records import (
     RingMembership,
     StateRecord,
 )
-from meshllm.protocol.planning.plan import Ends, Offer, Plan
-from meshllm.protocol.planning.problem import least_memory, memory_for, usable_bytes
+from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.planning.problem import least_memory, memory_for, usable_of
 from meshllm.protocol.weights.holders import awaits_weights
 
 UNASSIGNED = GroupId(b"\0")
@@ -237,6 +237,10 @@ class _Table:
     plans: dict[GroupId, Plan] = field(default_factory=dict)
     told: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
     used: frozenset[ModelKey] = frozenset()
+    held: dict[NodeId, frozenset[int]] = field(default_factory=dict)
+    """The groups of whose model each node has weights, by number."""
+    keys: tuple[ModelKey, ...] = ()
+    """The model of each group."""
 
     def __post_init__(self) -> None:
         view = self.view
@@ -245,6 +249,14 @@ class _Table:
         self.sizes = tuple(_Sizes.of(group.charter) for group in self.groups)
         self.plans, self.used = plans_in_force(view), used_models(view)
         self.told = memberships(view)
+        self.keys = tuple(group.charter.key for group in self.groups)
+        models = [*zip(self.keys, self.groups, strict=True)]
+        for node, profile in view.profiles.items():
+            self.held[node] = frozenset(
+                number
+                for number, (key, group) in enumerate(models)
+                if _has(profile, key, group.charter)
+            )
         for node in sorted(view.alive()):
             if _can_take_part(view, node):
                 self._enter(node)
@@ -256,7 +268,7 @@ class _Table:
             group
             for group in _groups(state)
             if (number := self.numbers.get(group)) is not None
-            and (not profile.models or holds(profile, self.groups[number].charter))
+            and (not profile.models or self._holds(node, number))
         ]
         unique = {self._key(group): group for group in reversed(known)}
         groups = [group for group in known if group in unique.values()]
@@ -301,7 +313,7 @@ class _Table:
         Of a group in which it takes part no share, what it could hold if it moved there.
         """
         profile, group = self.view.profiles[node], self.groups[number]
-        if node in group.charter.exclude or not holds(profile, group.charter):
+        if node in group.charter.exclude or not self._holds(node, number):
             return 0, 0
         memory, reserve, shares = profile.memory_bytes, profile.reserve_bytes, self.shares[node]
         sizes = self.sizes[number]
@@ -309,8 +321,7 @@ class _Table:
             memory, reserve = shares[group.id], sizes.workspace
         else:
             memory = max(0, memory - sum(shares.values()))
-        offer = Offer(node, memory, ((1, 1.0),), 0.0, reserve)
-        usable = max(0, usable_bytes(offer) - sizes.cache)  # as the planner counts
+        usable = max(0, usable_of(memory, reserve) - sizes.cache)  # as the planner counts
         return usable // sizes.layer, (usable - sizes.ends) // sizes.layer
 
     def _is_served(self, number: int, nodes: list[NodeId]) -> bool:
@@ -465,10 +476,10 @@ class _Table:
         group, wanting = self.groups[other], self.groups[number]
         if other != number and not self.is_complete(other, self.nodes(other), strict=False):
             return True
-        if wanting.charter.key in self.used and not wanting.replica:
-            if group.charter.key not in self.used:
+        if self.keys[number] in self.used and not wanting.replica:
+            if self.keys[other] not in self.used:
                 return True
-        elif group.charter.key in self.used and not group.replica:
+        elif self.keys[other] in self.used and not group.replica:
             return False
         return other > number and group.replica > wanting.replica
 
@@ -479,9 +490,9 @@ class _Table:
         return (
             len(held) < MAX_RINGS
             and node not in group.charter.exclude
-            and holds(self.view.profiles[node], group.charter)
+            and self._holds(node, number)
             and UNASSIGNED not in held
-            and group.charter.key not in map(self._key, held)
+            and self.keys[number] not in map(self._key, held)
             and all(self._serves(node, each) for each in held)
             and self._share(node, number) > shares.get(group.id, 0)
         )
@@ -514,7 +525,10 @@ class _Table:
         return {node: dict(shares) for node, shares in self.shares.items()}
 
     def _key(self, group: GroupId) -> ModelKey:
-        return self.groups[self.numbers[group]].charter.key
+        return self.keys[self.numbers[group]]
+
+    def _holds(self, node: NodeId, number: int) -> bool:
+        return number in self.held[node]
 
     # Donors of nodes.
 
@@ -523,7 +537,7 @@ class _Table:
 
     def _movable(self, number: int, nodes: Iterable[NodeId]) -> list[NodeId]:
         """Return the nodes that can hold layers of a model, and have no ring of it yet."""
-        key = self.groups[number].charter.key
+        key = self.keys[number]
         return [
             node
             for node in self._able(number, nodes)
@@ -582,10 +596,10 @@ class _Table:
     def _unused(self, number: int, taken: list[NodeId], _strict: bool) -> list[NodeId]:
         """Return the nodes of the last ring of a model that nobody uses, for one that is used."""
         group = self.groups[number]
-        if group.replica or group.charter.key not in self.used:
+        if group.replica or self.keys[number] not in self.used:
             return []
         for other in range(len(self.groups) - 1, -1, -1):
-            if self.groups[other].charter.key not in self.used:
+            if self.keys[other] not in self.used:
                 able = self._movable(number, self._firsts(other))
                 if found := [node for node in able if node not in taken]:
                     return found
@@ -607,8 +621,12 @@ class _Table:
 
 def holds(profile: Profile, charter: Charter) -> bool:
     """Return whether a node has a model locally."""
+    return _has(profile, charter.key, charter)
+
+
+def _has(profile: Profile, key: ModelKey, charter: Charter) -> bool:
     if profile.models:
-        return charter.key in profile.models
+        return key in profile.models
     config = charter.config_digest[:DIGEST_PART_BYTES]
     return bool(profile.weights) and profile.weights[-1] == config
 

@@ -195,7 +195,12 @@ def room_tokens(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[
 def usable_bytes(offer: Offer, most: int | None = None) -> int:
     """Return the bytes that weights and caches may take; ``most`` limits the offered memory."""
     memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)
-    return max(0, memory - offer.reserve_bytes) * (100 - HEADROOM_PERCENT) // 100
+    return usable_of(memory, offer.reserve_bytes)
+
+
+def usable_of(memory: int, reserve: int) -> int:
+    """Return what weights and caches may take of some memory, of which a part is reserved."""
+    return max(0, memory - reserve) * (100 - HEADROOM_PERCENT) // 100
 
 
 def memory_for(plan: Plan, node: NodeId, shape: ModelSizes, *, sessions: int, reserve: int) -> int:
