@@ -186,13 +186,14 @@ def _size_of(status: "MeshStatus", model: "ModelStatus | None") -> str:
 
 def _awaited(status: "MeshStatus", model: "ModelStatus | None") -> str:
     """Return what the rings of a model wait for; empty if one of them serves."""
-    states = [
-        (each.state, each.reason) for each in status.rings if model and each.model == model.name
-    ]
-    states = states or [(status.ring.state, status.ring.reason)]
-    if any(state == "serving" for state, _ in states):
+    rings = [ring for ring in status.rings if model and ring.model == model.name]
+    states = [ring.state for ring in rings] or [status.ring.state]
+    if "serving" in states:
         return ""
-    return _one_line(states[0][1])
+    if not rings:
+        return _one_line(status.ring.reason)
+    own = rings[0].status  # which knows more than others of the mesh
+    return _one_line((own and own.reason) or rings[0].reason)
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

@@ -104,6 +104,34 @@ def test_what_the_ring_waits_for_is_said(ask: Ask, node: FakeNode) -> None:
     assert (said.stdout, quiet.stdout, quiet.stderr) == (*["hello w\u2028rld\n"] * 2, "")
 
 
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        (None, "its nodes are loading"),
+        ("", "its nodes are loading"),
+        ("1 of 2 ready", "1 of 2 ready"),
+    ],
+)
+def test_the_node_of_a_ring_knows_best_what_it_waits_for(
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch, own: str | None, cause: str
+) -> None:
+    status = node.status()
+    ring = ServedRing(
+        "builtin",
+        0,
+        RingState.FORMING,
+        "its nodes are loading",
+        is_own=own is not None,
+        epoch=1,
+        entry=None,
+        stages=(),
+        status=None if own is None else replace(status.ring, reason=own),
+    )
+    monkeypatch.setattr(node, "status", lambda: replace(status, rings=(ring,)))
+
+    assert ask("chat").stderr == f"waiting: {cause}\n"
+
+
 def test_a_provided_model_waits_for_no_ring(ask: Ask, node: FakeNode) -> None:
     node.provided, node.waits_for = (FOX,), "no plan yet"
 
