@@ -10,7 +10,7 @@ from typing import Any
 
 from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings, change, check, current, parse
+from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, keys, parse
 from meshllm.errors import UserError
 from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
 
@@ -99,6 +99,7 @@ class Command:
 
     usage: str
     meaning: str
+    """In the help; empty for another name of a command."""
     run: Callable[[Conversation, str], str | Question]
 
 
@@ -133,7 +134,11 @@ def with_system(settings: Settings, *turns: Turn) -> tuple[Turn, ...]:
 
 
 def _help(_: Conversation, __: str) -> str:
-    rows = [(f"{name} {command.usage}", command.meaning) for name, command in COMMANDS.items()]
+    rows = [
+        (f"{name} {command.usage}", command.meaning)
+        for name, command in COMMANDS.items()
+        if command.meaning
+    ]
     keys = [
         ('"""', "start and end a message of several lines"),
         ("Alt-Enter", "insert a line break"),
@@ -153,15 +158,17 @@ def _set(conversation: Conversation, argument: str) -> str:
     if not text.strip():
         usage = f"`/set {name} VALUE`" if name else "`/set temperature 0.8`"
         raise UserError("`/set` needs a name and a value", hint=usage)
-    value = parse(name, text.strip(), "/set")
+    is_reset = text.strip() == DEFAULT
+    default = None if name in Settings().unset else keys()[name].default
+    value = default if is_reset else parse(name, text.strip(), "/set")
     conversation.settings = change(conversation.settings, {name: value})
-    return f"{name} = {render.plain(value)}"
+    return f"{name} = {shown(conversation.settings, name)}"
 
 
 def _show(conversation: Conversation, _: str) -> str:
     names = ("model", *_SAVED)
     rows = [(name, shown(conversation.settings, name)) for name in names]
-    more = [("turns", str(len(conversation.turns))), ("answered by", conversation.where)]
+    more = [("messages", str(len(conversation.turns))), ("answered by", conversation.where)]
     return render.table(("", ""), [*rows, *more]).lstrip("\n")
 
 
@@ -210,7 +217,7 @@ def _save(conversation: Conversation, argument: str) -> str:
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
-    return f"saved {len(conversation.turns)} turns in `{path}`"
+    return f"saved {len(conversation.turns)} messages in `{path}`"
 
 
 def _load(conversation: Conversation, argument: str) -> str:
@@ -225,7 +232,7 @@ def _load(conversation: Conversation, argument: str) -> str:
     conversation.turns = [
         Turn(role=turn["role"], content=turn["content"]) for turn in content["turns"]
     ]
-    return f"loaded {len(conversation.turns)} turns from `{path}`"
+    return f"loaded {len(conversation.turns)} messages from `{path}`"
 
 
 def _path(argument: str, command: str) -> Path:
@@ -269,7 +276,9 @@ def _bye(_: Conversation, __: str) -> str:
 
 COMMANDS = {
     "/help": Command("", "list the commands", _help),
-    "/set": Command("NAME VALUE", "change a generation setting", _set),
+    "/set": Command(
+        "NAME VALUE", "change a generation setting; the value `default` resets it", _set
+    ),
     "/show": Command("", "show the settings", _show),
     "/system": Command("TEXT", "set the system prompt; without TEXT remove it", _system),
     "/save": Command("FILE", "save the conversation to a file", _save),
@@ -280,6 +289,6 @@ COMMANDS = {
     "/copy": Command("", "copy the last answer to the clipboard", _copy),
     "/stats": Command("", "show the timings of the last answer", _stats),
     "/exit": Command("", "exit; also /quit, /bye, exit and quit", _bye),
-    "/quit": Command("", "exit", _bye),
-    "/bye": Command("", "exit", _bye),
+    "/quit": Command("", "", _bye),
+    "/bye": Command("", "", _bye),
 }

@@ -50,6 +50,28 @@ def test_everything_settable_can_be_set_and_shown(conversation: Conversation, na
     assert f"{name} " in _told(conversation, "/show")
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("temperature", "the model's"),
+        ("seed", "random"),
+        ("max_tokens", "512"),
+        ("frequency_penalty", "0"),
+    ],
+)
+def test_a_set_value_can_be_reset(conversation: Conversation, name: str, shown: str) -> None:
+    conversation.execute(f"/set {name} 1")
+
+    assert conversation.execute(f"/set {name} default") == f"{name} = {shown}"
+    assert conversation.settings == Settings()
+
+
+def test_help_lists_no_command_twice(conversation: Conversation) -> None:
+    assert [line for line in _told(conversation, "/help").splitlines() if "/quit" in line] == [
+        "/exit            exit; also /quit, /bye, exit and quit"
+    ]
+
+
 def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> None:
     conversation.execute("/set top-p 0.5")
     conversation.execute("/set max_tokens 7")
@@ -98,7 +120,7 @@ def test_a_conversation_continues_from_a_file(conversation: Conversation, home: 
 
     told = [conversation.execute("/save talk.json"), other.execute("/load talk.json")]
 
-    assert told == ["saved 2 turns in `talk.json`", "loaded 2 turns from `talk.json`"]
+    assert told == ["saved 2 messages in `talk.json`", "loaded 2 messages from `talk.json`"]
     assert other.turns == conversation.turns
     assert (other.settings.system, other.settings.sampling.seed) == ("be brief", 7)
     assert (home / "talk.json").stat().st_mode & 0o777 == 0o600
@@ -108,7 +130,7 @@ def test_a_saved_conversation_may_be_saved_again(conversation: Conversation) -> 
     conversation.execute("/save talk.json")
     conversation.append("a", "b")
 
-    assert conversation.execute("/save talk.json") == "saved 2 turns in `talk.json`"
+    assert conversation.execute("/save talk.json") == "saved 2 messages in `talk.json`"
 
 
 def test_no_other_file_is_overwritten(conversation: Conversation, home: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_conversation_answers_and_exits(terminal: Terminal) -> None:
     terminal.wait_for("You said: hello there\r\n")
     terminal.wait_for(PROMPT)
     terminal.press("/show\r")
-    terminal.wait_for("turns")
+    terminal.wait_for("messages")
     turns = terminal.wait_for("\r\n")
     terminal.wait_for(PROMPT)
     terminal.press("\x04")
@@ -109,7 +109,7 @@ def test_control_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> No
     terminal.wait_for("stopped")
     terminal.wait_for(PROMPT)
     terminal.press("/show\r")
-    terminal.wait_for("turns")
+    terminal.wait_for("messages")
     turns = terminal.wait_for("\r\n")
     terminal.wait_for(PROMPT)
     terminal.press("/bye\r")
@@ -149,7 +149,7 @@ def test_the_last_question_is_asked_again_or_edited(terminal: Terminal) -> None:
     terminal.wait_for("You said: four\r\n")
     terminal.wait_for(PROMPT)
     terminal.press("/show\r")
-    terminal.wait_for("turns")
+    terminal.wait_for("messages")
 
     assert terminal.wait_for("\r\n").strip() == "2"
 
@@ -163,7 +163,7 @@ def test_an_edit_that_is_stopped_keeps_the_answer(terminal: Terminal) -> None:
     terminal.press("\x03")
     terminal.wait_for(PROMPT)
     terminal.press("/show\r")
-    terminal.wait_for("turns")
+    terminal.wait_for("messages")
 
     assert terminal.wait_for("\r\n").strip() == "2"
 
