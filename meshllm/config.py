@@ -151,6 +151,7 @@ class Settings:
     debug: bool = False
     """Show the traceback of an error."""
     max_tokens: int = Request().max_tokens
+    """Most tokens of an answer."""
     sampling: Sampling = field(default_factory=Sampling)
     unset: frozenset[str] = frozenset((*MODEL_SAMPLING, "seed"))
     """Sampling parameters that are not set: the model recommends them, and a seed is drawn."""
@@ -248,7 +249,7 @@ def check(name: str, value: object, origin: str) -> Scalar:
         raise UserError(f"`{name}` is {value!r}, not {_WORDS[key.kind]} ({origin})")
     low, high = _RANGES.get(name, (-inf, inf))
     if isinstance(value, int | float) and not low <= value <= high:
-        raise UserError(f"`{name}` is {value}, not between {low:g} and {high:g} ({origin})")
+        raise UserError(f"`{name}` is {value}, not between {low} and {high} ({origin})")
     return cast("Scalar", value)
 
 

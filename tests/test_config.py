@@ -93,6 +93,7 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ("nodes = true", "`nodes` is True, not a whole number", None),
         ("nodes = 1.5", "`nodes` is 1.5, not a whole number", None),
         ("nodes = 0", "`nodes` is 0, not between 1 and 1024", None),
+        ("max_tokens = 0", "`max_tokens` is 0, not between 1 and 10000000", None),
         ("top_p = nan", "`top_p` is nan, not between 0 and 1", None),
         ('ends = "last"', "Invalid value 'last' for `ends`", "one of `entry`, `client`"),
         ("history = 1", "`history` is 1, not true or false", None),

@@ -52,6 +52,16 @@ Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
 """
 
 
+_WORDING = {
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
+    "Input should be a valid number, unable to parse string as a number": "not a number",
+    "Input should be greater than or equal to ": "less than ",
+    "Input should be less than or equal to ": "more than ",
+}
+"""The parser's words for invalid values, and ours."""
+
+
 SPIN_LIMITS = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}
 """How long idle OpenMP threads (GNU's, LLVM's) spin before they sleep: at most one millisecond.
 
@@ -183,7 +193,9 @@ def _report(error: BaseException, *, debug: bool) -> int:
         case typer.TyperException():
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "meshllm"
-            words = error.format_message().removesuffix(".").replace("Value error, ", "")
+            words = error.format_message().removesuffix(".")
+            for theirs, ours in _WORDING.items():
+                words = words.replace(theirs, ours)
             render.error(UserError(words, hint=f"see `{command} --help`"))
             return error.exit_code
         case _:

@@ -198,10 +198,20 @@ def _check_aliases(aliases: Collection[str]) -> None:
 
 def _check_names(model: Charter, others: Iterable[Charter]) -> None:
     """Raise `UserError` if a name of a model is that of another one."""
-    taken = {name for each in others for name in (each.shape.name, *each.aliases)}
+    taken = {name: each for each in others for name in (each.shape.name, *each.aliases)}
     for name in (model.shape.name, *model.aliases):
         if name in taken:
-            raise UserError(f"The mesh serves another model as `{name}`", hint="see `/v1/models`")
+            stops = f"stop that one with `meshllm model stop {name}`"
+            is_model = name == model.shape.name
+            other = (
+                "copy this one to a folder of another name"
+                if is_model
+                else "choose another `--alias`"
+            )
+            raise UserError(
+                f"The mesh serves another model as `{name}`, with `--quant {taken[name].quant}`",
+                hint=f"{stops}, or {other}",
+            )
 
 
 def refuse_other(

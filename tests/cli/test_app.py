@@ -123,7 +123,26 @@ def test_version_with_v_lists_dependencies(meshllm: Invoke) -> None:
     [
         (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
         (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
-        (("chat", "--nodes", "x"), "Invalid value for '--nodes'", "see `meshllm chat --help`"),
+        (
+            ("chat", "--nodes", "x"),
+            "Invalid value for '--nodes': not a whole number",
+            "see `meshllm chat --help`",
+        ),
+        (
+            ("chat", "--temperature", "x"),
+            "Invalid value for '--temperature': not a number",
+            "see `meshllm chat --help`",
+        ),
+        (
+            ("serve", "--port", "99999"),
+            "Invalid value for '--port': more than 65535",
+            "see `meshllm serve --help`",
+        ),
+        (
+            ("ring", "ticket", "--uses", "0"),
+            "Invalid value for '--uses': less than 1",
+            "see `meshllm ring ticket --help`",
+        ),
         (
             ("chat", "--ends", "x"),
             "Invalid value for '--ends': 'x' is",

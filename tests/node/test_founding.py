@@ -226,6 +226,13 @@ def test_invalid_options_of_a_model_are_refused(changes: dict[str, Any], message
         serve(charter(), named("fox"), ModelOptions("fox", **changes))
 
 
+def test_an_alias_in_use_has_a_hint() -> None:
+    with pytest.raises(UserError) as caught:
+        serve(charter(), named("fox"), ModelOptions("fox", aliases=("tiny",)))
+
+    assert str(caught.value.hint).endswith("or choose another `--alias`")
+
+
 def test_names_are_of_one_model_and_models_are_limited() -> None:
     mesh = charter()
     for number in range(MAX_SERVED - 1):
@@ -233,6 +240,9 @@ def test_names_are_of_one_model_and_models_are_limited() -> None:
 
     with pytest.raises(UserError, match=f"serves {MAX_SERVED} models"):
         serve(mesh, named("fox"), ModelOptions("fox"))
-    with pytest.raises(UserError, match="another model as `m1`"):
+    with pytest.raises(UserError, match="another model as `m1`, with `--quant none`") as caught:
         serve(stop(mesh, "m2"), named("m1", quant=Quant.INT8), ModelOptions("m1"))
+    assert caught.value.hint == (
+        "stop that one with `meshllm model stop m1`, or copy this one to a folder of another name"
+    )
     assert serve(mesh, mesh.models[0], ModelOptions("m0", replicas=2)).models[0].replicas == 2
