@@ -504,6 +504,8 @@ def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
     if node not in view.alive:
         left = state.lifecycle is Lifecycle.LEFT
         return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
+    if node == view.me and view.is_leaving:  # before its record says so
+        return NodeState.LEAVING, "finishing requests"
     if agreement and (why := agreement.refused.get(node)):
         return NodeState.REFUSED, why
     if state.lifecycle is Lifecycle.LEAVING:

@@ -226,6 +226,8 @@ def test_each_node_has_one_state(node: Owned) -> None:
     assert node.state(C)[1]
     assert (node.of(C).layers, node.of(C).rank) == (None, None)
 
+    node.see(is_leaving=True)
+    assert node.state(A) == (NodeState.LEAVING, "finishing requests")
     node.view = with_state(node.view, C, lifecycle=Lifecycle.JOIN)
     assert node.state(C)[0] is NodeState.JOINING
     node.view = with_state(node.view, C, lifecycle=Lifecycle.LEAVING)
