@@ -195,6 +195,16 @@ def keys() -> Mapping[str, Key]:
     return {key.name: key for owner in (Settings, Sampling) for key in _keys_of(owner)}
 
 
+def find_key(name: str, origin: str) -> Key:
+    """Return a setting by name; raise `UserError` that names the ``origin`` if there is none."""
+    known = keys()
+    if name in known:
+        return known[name]
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else "`meshllm config show` lists them"
+    raise UserError(f"Unknown setting `{name}` ({origin})", hint=hint)
+
+
 def load(
     flags: Mapping[str, Scalar],
     *,
@@ -238,7 +248,7 @@ def current(settings: Settings, name: str) -> Scalar:
 
 def check(name: str, value: object, origin: str) -> Scalar:
     """Return the validated value of a setting; raise `UserError` that names its ``origin``."""
-    key = _known(name, origin)
+    key = find_key(name, origin)
     if key.kind is float and type(value) is int:
         value = float(value)
     choices = get_args(key.kind)
@@ -255,7 +265,7 @@ def check(name: str, value: object, origin: str) -> Scalar:
 
 def parse(name: str, text: str, origin: str) -> Scalar:
     """Parse the text of a setting from the environment or ``/set``."""
-    key = _known(name, origin)
+    key = find_key(name, origin)
     if key.kind is bool:
         return check(name, _BOOLEANS.get(text.lower(), text), origin)
     if key.kind in (int, float):
@@ -333,20 +343,11 @@ def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
 
 def _check_place(name: str, path: Path) -> None:
     """Raise `UserError` if a project file may not contain a setting."""
-    if _known(name, str(path)).name not in PROJECT_KEYS and path.name == PROJECT_FILE:
+    if find_key(name, str(path)).name not in PROJECT_KEYS and path.name == PROJECT_FILE:
         raise UserError(
             f"`{name}` cannot be set by a project file ({path})",
             hint=f"set it in `{files()[0]}`, as `{keys()[name].variable}` or as a flag",
         )
-
-
-def _known(name: str, origin: str) -> Key:
-    known = keys()
-    if name in known:
-        return known[name]
-    close = get_close_matches(name, known, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"one of {_list(known)}"
-    raise UserError(f"Unknown setting `{name}` ({origin})", hint=hint)
 
 
 def _keys_of(owner: type) -> Iterator[Key]:

@@ -88,7 +88,7 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
     ("text", "message", "hint"),
     [
         ("node = 3", "Unknown setting `node`", "did you mean `nodes`?"),
-        ("xyzzy = 3", "Unknown setting `xyzzy`", "one of `model`"),
+        ("xyzzy = 3", "Unknown setting `xyzzy`", "`meshllm config show` lists them"),
         ('nodes = "3"', "`nodes` is '3', not a whole number", None),
         ("nodes = true", "`nodes` is True, not a whole number", None),
         ("nodes = 1.5", "`nodes` is 1.5, not a whole number", None),

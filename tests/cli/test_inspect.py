@@ -25,6 +25,17 @@ def test_config_shows_values_and_meanings(meshllm: Invoke) -> None:
     assert "temperature the model's Sampling temperature; 0 is greedy." in rows
 
 
+def test_config_shows_one_setting(meshllm: Invoke) -> None:
+    one, as_json = meshllm("config", "show", "top-p"), meshllm("config", "show", "seed", "--json")
+    unknown = meshllm("config", "show", "sed")
+
+    assert [line.split()[0] for line in one.stdout.splitlines()] == ["setting", "top_p"]
+    assert [each["name"] for each in json.loads(as_json.stdout)["settings"]] == ["seed"]
+    assert (unknown.exit_code, unknown.stdout) == (2, "")
+    assert "Unknown setting `sed`" in unknown.stderr
+    assert "did you mean `seed`?" in unknown.stderr
+
+
 def test_config_shows_origins(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     (home / "meshllm.toml").write_text("seed = 7")
     monkeypatch.setenv("MESHLLM_NODES", "3")

@@ -12,7 +12,7 @@ import typer
 from meshllm.cli.shared.complete import setting_names
 from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
-from meshllm.config import current, files, keys, load
+from meshllm.config import current, files, find_key, keys, load
 from meshllm.errors import UserError
 from meshllm.local_files import reason_of
 
@@ -37,28 +37,38 @@ Project = Annotated[
 
 @app.command()
 def show(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="Show this setting only.",
+            show_default=False,
+            autocompletion=setting_names,
+        ),
+    ] = None,
     origin: Annotated[
         bool, typer.Option("--origin", help="Show where each value comes from.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every setting."""
+    """Show every setting, or one."""
     config = load({})
-    values = {name: current(config.settings, name) for name in keys()}
+    names = keys() if name is None else [find_key(_key(name), "NAME").name]
+    values = {each: current(config.settings, each) for each in names}
     if as_json:
         settings = [
-            {"name": name, "value": value, "origin": config.origins[name]}
-            for name, value in values.items()
+            {"name": each, "value": value, "origin": config.origins[each]}
+            for each, value in values.items()
         ]
         render.dump({"settings": settings, "files": [str(path) for path in files()]})
         return
     rows = [
         (
-            name,
-            shown(config.settings, name),
-            config.origins[name] if origin else help_of(keys()[name]),
+            each,
+            shown(config.settings, each),
+            config.origins[each] if origin else help_of(keys()[each]),
         )
-        for name in values
+        for each in values
     ]
     render.out(render.table(("setting", "value", "origin" if origin else "meaning"), rows))
 

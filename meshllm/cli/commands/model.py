@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ from meshllm.cli.shared.local import import_heavy
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
 from meshllm.model.locate import INDEX
 from meshllm.names import Span
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshllm.model.parity.check import ParityReport
+    from meshllm.model.parity.verdict import Verdict
     from meshllm.model.shape import ModelShape
 
 CONTEXT = 4096  # tokens of KV cache assumed for one session
@@ -145,11 +147,23 @@ def pull(
 
 
 @app.command()
-def families(as_json: Json = False) -> None:
+def families(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TYPE",
+            help="Show this type only, the `model_type` of a `config.json`.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """List the model types: checked or refused, and why."""
     from meshllm.model.parity.verdict import known_verdicts
 
     verdicts = known_verdicts()
+    if kind is not None:
+        verdicts = _of_type(kind, verdicts)
     if as_json:
         render.dump({"families": {name: asdict(verdict) for name, verdict in verdicts.items()}})
         return
@@ -158,8 +172,19 @@ def families(as_json: Json = False) -> None:
         for name, verdict in verdicts.items()
     ]
     render.out(render.table(("type", "split", "reason"), rows))
+    if kind is not None:
+        return
     checked = sum(verdict.equal for verdict in verdicts.values())
     render.talk(f"{checked} of {len(verdicts)} model types are bit-equal when split")
+
+
+def _of_type(kind: str, verdicts: "Mapping[str, Verdict]") -> "dict[str, Verdict]":
+    """Return the verdicts on a model type, and on its variants."""
+    if found := {name: each for name, each in verdicts.items() if kind in (name, each.model_type)}:
+        return found
+    close = get_close_matches(kind, verdicts, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else "`meshllm model families` lists them"
+    raise UserError(f"Unknown model type `{kind}`", hint=hint)
 
 
 def _builtin() -> Iterator[_Installed]:

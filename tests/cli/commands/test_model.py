@@ -149,6 +149,24 @@ def test_families_show_refused_types_with_reasons(
     assert as_json["families"]["odd"]["reason"] == "it shares layers"
 
 
+def test_families_show_one_type_with_its_variants(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {
+        name: Verdict(name.partition(":")[0], equal=True, reason="")
+        for name in ("llama", "odd", "odd:tied")
+    }
+    monkeypatch.setattr(verdict, "known_verdicts", lambda: known)
+
+    odd, typo = meshllm("model", "families", "odd"), meshllm("model", "families", "lama")
+    other = meshllm("model", "families", "zzzz")
+
+    assert [line.split()[0] for line in odd.stdout.splitlines()] == ["type", "odd", "odd:tied"]
+    assert (odd.stderr, typo.exit_code, other.exit_code) == ("", 2, 2)
+    assert typo.stderr == "error: Unknown model type `lama`\nhint: did you mean `llama`?\n"
+    assert "`meshllm model families` lists them" in other.stderr
+
+
 def test_list_names_the_builtin_and_the_cached(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
