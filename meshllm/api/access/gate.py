@@ -66,7 +66,7 @@ def site_guards(policy: AccessPolicy) -> Sequence[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=policy.origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after", *EXPOSED],
         ),

@@ -135,11 +135,12 @@ async def handshake(
     return sent
 
 
-async def test_a_preflight_of_a_named_origin_needs_no_key(accounts: Accounts) -> None:
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+async def test_a_preflight_of_a_named_origin_needs_no_key(accounts: Accounts, method: str) -> None:
     policy = AccessPolicy(needs_key=True, origins=("https://chat.example",))
     asked = {
         "origin": "https://chat.example",
-        "access-control-request-method": "POST",
+        "access-control-request-method": method,
         "access-control-request-headers": "authorization,content-type",
     }
     async with entering(policy, accounts) as client:
