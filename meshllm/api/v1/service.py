@@ -70,8 +70,12 @@ class Service:
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
         """List the models that a key may use."""
-        allowed = key.limits.models if key else ()
-        return [each for each in await self.node.models() if not allowed or each.name in allowed]
+        allowed = set(key.limits.models) if key else set()
+        return [
+            each
+            for each in await self.node.models()
+            if not allowed or allowed & {each.name, *each.aliases}
+        ]
 
     async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
         """Return a model by name; raise `Refused` if it is not served, or not to this key."""

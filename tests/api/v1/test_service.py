@@ -17,6 +17,7 @@ from meshllm.errors import QuotaUsed
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import is_owners
 from meshllm.request import Piece, Prefilled, Request
+from meshllm.status import ModelStatus
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
@@ -126,6 +127,26 @@ async def test_a_cancelled_answer_of_a_provider_counts_its_pieces(
             await anext(events)
 
     assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 2))]
+
+
+async def test_a_key_may_name_an_alias(
+    client: httpx2.AsyncClient,
+    accounts: Accounts,
+    door: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = door.status().model
+    assert known
+
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        return [replace(known, aliases=("small",))]
+
+    monkeypatch.setattr(FakeNode, "models", models)
+    key = accounts.create("guest", KeyLimits(models=("small",)), 0)
+
+    said = await client.post(PATH, json=BODY | {"model": "small"}, headers=bearer(key))
+
+    assert said.status_code == 200, said.text
 
 
 async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: Accounts) -> None:
