@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 import tomli_w
@@ -40,9 +41,9 @@ def drop(path: Path, name: str) -> None:
     """
     values = read_file(path)
     if name not in values:
-        raise UserError(
-            f"`{path}` does not set `{name}`", hint="see `meshllm config show --origin`"
-        )
+        close = get_close_matches(name, values, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else "see `meshllm config show --origin`"
+        raise UserError(f"`{path}` does not set `{name}`", hint=hint)
     del values[name]
     write(path, tomli_w.dumps(values))
 

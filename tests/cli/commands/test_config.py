@@ -54,6 +54,7 @@ def test_a_link_to_the_file_stays_a_link(meshllm: Invoke, user: Path, home: Path
         (("set", "top_p", "2"), "not between 0 and 1"),
         (("set", "model", "x", "--project"), "cannot be set by a project file"),
         (("unset", "seed"), "does not set `seed`"),
+        (("unset", "modle"), "did you mean `model`?"),
     ],
 )
 def test_what_is_not_valid_changes_nothing(
