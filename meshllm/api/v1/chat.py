@@ -11,8 +11,8 @@ from starlette.routing import Route
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
-from meshllm.api.respond import Stream, within
-from meshllm.api.v1.extension import Extension
+from meshllm.api.respond import Stream
+from meshllm.api.v1.extension import Extension, answer_as_needed
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.headers import headers_of, is_traced
 from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
@@ -238,15 +238,10 @@ async def call(
 ) -> ChatCall:
     """Check a chat with the fields of it that stand `APART`; raise `UserError` if invalid."""
     schema, tools = schema_of(apart.get("response_format")), tools_of(apart)
-    needs = body.meshllm or Extension()
-    asked = [
-        replace(each, schema=schema, tools=tools, trusted=needs.trust) for each in body.requests()
-    ]
-    model = await service.model(key, body.model)
-    needs.check(model)
-    events = service.answer(key, model, asked, needs.outline_mode(model, body.choices))
-    if needs.deadline_ms:
-        events = within(events, needs.deadline_ms / 1000)
+    asked = [replace(each, schema=schema, tools=tools) for each in body.requests()]
+    model, needs = await service.model(key, body.model), body.meshllm
+    outline = needs.outline_mode(model, body.choices) if needs else None
+    events = answer_as_needed(service, key, model, asked, needs, outline)
     return ChatCall(model, asked, events)
 
 

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
 from meshllm.api.respond import Stream
+from meshllm.api.v1.extension import Needs, answer_as_needed
 from meshllm.api.v1.generating import Generating, read_fields, variants
 from meshllm.api.v1.headers import headers_of, is_traced
 from meshllm.api.v1.prompts import read_prompts, with_prompt
@@ -35,6 +36,7 @@ class Completion(Generating):
     echo: bool | None = None
     logprobs: int | None = None
     ignore_eos: bool | None = None
+    meshllm: Needs | None = None
 
     def requests(self, prompts: Sequence[str | tuple[int, ...]]) -> list[Asked]:
         """Convert to requests of the mesh, ``n`` for each prompt; raise `WrongField` if invalid."""
@@ -134,7 +136,8 @@ def routes(service: Service) -> list[Route]:
         model = await service.model(key, body.model)
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply = _TextReply("cmpl", *head, is_traced(request))
-        events, headers = service.answer(key, model, asked), headers_of(model, reply.id)
+        events = answer_as_needed(service, key, model, asked, body.meshllm)
+        headers = headers_of(model, reply.id)
         if body.stream:
             return Stream(events, STREAM, reply.chunks, failure, headers, PATIENCE)
         return Stream(events, JSON, reply.completion, error_object, headers)

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object
 from meshllm.api.respond import Stream
+from meshllm.api.v1.extension import Needs, answer_as_needed
 from meshllm.api.v1.generating import read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.prompts import read_prompts, with_prompt
@@ -40,6 +41,7 @@ class Embeddings:
     model: str
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    meshllm: Needs | None = None
 
     def request(self) -> Asked:
         """Return a request of the mesh but its prompt; raise `WrongField` if invalid."""
@@ -100,7 +102,7 @@ def routes(service: Service) -> list[Route]:
         model = await service.model(key, body.model)
         asked = [with_prompt(common, each) for each in inputs]
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
-        events = service.answer(key, model, asked)
+        events = answer_as_needed(service, key, model, asked, body.meshllm)
         headers = headers_of(model, f"embd-{secrets.token_hex(16)}")
         return Stream(events, JSON, reply.write, error_object, headers)
 

@@ -1,20 +1,24 @@
-"""`meshllm`, the object in a request of what OpenAI's fields do not have."""
+"""`meshllm`, the object in a request of what OpenAI's and Anthropic's fields do not have."""
 
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 
+from meshllm.api.access.accounts import ApiKey
+from meshllm.api.respond import within
 from meshllm.api.v1.precision import bits_of, precision_of
+from meshllm.api.v1.service import Choices, Service
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.request import Request as Asked
 from meshllm.status import ModelStatus
 from meshllm.strict_json import WrongField
 
 _MODES = {None: None, False: None, True: OutlineMode.ON, "auto": OutlineMode.AUTO}
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """The object; null is the same as absent."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a request needs, on every route; null is the same as absent."""
 
-    outline: bool | str | None = None
     min_precision: str | None = None
     """Refuse models whose weights have fewer bits: `int4`, `int8`, `bf16`, `fp16`, `fp32`."""
     min_context: int | None = None
@@ -47,6 +51,13 @@ class Extension:
             text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
             raise WrongField("meshllm.deadline_ms", text)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension(Needs):
+    """The object of a chat."""
+
+    outline: bool | str | None = None
+
     def outline_mode(self, model: ModelStatus, choices: int) -> OutlineMode | None:
         """Return how to outline so many answers; raise `WrongField` if it cannot be done.
 
@@ -62,3 +73,19 @@ class Extension:
             what = f"{choices} answers" if choices > 1 else "an answer of a provider"
             raise WrongField("meshllm.outline", f"`meshllm.outline` cannot make {what}")
         return None
+
+
+def answer_as_needed(
+    service: Service,
+    key: ApiKey | None,
+    model: ModelStatus,
+    asked: Sequence[Asked],
+    needs: Needs | None,
+    outline: OutlineMode | None = None,
+) -> AsyncGenerator[Choices, None]:
+    """Return the events of requests, see `Service.answer`; raise `WrongField` for an unmet need."""
+    needs = needs or Needs()
+    needs.check(model)
+    trusting = [replace(each, trusted=needs.trust) for each in asked]
+    events = service.answer(key, model, trusting, outline)
+    return within(events, needs.deadline_ms / 1000) if needs.deadline_ms else events

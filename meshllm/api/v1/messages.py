@@ -17,6 +17,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
+from meshllm.api.v1.extension import Needs, answer_as_needed
 from meshllm.api.v1.generating import DRAWN_SEEDS, MAX_STOPS, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import STREAM
@@ -124,6 +125,7 @@ class MessagesPrompt:
     messages: tuple[MessagesTurn, ...]
     system: str | tuple[TextBlock, ...] | None = None
     thinking: Thinking | None = None
+    meshllm: Needs | None = None
 
     @property
     def thinks(self) -> bool | None:
@@ -286,7 +288,8 @@ def routes(service: Service) -> list[Route]:
         (body, apart), key = await _read(request, Messages), key_of(request)
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
-        reply, events = _MessagesReply(model.name), service.answer(key, model, [asked])
+        reply = _MessagesReply(model.name)
+        events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model, reply.id)
         if body.stream:
             return Stream(events, STREAM, reply.events, _failure, headers, PING)
@@ -297,7 +300,8 @@ def routes(service: Service) -> list[Route]:
         tools = tools_of_messages(*map(apart.get, APART))
         asked = Asked(body.turns(), max_tokens=0, tools=tools, thinks=body.thinks)
         model = await service.model(key, body.model)
-        return JSONResponse({"input_tokens": await _count(service.answer(key, model, [asked]))})
+        events = answer_as_needed(service, key, model, [asked], body.meshllm)
+        return JSONResponse({"input_tokens": await _count(events)})
 
     return [
         Route("/v1/messages", messages, methods=["POST"]),

@@ -18,6 +18,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
+from meshllm.api.v1.extension import Needs, answer_as_needed
 from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, DRAWN_SEEDS, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import PATIENCE, STREAM
@@ -113,6 +114,7 @@ class Responses:
     temperature: float | None = None
     top_p: float | None = None
     reasoning: Reasoning | None = None
+    meshllm: Needs | None = None
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the messages of this request alone."""
@@ -369,7 +371,8 @@ def routes(service: Service) -> list[Route]:
         asked = replace(asked, schema=schema, tools=tools)
         model = await service.model(key, body.model)
         reply = _ResponsesReply(model.name, body, given, owner, turns, store)
-        events, headers = service.answer(key, model, [asked]), headers_of(model, reply.id)
+        events = answer_as_needed(service, key, model, [asked], body.meshllm)
+        headers = headers_of(model, reply.id)
         if body.stream:
             return Stream(events, STREAM, reply.events, reply.failure, headers, PATIENCE)
         return Stream(events, JSON, reply.whole, error_object, headers)

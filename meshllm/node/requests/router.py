@@ -378,9 +378,13 @@ class RequestRouter:
         names = self.trusted if request.trusted is None and asker is None else request.trusted
         if names is None or self._asks_ingress:
             return request
-        ids, own = self._ring.ids_of(names), show(self._me)
+        own = show(self._me)
+        try:
+            ids = self._ring.ids_of(names)
+        except UserError as error:
+            raise WrongField("meshllm.trust", str(error), hint=error.hint) from None
         if asker is not None and own not in ids:
-            raise WrongField("trust", "The node that was asked is not one of those trusted")
+            raise WrongField("meshllm.trust", "The node that was asked is not one of those trusted")
         return replace(request, trusted=(*ids, own))
 
     def _scoped(self, request: Request, asker: NodeId | None) -> Request:
@@ -432,7 +436,9 @@ class RequestRouter:
                 if entry not in entries:  # it has changed
                     entry = self._choose_entry(entries, request, tried)
             if not (self._asks_ingress or _is_trusted(entry, request)):
-                raise WrongField("trust", f"The entry of the ring, {short(entry)}, is not trusted")
+                raise WrongField(
+                    "meshllm.trust", f"The entry of the ring, {short(entry)}, is not trusted"
+                )
             stack.enter_context(self._replicas.asking(entry, tried))
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(asker, request.model))

@@ -302,7 +302,9 @@ def _check_trusted(request: Request, plan: Plan) -> None:
     if request.trusted is None:
         return
     if others := [short(node) for node in nodes if show(node) not in request.trusted]:
-        raise WrongField("trust", f"The ring has nodes that are not trusted: {', '.join(others)}")
+        raise WrongField(
+            "meshllm.trust", f"The ring has nodes that are not trusted: {', '.join(others)}"
+        )
 
 
 def _check_length(request: Request, context: int) -> None:

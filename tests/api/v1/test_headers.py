@@ -70,6 +70,39 @@ async def test_an_exact_ring_meets_exact(client: httpx2.AsyncClient) -> None:
     assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
 
 
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("needs", "told"),
+    [({"exact": True}, "bit-identically"), ({"min_precision": "fp32"}, "is bfloat16")],
+    ids=["exact", "min_precision"],
+)
+async def test_every_route_refuses_what_is_not_met(
+    client: httpx2.AsyncClient, door: FakeNode, path: str, needs: dict[str, object], told: str
+) -> None:
+    body = PATHS.get(path, {"messages": MESSAGES})
+
+    said = await client.post(path, json={"model": "builtin", **body, "meshllm": needs})
+
+    assert said.status_code == 400
+    assert told in said.json()["error"]["message"]
+    assert not door.requests
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_a_deadline_ends_the_answer_of_every_route(
+    client: httpx2.AsyncClient, door: FakeNode, path: str
+) -> None:
+    door.waits_at = 0
+    body = PATHS.get(path, {"messages": MESSAGES})
+    asked = {"model": "builtin", **body, "meshllm": {"deadline_ms": 50}}
+
+    said = await client.post(path, json=asked)
+
+    assert said.status_code == 503
+    assert "not complete within 0.05 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()
+
+
 def traced_answer(door: FakeNode) -> Answer:
     """Let the node answer with times."""
     answer = replace(answer_of("hello", 5), ttft_ms=12.34567, hops=(HOP,))

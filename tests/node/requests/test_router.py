@@ -124,6 +124,8 @@ class FakeRing:
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         known = {"me": ME, "entry": ENTRY, "other": OTHER}
+        if unknown := set(names) - known.keys():
+            raise UserError(f"There is no node `{min(unknown)}`")
         return tuple(show(known[name]) for name in names)
 
     def backend(
@@ -1214,6 +1216,17 @@ def test_a_prompt_does_not_go_to_an_entry_that_is_not_trusted(world: World) -> N
 
     world.run(story)
     assert world.rings[ENTRY].asked[0].trusted == (show(ENTRY), show(ME))
+
+
+def test_an_unknown_name_of_a_trusted_node_is_one_of_that_field(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="`nobody`") as caught:
+            await all_of(router, replace(REQUEST, trusted=("nobody",)))
+        assert caught.value.name == "meshllm.trust"
+
+    world.run(story)
 
 
 def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
