@@ -27,6 +27,7 @@ KIND = "text_completion"
 MAX_PROMPTS = 256  # of one request
 MAX_ANSWERS = 256  # of one request, over all prompts
 DEFAULT_MAX_TOKENS = 16  # OpenAI API reference
+MAX_LOGPROBS = 20  # the same as `top_logprobs` of a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,9 @@ class Completion(Generating):
         if len(prompts) * self.choices > MAX_ANSWERS:
             text = f"{len(prompts)} prompts with `n` of {self.choices}: more than {MAX_ANSWERS}"
             raise WrongField("n", f"{text} answers")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise WrongField("logprobs", f"`logprobs` is {self.logprobs}, not at least 0")
+        if not 0 <= (self.logprobs or 0) <= MAX_LOGPROBS:
+            text = f"`logprobs` is {self.logprobs}, not between 0 and {MAX_LOGPROBS}"
+            raise WrongField("logprobs", text)
         common = replace(
             self.request(limit),
             logprobs=self.logprobs,

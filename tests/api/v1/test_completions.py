@@ -100,12 +100,13 @@ async def test_the_four_forms_of_a_prompt(
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "invalid_value"),
         ({"logprobs": -1}, "logprobs", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
         ({"suffix": "x"}, "suffix", "unsupported_parameter"),
         ({"best_of": 2}, "best_of", "unsupported_parameter"),
         ({"messages": []}, "messages", "unsupported_parameter"),
     ],
-    ids=range(19),
+    ids=range(20),
 )
 async def test_what_is_not_supported_is_refused_by_name(
     client: httpx2.AsyncClient, door: FakeNode, change: dict[str, Any], param: str, code: str
