@@ -5,14 +5,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.requests.request_json import request_to_json
+from meshllm.protocol.kv_cache.prefix_index import MAX_KEPT
 from meshllm.protocol.membership.codec import REQUEST_ID_BYTES, Generate
 from meshllm.protocol.trust.credential import Role
 from meshllm.request import Request
-from tests.processes.fleet import ALONE, Node, meshllm, open_fleet
+from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.flood import flood
 from tests.security.member import Member
@@ -21,6 +23,8 @@ from tests.security.owner import slowed
 OBJECTS = b"[" + b'{"":{}},' * ((4 << 20) // 8 - 1) + b"{}]"  # as long as a request may be
 PAUSE_S = 0.05  # s between two requests
 GUESS = "The safe in the cellar opens with 4711, and nobody else knows that."
+SHORT = "Once upon a time there was a ring, and it was longer than sixteen tokens."
+_CACHED = "cached_tokens"
 LONG_PAUSE_S = 0.5  # s between two of 4 MiB: 64 Mbit/s, each 0.69 s of work before
 
 
@@ -47,7 +51,7 @@ def guess_a_prompt() -> Outcome:
         def cached(*words: str, state: Path) -> int:
             asked = "chat", "--json", "--max-tokens", "2", *words
             answer = json.loads(meshllm(*asked, state=state, stdin=GUESS).stdout)
-            return int(answer["cached_tokens"])
+            return int(answer[_CACHED])
 
         cached(state=owner.state)
         own = cached(state=owner.state)
@@ -55,6 +59,35 @@ def guess_a_prompt() -> Outcome:
     effect = f"told {theirs[0]} tokens, {theirs[1]} when it asks again; the owner {own}"
     held = theirs[0] == 0 and own > 0 and theirs[1] == own
     return Outcome(effect, "prefixes of an asker are its own", held=held)
+
+
+def push_out_a_prefix() -> Outcome:
+    """Let a client send more short requests than prefixes are kept; then ask as the owner did."""
+    numbers = count()
+
+    async def burst(member: Member) -> None:
+        for peer in list(member.links.by_peer):
+            raw = f"{next(numbers)} is a number. {SHORT}"
+            request = request_to_json(Request(raw=raw, max_tokens=1))
+            member.links.post(peer, Generate(os.urandom(REQUEST_ID_BYTES), request))
+        await asyncio.sleep(PAUSE_S)
+
+    with _owner() as (owner, ticket, client):
+
+        def cached() -> int:
+            asked = "chat", "--json", "--max-tokens", "2"
+            return int(json.loads(meshllm(*asked, state=owner.state, stdin=GUESS).stdout)[_CACHED])
+
+        def served() -> int:
+            return int(owner.status()["sessions"]["served"])
+
+        cached()
+        most = served() + 2 * MAX_KEPT
+        with flood(ticket, client, burst):
+            until(lambda: served() > most, lambda: owner.stderr)
+        left = cached()
+    effect = f"{left} tokens of the owner are cached after {2 * MAX_KEPT} requests"
+    return Outcome(effect, "a share of the owner", held=left > 0)
 
 
 @contextmanager
@@ -83,5 +116,6 @@ ATTACKS = (
     Attack("4 MiB of `{}` twice a second", "owner's answer 0.7 s -> 26 s", objects_in_a_row),
     Attack("4 MiB of `{}` 20 times a second", "owner's answer 3 times slower", objects_in_a_flood),
     Attack("guesses at a cached prompt", "told how much of it was right", guess_a_prompt),
+    Attack("prefixes of the owner", "64 short requests push them out", push_out_a_prefix),
     Attack("endless requests", "owner's answer 0.4 s -> 36 s", endless_requests),
 )
