@@ -9,6 +9,7 @@ import fcntl
 import os
 import re
 import stat
+import tempfile
 from pathlib import Path
 
 
@@ -143,3 +144,11 @@ def _is_own(found: os.stat_result) -> bool:
 
 def _refusal(number: int, reason: str, path: Path) -> OSError:
     return OSError(number, reason, str(path))
+
+
+def keep_temporary_files(folder: Path) -> None:
+    """Let this process keep its temporary files in a folder if it may write to no usual one."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = str(folder)

@@ -3,6 +3,7 @@
 import os
 import ssl
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from meshllm.local_files import (
     check_regular,
     check_within,
     is_own,
+    keep_temporary_files,
     make_private,
     open_own,
     read_own,
@@ -230,3 +232,20 @@ def test_what_lies_in_a_linked_folder_is_outside(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="outside the folder"):
         check_within(tmp_path / "model" / "1_Pooling" / "config.json", tmp_path / "model")
+
+
+def test_temporary_files_are_kept_in_a_folder_if_no_usual_one_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_temporary_files(tmp_path)
+    assert tempfile.gettempdir() != str(tmp_path)
+
+    def none() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with monkeypatch.context() as full:
+        full.setattr(tempfile, "_get_default_tempdir", none)
+        keep_temporary_files(tmp_path)
+
+    assert tempfile.gettempdir() == str(tmp_path)

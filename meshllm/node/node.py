@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, TypeVarTuple
 from meshllm import __version__
 from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised
+from meshllm.local_files import keep_temporary_files
 from meshllm.names import MeshId, NodeId
 from meshllm.node.charter_editor import CharterEditor
 from meshllm.node.founding import with_own_entry
@@ -529,6 +530,7 @@ async def open_node(
         PluginError: a transport is missing or broken.
     """
     store = StateStore.open(options.state)
+    keep_temporary_files(options.state)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
         stack.enter_context(store.locked())
