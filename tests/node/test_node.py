@@ -422,10 +422,10 @@ async def test_charter_changes_while_a_node_loads_are_kept(
     await until(lambda: a.machine.charter is not None, a)
     join, has_begun, may_end = Preparation.join, asyncio.Event(), asyncio.Event()
 
-    async def read_slowly(self: Preparation, charter: Charter) -> ModelRuntime:
+    async def read_slowly(self: Preparation, charter: Charter, **more: Any) -> ModelRuntime:
         has_begun.set()
         await may_end.wait()
-        return await join(self, charter)
+        return await join(self, charter, **more)
 
     monkeypatch.setattr(Preparation, "join", read_slowly)
     b = await mesh.start("b", join=a.ticket, policy="throughput")
