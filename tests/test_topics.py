@@ -11,6 +11,8 @@ import typer
 from meshllm.cli.app import app
 from meshllm.cli.commands.help import topics
 from meshllm.config import keys
+from meshllm.model.modules.kernel_choice import LinearKernel
+from meshllm.model.steps.execution import _LINEARS, Strategy
 from tests.security.__main__ import ATTACKS
 
 ROOT = Path(__file__).parents[1]
@@ -107,3 +109,19 @@ def test_every_attack_is_named_by_subject_and_every_name_is_an_attack() -> None:
     assert len(subjects) == 14
     assert all(re.search(r"`tests/\S+\.py`|`[^`]+`", each) for each in subjects)
     assert sorted(attacks) == sorted(attack.name for attack in ATTACKS)
+
+
+def test_every_word_for_how_a_node_computes_is_explained() -> None:
+    words = {*Strategy, *LinearKernel, *_LINEARS.values()}
+
+    rows = re.findall(r"^\| `(.*)` \|", topics()["performance"], re.MULTILINE)
+
+    assert {str(word) for word in words} <= set(rows)
+
+
+def test_the_help_of_the_root_cuts_no_line_and_names_the_pages() -> None:
+    text = TREE.get_help(typer.Context(TREE, info_name="meshllm"))
+    words = " ".join(text.split())
+
+    assert not re.findall(r"^  \w.*\.\.\.$", text, re.MULTILINE)
+    assert "`meshllm help concepts`" in words

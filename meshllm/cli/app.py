@@ -49,6 +49,8 @@ Examples:
 
 Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
 `meshllm config show --origin` shows where each value comes from.
+
+`meshllm help` also lists the pages of the manual, such as `meshllm help concepts`.
 """
 
 

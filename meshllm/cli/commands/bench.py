@@ -91,11 +91,12 @@ def bench(
     ] = None,
     **flags: Scalar,
 ) -> None:
-    """Benchmark rings or one engine against transformers, or replay a trace.
+    """Benchmark rings, or one engine, or replay a trace.
 
-    Models are `qwen3-0.6b`, `llama-3.2-1b` and `qwen3-8b-4-layers`, with random weights. Each round
-    measures every contestant once, and ratios are taken within a round, so that load on the machine
-    affects all alike. A speedup above 1.00, or a first token ratio below it, beats transformers.
+    Rings and the engine are measured beside transformers. Models are `qwen3-0.6b`, `llama-3.2-1b`
+    and `qwen3-8b-4-layers`, with random weights. Each round measures every contestant once, and
+    ratios are taken within a round, so that load on the machine affects all alike. A speedup above
+    1.00, or a first token ratio below it, beats transformers.
 
     `--engine` compares all quantisations by default on a CPU, and measures short steps up to four
     times as often. The limit is the time to read the weights at the memory bandwidth, measured in
