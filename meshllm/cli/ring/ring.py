@@ -100,5 +100,6 @@ def _text(status: "MeshStatus", rows: int | None = None) -> str:
     from meshllm.cli.ring.picture import drawable
     from meshllm.cli.ring.status import clean, lay_out
 
-    text = lay_out(clean(status), shutil.get_terminal_size().columns, rows)
+    columns = shutil.get_terminal_size().columns
+    text = lay_out(clean(status), columns, rows, is_whole=not sys.stdout.isatty())
     return drawable(text, sys.stdout.encoding)

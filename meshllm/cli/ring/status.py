@@ -55,18 +55,22 @@ def _clean(value: Any) -> Any:
             return value
 
 
-def lay_out(status: MeshStatus, columns: int, rows: int | None = None) -> str:
+def lay_out(
+    status: MeshStatus, columns: int, rows: int | None = None, *, is_whole: bool = False
+) -> str:
     """Lay out a cleaned ``/mesh/status``, at most ``columns`` wide if names allow it.
 
-    If it has more than ``rows`` lines, tables are dropped and the picture is kept.
+    If it has more than ``rows`` lines, tables are dropped and the picture is kept. ``is_whole``
+    truncates no table.
     """
+    most = None if is_whole else columns
     parts = [
         _facts((*_about(status.ring, status.model), ("mesh", _mesh(status))), columns),
         _ring(status.ring, status, columns),
-        _nodes(status, columns),
+        _nodes(status, columns, most),
         _links(status),
         _hops(status.ring),
-        _rings(status, columns),
+        _rings(status, columns, most),
         _further(status, columns),
         _provided(status),
         _foot(status, columns),
@@ -151,7 +155,13 @@ def _ring(ring: RingStatus, status: MeshStatus, columns: int) -> str:
     return picture(boxes, columns)
 
 
-def _nodes(status: MeshStatus, columns: int) -> str:
+def _lines(text: str, most: int | None) -> list[str]:
+    """Split a table, and truncate its lines visibly."""
+    lines = text.split("\n")
+    return lines if most is None else [cut(line, most) for line in lines]
+
+
+def _nodes(status: MeshStatus, columns: int, most: int | None) -> str:
     rows = [
         (
             "*" if each.is_self else "",
@@ -165,7 +175,7 @@ def _nodes(status: MeshStatus, columns: int) -> str:
         for each in status.nodes
     ]
     header = ("", "node", "name", "state", "layers", "memory", "address")
-    lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
+    lines = _lines(table(header, rows), most)
     for each in status.nodes:
         if each.reason:
             why = f"{cut(each.name)} ({each.state}): {each.reason}"
@@ -243,7 +253,7 @@ def _totals(ring: RingStatus) -> Iterator[str]:
         yield f"{'capacity':<10}{min(rooms)} tokens of KV cache for all sessions"
 
 
-def _rings(status: MeshStatus, columns: int) -> str:
+def _rings(status: MeshStatus, columns: int, most: int | None) -> str:
     """Lay out all rings of a mesh that has several, and what they wait for."""
     if len(status.rings) < 2:
         return ""
@@ -259,7 +269,7 @@ def _rings(status: MeshStatus, columns: int) -> str:
         for each in status.rings
     ]
     header = ("", "ring of", "replica", "state", "layers", "standby")
-    lines = [each[:columns].rstrip() for each in table(header, rows).split("\n")]
+    lines = _lines(table(header, rows), most)
     for each in status.rings:
         if each.reason:
             why = f"{cut(each.model)} ({each.replica + 1}): {each.reason}"

@@ -41,6 +41,14 @@ def test_status_shows_the_ring(meshllm: Invoke, node: FakeClient) -> None:
     assert node.path == Path.cwd() / "here" / "door.sock"
 
 
+def test_status_in_a_pipe_has_whole_addresses(
+    meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert "ws://192.168.1.11:7700\n" in meshllm("ring", "status").stdout
+
+
 def test_status_as_json_is_the_report_of_the_node(meshllm: Invoke, node: FakeClient) -> None:
     told = json.loads(meshllm("ring", "status", "--json").stdout)
 

@@ -111,6 +111,17 @@ def test_the_reached_address_of_a_node_is_shown() -> None:
     assert "8.0 GiB  ws://192.168.1.12:7700\n" in text
 
 
+def test_an_address_is_cut_visibly_on_a_terminal_and_whole_in_a_file() -> None:
+    address = f"quic://{'a' * 56}@203.0.113.5:8790"
+    status = with_link(status_of(2), 1, address=address)
+
+    cut, whole = lay_out(status, 80), lay_out(status, 80, is_whole=True)
+
+    (line,) = [each for each in cut.splitlines() if "quic://" in each]
+    assert (len(line), line[-1]) == (80, "…")
+    assert f"  {address}\n" in whole
+
+
 def test_hops_of_long_names_and_times_fit_80_columns() -> None:
     ring = status_of(2).ring
     assert ring.measured
