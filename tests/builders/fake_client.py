@@ -8,7 +8,7 @@ import pytest
 
 from meshllm.errors import MeshError
 from meshllm.request import Event, Request
-from meshllm.status import Change, Members, MeshStatus, Removed, RingState
+from meshllm.status import Change, Members, MeshStatus, ModelStatus, Removed, RingState
 from tests.builders.status import member, node_id, status_of
 
 
@@ -35,6 +35,9 @@ class FakeClient:
         if isinstance(reply, MeshError):
             raise reply
         return reply
+
+    async def models(self) -> Sequence[ModelStatus]:
+        return (await self.status()).models
 
     async def members(self) -> Members:
         return Members(tuple(self.there))

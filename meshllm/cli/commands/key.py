@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -79,13 +79,28 @@ def create(
         raise UserError("`--trust` names no node", hint="leave it out to trust all")
     expires_s = None if expires is None else int(now) + parse_duration(expires)
     limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day, trusted or ())
-    with _accounts(settings(flags)) as accounts:
+    chosen = settings(flags)
+    with _accounts(chosen) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
     if as_json:
         render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
-        return
-    render.out(key)
-    render.talk("stored as a hash: it cannot be shown again")
+    else:
+        render.out(key)
+        render.talk("stored as a hash: it cannot be shown again")
+    if limits.models and is_running(chosen):
+        _note_unserved(chosen, limits.models)
+
+
+def _note_unserved(chosen: Settings, names: Sequence[str]) -> None:
+    """Say which models of a new key the mesh does not serve: a name may be mistyped."""
+    import asyncio
+
+    from meshllm.status import find_model
+
+    served = asyncio.run(NodeClient(socket_path(chosen)).models())
+    if unserved := [name for name in names if find_model(served, name) is None]:
+        which = ", ".join(f"`{render.safe(name)}`" for name in unserved)
+        render.talk(f"note: the mesh does not serve {which} now")
 
 
 @app.command("list")

@@ -1,10 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshllm.api.access.accounts import Accounts, tag_of
 from tests.builders.fake_client import FakeClient
+from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
 
 
@@ -114,3 +116,23 @@ def test_a_running_node_tells_the_mesh(meshllm: Invoke, monkeypatch: pytest.Monk
 
     assert client.posted == [(tag_of(key),)]
     assert result.stderr == "`laptop` is revoked at all doors of the mesh\n"
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_model_that_is_not_served_is_noted(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    client = FakeClient(monkeypatch)
+    status = status_of(2)
+    assert status.model
+    client.statuses = [replace(status, models=(replace(status.model, name="a", aliases=("b",)),))]
+    monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
+    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+
+    typo = meshllm("key", "create", "one", "--models", "a,b,c,d", *form)
+    known = meshllm("key", "create", "two", "--models", "a,b", *form)
+
+    assert (typo.exit_code, known.exit_code) == (0, 0)
+    assert typo.stdout.count("sk-meshllm-") == 1
+    assert typo.stderr.endswith("note: the mesh does not serve `c`, `d` now\n")
+    assert "note" not in known.stderr
