@@ -18,7 +18,7 @@ from tests.cli.conftest import Invoke
 HEAVY = {
     "torch", "transformers", "asyncio", "websockets", "aioquic", "rich", "prompt_toolkit", "numpy",
     "huggingface_hub", "safetensors", "meshllm.status", "httpx2", "uvicorn", "starlette",
-    "cryptography",
+    "cryptography", "meshllm.protocol",
 }  # fmt: skip
 
 

@@ -10,8 +10,6 @@ from meshllm.cli.node.node import Transports, run_node
 from meshllm.cli.shared.options import takes
 from meshllm.config import Scalar, load, state_path
 from meshllm.errors import UserError
-from meshllm.protocol.membership.records import MAX_OFFERS
-from meshllm.protocol.planning.plan import MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from meshllm.node.provider import Provider
@@ -102,6 +100,9 @@ def provide(
 
 def _names(given: list[str]) -> dict[str, str]:
     """Return the engine's name for each model of `--offer`."""
+    from meshllm.protocol.membership.records import MAX_OFFERS
+    from meshllm.protocol.planning.plan import MAX_NAME_BYTES
+
     pairs = [each.partition("=") for each in given]
     names = {name: model if equals else name for name, equals, model in pairs}
     if len(given) > MAX_OFFERS or any(not (name and model) for name, model in names.items()):
