@@ -1,10 +1,12 @@
 """`meshllm`, the object in a request of what OpenAI's and Anthropic's fields do not have."""
 
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.respond import within
+from meshllm.api.v1.generating import DRAWN_SEEDS, SEEDS
 from meshllm.api.v1.precision import bits_of, precision_of
 from meshllm.api.v1.service import Choices, Service
 from meshllm.outline.eligibility import OutlineMode
@@ -53,6 +55,14 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeededNeeds(Needs):
+    """The object of a dialect that has no field for a seed of its own."""
+
+    seed: int | None = None
+    """Drawn unless given; the answer tells it, so that it can be had again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Extension(Needs):
     """The object of a chat."""
 
@@ -73,6 +83,12 @@ class Extension(Needs):
             what = f"{choices} answers" if choices > 1 else "an answer of a provider"
             raise WrongField("meshllm.outline", f"`meshllm.outline` cannot make {what}")
         return None
+
+
+def seed_of(needs: SeededNeeds | None) -> int:
+    """Return the seed of a request, a random one unless it is given."""
+    given = needs.seed if needs else None
+    return secrets.randbelow(DRAWN_SEEDS) if given is None else given % SEEDS
 
 
 def answer_as_needed(

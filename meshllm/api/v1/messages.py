@@ -17,8 +17,8 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.extension import Needs, answer_as_needed
-from meshllm.api.v1.generating import DRAWN_SEEDS, MAX_STOPS, read_fields
+from meshllm.api.v1.extension import Needs, SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.v1.generating import MAX_STOPS, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import STREAM
 from meshllm.api.v1.service import Choices, Service
@@ -158,6 +158,7 @@ class Messages(MessagesPrompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    meshllm: SeededNeeds | None = None
 
     def request(self) -> Asked:
         """Convert to a request of the mesh; raise `WrongField` for what is not supported."""
@@ -171,7 +172,7 @@ class Messages(MessagesPrompt):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if self.top_k is None else self.top_k,
-            seed=secrets.randbelow(DRAWN_SEEDS),
+            seed=seed_of(self.meshllm),
         )
         thinking = self.thinking
         if thinking and (thinking.budget_tokens or 0) < 0:
@@ -192,6 +193,7 @@ class _MessagesReply:
     """Writes one message, whole or as events."""
 
     model: str
+    seed: int
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     read: int = 0
     is_begun: bool = False
@@ -278,7 +280,8 @@ class _MessagesReply:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return {**head, "meshllm": {"seed": self.seed}}
 
 
 def routes(service: Service) -> list[Route]:
@@ -288,7 +291,7 @@ def routes(service: Service) -> list[Route]:
         (body, apart), key = await _read(request, Messages), key_of(request)
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
-        reply = _MessagesReply(model.name)
+        reply = _MessagesReply(model.name, asked.sampling.seed)
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model, reply.id)
         if body.stream:

@@ -18,8 +18,8 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.extension import Needs, answer_as_needed
-from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, DRAWN_SEEDS, read_fields
+from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, read_fields
 from meshllm.api.v1.headers import headers_of
 from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
@@ -114,7 +114,7 @@ class Responses:
     temperature: float | None = None
     top_p: float | None = None
     reasoning: Reasoning | None = None
-    meshllm: Needs | None = None
+    meshllm: SeededNeeds | None = None
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the messages of this request alone."""
@@ -135,7 +135,7 @@ class Responses:
         sampling = Sampling(
             temperature=DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=secrets.randbelow(DRAWN_SEEDS),
+            seed=seed_of(self.meshllm),
         )
         effort = self.reasoning.effort if self.reasoning else None
         return Asked(
@@ -166,6 +166,7 @@ class _ResponsesReply:
     owner: str
     turns: tuple[Turn, ...]
     store: ResponseStore
+    seed: int
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     created: int = field(default_factory=lambda: int(time.time()))
     is_begun: bool = False
@@ -347,6 +348,7 @@ class _ResponsesReply:
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
+            "meshllm": {"seed": self.seed},
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -370,7 +372,8 @@ def routes(service: Service) -> list[Route]:
         schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
         asked = replace(asked, schema=schema, tools=tools)
         model = await service.model(key, body.model)
-        reply = _ResponsesReply(model.name, body, given, owner, turns, store)
+        seed = asked.sampling.seed
+        reply = _ResponsesReply(model.name, body, given, owner, turns, store, seed)
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model, reply.id)
         if body.stream:

@@ -33,6 +33,7 @@ async def test_a_message(client: httpx2.AsyncClient, door: FakeNode) -> None:
         "type": "message",
         "role": "assistant",
         "model": "builtin",
+        "meshllm": {"seed": door.requests[0].sampling.seed},
         "content": [{"type": "text", "text": "hello", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
@@ -75,6 +76,18 @@ async def test_every_field_reaches_the_mesh(client: httpx2.AsyncClient, door: Fa
         stop=("stop",),
         thinks=False,
     )  # fmt: skip
+
+
+async def test_an_answer_can_be_had_again_by_its_seed(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    first = (await client.post(PATH, json=BODY)).json()
+    other = (await client.post(PATH, json=BODY)).json()
+    again = await client.post(PATH, json=BODY | {"meshllm": first["meshllm"], "stream": True})
+
+    begun = next(data for name, data in events_of(again) if name == "message_start")
+    assert begun["message"]["meshllm"] == first["meshllm"] != other["meshllm"]
+    assert door.requests[2] == door.requests[0] != door.requests[1]
 
 
 async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> None:

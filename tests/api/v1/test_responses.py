@@ -47,6 +47,19 @@ async def test_items_of_earlier_outputs_are_inputs(
     assert door.requests[1].turns == ({"role": "system", "content": "be kind"}, HELLO, HI)
 
 
+async def test_an_answer_can_be_had_again_by_its_seed(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    first = (await client.post(PATH, json=BODY)).json()
+    other = (await client.post(PATH, json=BODY)).json()
+    again = await client.post(PATH, json=BODY | {"meshllm": first["meshllm"], "stream": True})
+
+    seeds = [data["response"]["meshllm"] for _, data in events_of(again) if "response" in data]
+    assert seeds == [first["meshllm"]] * 3
+    assert first["meshllm"] != other["meshllm"]
+    assert door.requests[2] == door.requests[0] != door.requests[1]
+
+
 async def test_a_response_continues_another_one(client: httpx2.AsyncClient, door: FakeNode) -> None:
     first = (await client.post(PATH, json=BODY | {"instructions": "once"})).json()
     second = (await client.post(PATH, json=BODY | {"previous_response_id": first["id"]})).json()
