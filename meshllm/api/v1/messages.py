@@ -19,7 +19,7 @@ from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import Needs, SeededNeeds, answer_as_needed, seed_of
 from meshllm.api.v1.generating import MAX_STOPS, read_fields
-from meshllm.api.v1.headers import headers_of
+from meshllm.api.v1.headers import headers_of, is_traced, trace_of
 from meshllm.api.v1.reply import STREAM
 from meshllm.api.v1.service import Choices, Service
 from meshllm.api.v1.tools import tools_of_messages
@@ -194,6 +194,8 @@ class _MessagesReply:
 
     model: str
     seed: int
+    is_traced: bool = False
+    """Whether the end says where the time went."""
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     read: int = 0
     is_begun: bool = False
@@ -216,9 +218,9 @@ class _MessagesReply:
         content += (
             {**_tool_use(call.name), "input": _object(call.arguments)} for call in happened.calls
         )
-        return _compact(
-            {**self._head(), "content": content, **_end(happened), "usage": _usage(happened)}
-        )
+        head = self._head()
+        head["meshllm"] |= self._trace(happened)
+        return _compact({**head, "content": content, **_end(happened), "usage": _usage(happened)})
 
     def events(self, news: Choices) -> bytes:
         """Write server-sent events."""
@@ -229,10 +231,12 @@ class _MessagesReply:
             case Piece() as piece if piece.has_text:
                 return self._begin() + b"".join(self._deltas(piece))
             case Answer() as answer:
+                trace = self._trace(answer)
+                told = {"meshllm": trace} if trace else {}
                 return (
                     self._begin()
                     + self._closed()
-                    + _event("message_delta", delta=_end(answer), usage=_usage(answer))
+                    + _event("message_delta", delta=_end(answer), usage=_usage(answer), **told)
                     + _event("message_stop")
                 )
             case _:
@@ -279,6 +283,9 @@ class _MessagesReply:
         delta = {"type": kind, **fields}
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
 
+    def _trace(self, answer: Answer) -> dict[str, Any]:
+        return {"trace": trace_of([answer])} if self.is_traced else {}
+
     def _head(self) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**head, "meshllm": {"seed": self.seed}}
@@ -291,7 +298,7 @@ def routes(service: Service) -> list[Route]:
         (body, apart), key = await _read(request, Messages), key_of(request)
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
-        reply = _MessagesReply(model.name, asked.sampling.seed)
+        reply = _MessagesReply(model.name, asked.sampling.seed, is_traced(request))
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model, reply.id)
         if body.stream:

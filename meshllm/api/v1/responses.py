@@ -20,7 +20,7 @@ from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
 from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, read_fields
-from meshllm.api.v1.headers import headers_of
+from meshllm.api.v1.headers import headers_of, is_traced, trace_of
 from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
 from meshllm.api.v1.service import Choices, Service
@@ -167,6 +167,8 @@ class _ResponsesReply:
     turns: tuple[Turn, ...]
     store: ResponseStore
     seed: int
+    is_traced: bool
+    """Whether the complete response says where the time went."""
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
     created: int = field(default_factory=lambda: int(time.time()))
     is_begun: bool = False
@@ -309,6 +311,8 @@ class _ResponsesReply:
             "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": read + written,
         }
+        if self.is_traced:
+            whole["meshllm"]["trace"] = trace_of([answer])
         if self.body.store is not False:
             turn = Turn(role="assistant", content=answer.text)
             calls = [each.fields for each in self._items if each.fields["type"] == "function_call"]
@@ -372,8 +376,9 @@ def routes(service: Service) -> list[Route]:
         schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
         asked = replace(asked, schema=schema, tools=tools)
         model = await service.model(key, body.model)
-        seed = asked.sampling.seed
-        reply = _ResponsesReply(model.name, body, given, owner, turns, store, seed)
+        reply = _ResponsesReply(
+            model.name, body, given, owner, turns, store, asked.sampling.seed, is_traced(request)
+        )
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
         headers = headers_of(model, reply.id)
         if body.stream:

@@ -110,7 +110,10 @@ def traced_answer(door: FakeNode) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+TRACING = [path for path in PATHS if path != "/v1/embeddings"]
+
+
+@pytest.mark.parametrize("path", TRACING)
 async def test_a_trace_is_told_once_at_the_end_and_names_no_machine(
     client: httpx2.AsyncClient, door: FakeNode, path: str
 ) -> None:
@@ -130,18 +133,20 @@ async def test_a_trace_is_told_once_at_the_end_and_names_no_machine(
         }
     ]  # fmt: skip
     lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
-    traces = [json.loads(line)["meshllm"].get("trace") for line in lines]
-    assert traces == [*([None] * (len(lines) - 1)), [told]]
+    ends = [json.loads(line) for line in lines if '"trace"' in line]
+    assert [end.get("response", end)["meshllm"]["trace"] for end in ends] == [[told]]
+    assert ends[0] in [json.loads(line) for line in lines[-2:]]
     assert "trace" not in without["meshllm"]
     assert "desk" not in json.dumps(whole) + streamed.text
 
 
+@pytest.mark.parametrize("path", TRACING)
 async def test_another_value_of_the_trace_header_is_refused(
-    client: httpx2.AsyncClient, door: FakeNode
+    client: httpx2.AsyncClient, door: FakeNode, path: str
 ) -> None:
-    asked = {"model": "builtin", "messages": MESSAGES}
+    asked = {"model": "builtin", **PATHS[path]}
 
-    said = await client.post("/v1/chat/completions", json=asked, headers={"x-meshllm-trace": "yes"})
+    said = await client.post(path, json=asked, headers={"x-meshllm-trace": "yes"})
 
     assert (said.status_code, door.requests) == (400, [])
     assert "x-meshllm-trace" in said.json()["error"]["message"]
