@@ -60,10 +60,15 @@ class Door:
     @property
     def url(self) -> str:
         """The base URL of OpenAI's clients; a wildcard address is shown as loopback."""
-        host, port = self.bound.getsockname()[:2]
+        host = self.bound.getsockname()[0]
         address = ip_address(host)
         if address.is_unspecified:
             host = "::1" if address.version == 6 else "127.0.0.1"
+        return self.url_at(host)
+
+    def url_at(self, host: str) -> str:
+        """Return the base URL at one address of this machine."""
+        port = self.bound.getsockname()[1]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return f"{'https' if self.tls else 'http'}://{place}/v1"
 

@@ -48,7 +48,22 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
             )
         render.out(_announcement(door, chosen.model))
         render.talk(f"page: {door.url.removesuffix('v1')}")
+        if host := _host_for_others(door):
+            render.talk(f"from other machines: {door.url_at(host)}")
         yield door
+
+
+def _host_for_others(door: "Door") -> str | None:
+    """Return the most reachable address of this machine, if the door listens on all of them."""
+    from ipaddress import ip_address
+
+    from meshllm_quic.net.interfaces import hosts
+
+    bound = ip_address(door.bound.getsockname()[0])
+    if not bound.is_unspecified:
+        return None
+    found = (host for host in hosts() if ip_address(host).version == bound.version)
+    return next((host for host in found if not ip_address(host).is_loopback), None)
 
 
 def _announcement(door: "Door", model: str) -> str:

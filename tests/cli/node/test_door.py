@@ -1,0 +1,41 @@
+"""What is printed about an open door of the API."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.cli.node.door import opened_door
+from meshllm.config import Settings
+
+pytestmark = pytest.mark.socket
+
+
+@pytest.mark.parametrize(
+    ("bound", "hosts", "told"),
+    [
+        ("0.0.0.0", ["2001:db8::7", "203.0.113.7", "10.0.0.7", "127.0.0.1"], "203.0.113.7"),
+        ("[::]", ["203.0.113.7", "2001:db8::7", "::1"], "[2001:db8::7]"),
+        ("0.0.0.0", ["2001:db8::7", "127.0.0.1"], None),
+        ("127.0.0.1", ["203.0.113.7", "127.0.0.1"], None),
+    ],
+)
+def test_a_door_on_every_address_names_the_one_for_other_machines(
+    bound: str,
+    hosts: list[str],
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("meshllm_quic.net.interfaces.hosts", lambda: hosts)
+    chosen = replace(Settings(), state=str(tmp_path / "state"))
+    with Accounts.open(tmp_path / "state") as accounts:
+        accounts.create("a", KeyLimits(), 0.0)
+
+    with opened_door(chosen, f"{bound}:0") as door:
+        port = door.bound.getsockname()[1]
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
+    assert lines == ([f"from other machines: http://{told}:{port}/v1"] if told else [])
