@@ -218,16 +218,20 @@ async def _run(
                     tasks.append(group.create_task(again))
             else:
                 notify(Notice("ready", f"waiting for the engine at {provider.engine.url}"))
-            tasks.append(group.create_task(_report(control, notify)))
+            report = _report(control, notify, has_layers=provider is None)
+            tasks.append(group.create_task(report))
             await opened.stopped
             for task in tasks:
                 task.cancel()
 
 
-async def _report(node: "NodePort", notify: Callable[[Notice], None]) -> None:
+async def _report(
+    node: "NodePort", notify: Callable[[Notice], None], *, has_layers: bool = True
+) -> None:
     """Report changes until the node leaves; on a terminal, show what the ring waits for.
 
-    A node that leaves loses its links and its ring, which would read as faults.
+    A node that leaves loses its links and its ring, which would read as faults; and what a ring
+    waits for does not concern a node without layers.
     """
     import asyncio
 
@@ -244,11 +248,13 @@ async def _report(node: "NodePort", notify: Callable[[Notice], None]) -> None:
                 if any(each.is_self and each.state in _GOING for each in after.nodes):
                     return
                 for each in notices(before, after):
-                    notify(each)
+                    if has_layers or each.event != "waiting":
+                        notify(each)
                 before = after
                 if after.ring.reason != reason:
                     reason, since = after.ring.reason, loop.time()
-                waiting = asyncio.ensure_future(_show_waiting(line, after.ring, since))
+                shows = _show_waiting(line, after.ring, since) if has_layers else asyncio.sleep(0)
+                waiting = asyncio.ensure_future(shows)
                 try:
                     if await anext(events, None) is None:
                         return

@@ -436,6 +436,29 @@ def test_a_node_that_leaves_reports_no_losses(
     assert told == ["joined", "serving"]
 
 
+@pytest.mark.parametrize(("has_layers", "told"), [(True, ["waiting"]), (False, [])])
+def test_a_provider_does_not_report_what_the_ring_waits_for(
+    has_layers: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node(FakeNode):
+        async def events(self) -> AsyncGenerator[MeshStatus, None]:
+            yield status_of(2)
+            await asyncio.sleep(2.5)
+
+    lacking = waiting("The ring lacks 17.8 MiB")
+    node, events, screen = Node(statuses=[lacking, status_of(2)]), list[str](), Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    report = _report(
+        cast("NodePort", node), lambda notice: events.append(notice.event), has_layers=has_layers
+    )
+
+    run_virtual(report)
+
+    assert events == [*told, "joined", "serving"]
+    assert "lacks" not in screen.getvalue()
+
+
 def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
