@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import httpx2
 
-from meshllm.errors import LinkLost, ModelError, PeerFault, UserError
+from meshllm.errors import LinkLost, ModelError, NotAuthorised, PeerFault, UserError
 from meshllm.node.requests.request_json import error_from_fields
 from meshllm.request import Answer, Backend, Piece, Request, Sampling
 from meshllm.strict_json import build, parse
@@ -122,7 +122,7 @@ async def open_door_target(
     Without a ``model`` it is the first that is served.
 
     Raises:
-        MeshError: nothing answers there, or it serves no model.
+        MeshError: nothing answers there, it needs a key, or it serves no model.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
     unlimited = httpx2.Limits(max_connections=None)
@@ -140,6 +140,9 @@ async def _first_model(client: httpx2.AsyncClient) -> str:
         response = await client.get("models")
     except httpx2.TransportError as error:
         raise LinkLost(f"Nothing answers at `{client.base_url}`: {error}") from None
+    if response.status_code == httpx2.codes.UNAUTHORIZED:
+        reason = f"`{client.base_url}` requires a valid API key"
+        raise NotAuthorised(reason, hint="`--key-file FILE` reads one")
     found = build(_Models, _object(response.text), strict=False).data
     if not found:
         raise ModelError(f"No model is served at `{client.base_url}`")

@@ -7,8 +7,8 @@ import httpx2
 import pytest
 
 from meshllm.api.app import owner_application
-from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer
-from meshllm.errors import LinkLost, MeshError
+from meshllm.bench.targets import BackendTarget, DoorTarget, TargetAnswer, open_door_target
+from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
@@ -80,6 +80,21 @@ async def test_a_lost_connection_is_named() -> None:
     async with httpx2.AsyncClient(transport=transport, base_url="http://door/v1") as client:
         with pytest.raises(LinkLost, match="The connection was lost: reset"):
             await DoorTarget(client, "m").ask(ASKED, lambda: None)
+
+
+async def test_a_door_that_needs_a_key_says_how_to_give_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = json.dumps({"error": {"message": "An API key is required"}})
+    transport = httpx2.MockTransport(lambda _: httpx2.Response(401, text=text))
+    plain = httpx2.AsyncClient
+    monkeypatch.setattr(httpx2, "AsyncClient", lambda **terms: plain(transport=transport, **terms))
+
+    with pytest.raises(NotAuthorised, match="requires a valid API key") as raised:
+        async with open_door_target("http://door/v1", None, None):
+            pass
+
+    assert raised.value.hint == "`--key-file FILE` reads one"
 
 
 async def test_a_backend_answers_with_its_tokens() -> None:
