@@ -38,7 +38,8 @@ def status(
     """Show the ring, its nodes, links and timings.
 
     The report comes from the node running on this machine. With `--watch` a terminal is redrawn in
-    place until Ctrl-C; a pipe gets the text, or one line of JSON, each time something changes.
+    place until Ctrl-C; a pipe, or a terminal that cannot be redrawn, gets the text, or one line of
+    JSON, each time something changes.
     When the node restarts, it is watched again.
     """
     import asyncio
@@ -54,7 +55,7 @@ def status(
             render.dump(to_json(found))
         else:
             render.out(_text(found))
-    elif sys.stdout.isatty() and not as_json:
+    elif render.can_redraw() and not as_json:
         _watch_live(client)
     else:
         from meshllm.cli.ring.watch import changes, follow

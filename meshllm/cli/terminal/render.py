@@ -64,6 +64,11 @@ def answering(*, markdown: bool = False) -> Iterator[Callable[[str], None]]:
             out(wrap.flush() if wrap else "")
 
 
+def can_redraw() -> bool:
+    """Return whether stdout is a terminal that can be redrawn in place."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
     columns, rows = shutil.get_terminal_size()
     if markdown and os.environ.get("TERM") != "dumb":

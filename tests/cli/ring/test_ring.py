@@ -108,6 +108,24 @@ main()
 """
 
 
+def test_a_terminal_that_cannot_be_redrawn_gets_the_text(terminal: tuple[int, int]) -> None:
+    ours, theirs = terminal
+    words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
+    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+
+    with subprocess.Popen(
+        words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = _read_until(ours, b"advice")
+        process.send_signal(signal.SIGINT)
+        shown += _read_until(ours, None)
+
+    assert process.returncode == 130, shown.decode(errors="replace")
+    assert shown.startswith(b"ring    serving")
+    assert b"\x1b" not in shown
+
+
 def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int, int]) -> None:
     ours, theirs = terminal
     words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
