@@ -5,7 +5,9 @@
 All nodes are processes of this machine, which serve the built-in model. Each client asks again as
 soon as its answer is complete. The first row is the load alone; during the second one there are
 also idle connections, and requests whose answers are never read. Then requests are sent that must
-be refused, with the time until the refusal. RSS is that of all nodes together, after one round of
+be refused, with the time until the refusal. Last, clients leave in the prefill and in the answer:
+the time until no node holds KV cache for them, the longest of some rounds, with that of asking all
+nodes. RSS is that of all nodes together, after one round of
 all clients and at the end, when they have gone.
 """
 
@@ -20,12 +22,17 @@ from time import perf_counter
 
 import psutil  # type: ignore[import-untyped]  # ships no types
 
+from meshllm.api.unix import SOCKET
+from meshllm.cli.shared.client import NodeClient
 from tests.bench.report import Report, parser_of
 from tests.processes.fleet import ALONE, Fleet, free_address, open_fleet
 
 MAX_TOKENS = 48
 SETTLE_S = 5.0  # until memory is measured
 REFUSAL_S = 20.0
+POLL_S = 0.01  # between questions to all nodes, which take time from them
+LEAVING = 5  # clients that leave in each phase
+LONG = "fox " * 1400  # a prefill of several chunks
 NODES = "attic", "bench", "cellar", "desk"
 
 
@@ -63,10 +70,10 @@ def request_of(number: int, address: str, **more: object) -> bytes:
     return head_of(address, len(body)) + body
 
 
-def head_of(address: str, length: int, more: str = "") -> bytes:
-    """Write the head of a request to a chat."""
+def head_of(address: str, length: int, more: str = "", path: str = "/v1/chat/completions") -> bytes:
+    """Write the head of a request, to a chat unless another path is given."""
     lines = f"Host: {address}", "Content-Type: application/json", f"Content-Length: {length}"
-    words = "\r\n".join(("POST /v1/chat/completions HTTP/1.1", *lines, "Connection: close"))
+    words = "\r\n".join((f"POST {path} HTTP/1.1", *lines, "Connection: close"))
     return f"{words}\r\n{more}\r\n".encode()
 
 
@@ -191,6 +198,30 @@ async def hostile(address: str) -> dict[str, tuple[str, float]]:
     }
 
 
+async def leave(fleet: Fleet, address: str, number: int, *, in_prefill: bool) -> float:
+    """Leave during a request; return the milliseconds until no node holds KV cache for it."""
+    reader, writer = await connect(address)
+    prompt, most = (f"{number} {LONG}", 500) if in_prefill else (f"{number} foxes", 1900)
+    body = {"model": "builtin", "prompt": prompt, "max_tokens": most, "ignore_eos": True}
+    data = json.dumps(body | {"stream": True}).encode()
+    writer.write(head_of(address, len(data), path="/v1/completions") + data)
+    while not await kv_cache(fleet):
+        pass  # it is not admitted yet
+    if not in_prefill:
+        await reader.readuntil(b'"text":"')
+    writer.transport.abort()
+    begin = perf_counter()
+    while await kv_cache(fleet):  # noqa: ASYNC110  # other processes hold it
+        await asyncio.sleep(POLL_S)
+    return 1000 * (perf_counter() - begin)
+
+
+async def kv_cache(fleet: Fleet) -> int:
+    """Return the bytes that all nodes hold for running sessions."""
+    asked = [NodeClient(each.state / SOCKET).status() for each in fleet.nodes.values()]
+    return sum(each.memory.kv_cache for each in await asyncio.gather(*asked))
+
+
 def rss_mib(fleet: Fleet) -> float:
     """Return the memory of all nodes."""
     running = [each.process.pid for each in fleet.nodes.values() if each.process]
@@ -217,10 +248,17 @@ async def run(options: argparse.Namespace, fleet: Fleet, address: str, report: R
     found = await hostile(address)
     for what, (status, took) in found.items():
         report.say(f"{what:24} {status} after {took:.2f} s")
+    gone = dict[str, float]()
+    for phase, in_prefill in (("prefill", True), ("answer", False)):
+        rounds = [
+            await leave(fleet, address, number, in_prefill=in_prefill) for number in range(LEAVING)
+        ]
+        gone[phase] = round(max(rounds), 1)
+        report.say(f"{f'a client leaves: {phase}':24} freed within {gone[phase]} ms")
     await asyncio.sleep(SETTLE_S)
     after = rss_mib(fleet)
     report.say(f"RSS of {options.nodes} nodes: {before:.0f} MiB before, {after:.0f} MiB after")
-    report.write(rows, refused=found, rss_mib=(before, after))
+    report.write(rows, refused=found, freed_ms=gone, rss_mib=(before, after))
     return int(any(row.errors for row in rows) or any(s == "200" for s, _ in found.values()))
 
 
