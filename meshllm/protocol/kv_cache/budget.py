@@ -127,16 +127,6 @@ class KvBudget:
         """Stop counting a kept session."""
         self._kept.pop(session, None)
 
-    def part(self, session: SessionId, most_bytes: int | None = None) -> float:
-        """Return the largest part of a rank's room that a kept session takes, 0 to 1.
-
-        ``most_bytes`` limits the kept sessions of this rank.
-        """
-        totals = [room.total for room in self.rooms]
-        totals[:1] = [each if most_bytes is None else min(each, most_bytes) for each in totals[:1]]
-        parts = zip(self._kept[session].costs, totals, strict=True)
-        return max((cost.held / total for cost, total in parts if total), default=0.0)
-
     @property
     def is_over(self) -> bool:
         """Whether running and kept sessions, and what is lent, together exceed the budget."""

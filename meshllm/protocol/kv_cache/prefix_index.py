@@ -13,9 +13,10 @@ the Close that goes round the ring: a session that one rank does not keep is use
 When a running session needs the room, the least recently used are evicted. A loss is found on
 reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
 
-The owner of the entry has a share: its most recently used sessions, up to half of the places and of
-the memory and at least the last one, are evicted after all others. So nobody else's finished
-sessions push them out; a Close says whose a session is, as all ranks must keep the same ones.
+The owner of the entry has a share: its most recently used sessions, up to half of those kept and at
+least the last one, are evicted after all others. So nobody else's finished sessions push them out;
+a Close says whose a session is. All ranks must keep the same sessions, so the share counts sessions
+and not bytes: what a rank with less memory keeps is part of what one with more does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,8 @@ MAX_STATES = 8
 """The same for a model with recurrent state, which is as large as many positions."""
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
-OWN_SHARE = 0.5
-"""Part of the places and of the memory in which only the owner's own sessions evict its others."""
+OWN_SHARE = 2
+"""One in so many sessions that are kept is the owner's own if it has used so many."""
 RESUME_S = 60.0
 """The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
 
@@ -194,18 +195,9 @@ class PrefixIndex:
 
     def _in_order(self) -> list[SessionId]:
         """Return the sessions in the order of eviction."""
-        share = self._own_share()
-        return sorted(self._items, key=lambda session: session in share)
-
-    def _own_share(self) -> set[SessionId]:
-        """Return the owner's most recently used sessions, as far as its share of all reaches."""
-        share, taken = set[SessionId](), 0.0
-        for session in [key for key, item in reversed(self._items.items()) if item.is_own]:
-            taken += max(1 / self._most, self.budget.part(session, self._most_bytes))
-            if share and taken > OWN_SHARE:
-                break
-            share.add(session)
-        return share
+        own = [session for session, item in self._items.items() if item.is_own]
+        share = set(own[-max(1, len(self._items) // OWN_SHARE) :])
+        return sorted(self._items, key=share.__contains__)
 
     def _drop(self, session: SessionId) -> None:
         del self._items[session]

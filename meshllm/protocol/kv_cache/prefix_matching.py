@@ -140,7 +140,7 @@ class PrefixCache(Generic[Cache]):
         if not is_claimed:
             held = array("i", tokens)
             self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks), scope)
-        is_own = is_owners(scope)
+        is_own = is_owners(scope) and not is_lost  # the other ranks got no Close that says so
         gone = self.index.put(session, len(tokens), capacity, now, is_own=is_own, is_lost=is_lost)
         self._drop(gone)
 

@@ -36,14 +36,6 @@ def test_released_bytes_are_available_to_others() -> None:
     assert budget.reserve(B, 2 * BLOCK)
 
 
-def test_a_part_is_that_of_the_tightest_rank() -> None:
-    budget = KvBudget([room(8), room(4), room(0, per_token=0)])
-    budget.keep(A, 2 * BLOCK)
-
-    assert budget.part(A) == 2 / 4
-    assert budget.part(A, 2 * BLOCK) == 1.0
-
-
 def test_a_session_grows_by_whole_blocks_and_keeps_what_it_had() -> None:
     budget = KvBudget([room(2)])
 

@@ -1,5 +1,8 @@
 """Prefix cache eviction: least recently used, over budget, or idle."""
 
+from itertools import pairwise
+from random import Random
+
 import pytest
 
 from meshllm.names import SessionId
@@ -105,9 +108,8 @@ def test_others_do_not_push_out_the_share_of_the_owner(blocks: int) -> None:
     assert index.holds(SessionId((half + 2 * MAX_KEPT - 1).to_bytes(16)))
 
 
-@pytest.mark.parametrize("most_bytes", [None, 4 * BLOCK])
-def test_the_last_session_of_the_owner_may_exceed_its_share(most_bytes: int | None) -> None:
-    index = shelf_of(4 if most_bytes is None else 9, most_bytes)
+def test_the_last_session_of_the_owner_may_take_all_that_there_is() -> None:
+    index = shelf_of(4)
     index.put(B, 1, 1, 0.0, is_own=True)
     index.put(A, 1, 3 * BLOCK, 0.0, is_own=True)
     put_many(index, 2)
@@ -115,6 +117,19 @@ def test_the_last_session_of_the_owner_may_exceed_its_share(most_bytes: int | No
     assert index.holds(A)
     assert not index.holds(B)
     assert index.put(C, 1, 3 * BLOCK, 0.0) == [SessionId((1).to_bytes(16)), C]
+
+
+def test_a_rank_with_less_memory_keeps_part_of_what_another_keeps() -> None:
+    draw, indexes = Random(5), [shelf_of(blocks) for blocks in (5, 9, 14, MAX_KEPT)]
+    for number in range(400):
+        session, is_own = SessionId(number.to_bytes(16)), draw.random() < 0.4
+        blocks = draw.randrange(1, 4)
+        for index in indexes:
+            index.put(session, 1, blocks * BLOCK, 0.0, is_own=is_own)
+    sessions = [SessionId(number.to_bytes(16)) for number in range(400)]
+    kept = [{each for each in sessions if index.holds(each)} for index in indexes]
+
+    assert all(smaller <= larger for smaller, larger in pairwise(kept))
 
 
 def test_the_owner_evicts_its_own_sessions_in_their_order() -> None:
@@ -131,9 +146,10 @@ def test_a_running_session_takes_the_share_of_the_owner_last() -> None:
     index.put(A, 1, 1, 0.0, is_own=True)
     index.put(B, 1, 1, 0.0)
     index.put(C, 1, 1, 0.0)
-    index.budget.reserve(SessionId(b"x" * 16), 3 * BLOCK)
+    index.budget.reserve(SessionId(b"x" * 16), 2 * BLOCK)
 
-    assert index.make_room() == [B, C]
+    assert index.make_room() == [B]
+    assert index.evict() == C
     assert index.evict() == A
     assert index.evict() is None
 

@@ -1,0 +1,44 @@
+"""Sessions that are kept while plans change: whose they are depends on who is the entry."""
+
+import pytest
+
+from meshllm.names import NodeId, SessionId, Span
+from meshllm.node.ring.session_store import SessionStore
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
+from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
+from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
+from tests.protocol.kv_cache.test_budget import room
+
+ME, OTHER, THIRD = (NodeId(bytes([number]) * 32) for number in range(3))
+OWN, OTHERS, NEW = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
+
+
+def plan_of(epoch: int, *nodes: NodeId) -> Plan:
+    spans = Span(0, 2), Span(2, 4)
+    stages = [PlanStage(node, span) for node, span in zip(nodes, spans, strict=True)]
+    return Plan(epoch, "model", Ends.ENTRY, tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_kept"),
+    [
+        ((OTHER, ME), (OTHER, THIRD), True),
+        ((ME, OTHER), (ME, THIRD), True),
+        ((OTHER, ME), (ME, OTHER), False),
+        ((ME, OTHER), (OTHER, ME), False),
+        ((OTHER, ME), (THIRD, ME), False),
+    ],
+)
+def test_the_owner_keeps_its_share_until_another_node_is_the_entry(
+    before: tuple[NodeId, NodeId], after: tuple[NodeId, NodeId], is_kept: bool
+) -> None:
+    budget = KvBudget([room(2)])
+    index = PrefixIndex(budget, None)
+    store = SessionStore(plan_of(1, *before), PrefixCache(index, None))
+    index.put(OWN, 1, BLOCK, 0.0, is_own=True)
+    index.put(OTHERS, 1, BLOCK, 0.0)
+
+    store.move(plan_of(2, *after), ME, budget)
+
+    assert index.put(NEW, 1, BLOCK, 1.0) == [OTHERS if is_kept else OWN]
