@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from meshllm.config import cache_path
@@ -103,14 +104,17 @@ def test_weights_that_the_founder_has_changed_are_fetched_again(
     before = ask(barn, QUESTION)
     for each in (barn, attic):
         each.kill()
-    for path in model.glob("*.safetensors"):
-        tensors = load_file(path)
-        changed = {name: -each if "down_proj" in name else each for name, each in tensors.items()}
-        save_file(changed, path, {"format": "pt"})
+    (path,) = model.glob("*.safetensors")
+    changed = {
+        name: -each if "down_proj" in name else each for name, each in load_file(path).items()
+    }
+    save_file(changed, path, {"format": "pt"})
 
     start(attic, "--model", str(model))
     start(barn)
     fleet.form()
 
     assert needed(barn) <= parts(barn).keys()
-    assert ask(barn, QUESTION) == ask(attic, QUESTION) != before
+    for fetched in barn.folder.glob("cache/meshllm/weights/*/part-*.safetensors"):
+        assert all(torch.equal(each, changed[name]) for name, each in load_file(fetched).items())
+    assert ask(barn, QUESTION) != before
