@@ -12,6 +12,8 @@ from meshllm.protocol.trust.credential import Credential, Removals, check, issue
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 
+_ANOTHER = "a member can make another one"  # in the message: a guest is told no hint
+
 
 class MemberAdmission:
     """Admits members, and issues credentials to guests with a ticket of this node."""
@@ -58,12 +60,12 @@ class MemberAdmission:
                 is_late = is_late or self._is_closed(invitation)
                 if is_late or not await self._run(self._store.use, invitation, peer):
                     raise NotAuthorised(
-                        "The ticket has expired or is used up",
+                        f"The ticket has expired or is used up; {_ANOTHER}",
                         hint="make another one with `meshllm ring ticket`",
                     )
                 return granted
         raise NotAuthorised(
-            "Ticket rejected: used up, expired, or issued by another node",
+            f"Ticket rejected: used up, expired, or issued by another node; {_ANOTHER}",
             hint="make another one with `meshllm ring ticket`",
         )
 
