@@ -56,6 +56,10 @@ class ModelError(MeshError):
     exit_code = 4
 
 
+class DamagedFile(ModelError):
+    """The content of a file of weights is damaged: reading it again cannot help."""
+
+
 class ModelMissing(ModelError):
     """A model is not on this machine."""
 

@@ -12,7 +12,7 @@ import torch
 from meshllm.errors import ModelError
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
-from meshllm.model.files.parts import ModelParts, PartFolder, check_parts, most_bytes
+from meshllm.model.files.parts import ModelParts, check_parts, most_bytes
 from meshllm.model.files.source import Source, open_folder, resolve
 from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
@@ -163,12 +163,6 @@ class Preparation:
     async def hash_weights(self, model: ModelRuntime) -> tuple[bytes, ...]:
         """Return the manifest of the weights that are here now."""
         return await self.worker.run(manifest, model.source, self.cache)
-
-    async def remove_damaged(self, model: ModelRuntime) -> None:
-        """Delete damaged weights in a folder that nodes of this user have fetched."""
-        folder = model.source.folder
-        if damaged := await self.worker.run(PartFolder(folder).remove_damaged, self.cache):
-            logger.warning("damaged weights are fetched again: %s", ", ".join(damaged))
 
     async def part_sizes(self, model: ModelRuntime) -> list[int]:
         """Return the most bytes of the file of each part."""

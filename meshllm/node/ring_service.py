@@ -507,8 +507,7 @@ class RingService:
             model = model or await self._join(ring)
             if self.member.group == FIRST_GROUP:
                 self.editor.amend(model.shape.context)
-            if self._supply.collects(model.source.folder):
-                await preparation.remove_damaged(model)
+            await self._supply.remove_damaged(model.source.folder, preparation.cache)
             offered = await preparation.offer(model, self.offer.profile, is_further=is_further)
         except ModelError as error:
             if is_further or not self.offer.profile.models:

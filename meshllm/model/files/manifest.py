@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from meshllm.errors import ModelError
-from meshllm.local_files import check_regular
+from meshllm.errors import DamagedFile, ModelError
+from meshllm.local_files import check_regular, reason_of
 from meshllm.model.files.loader import LENGTH_BYTES, MAX_HEADER_BYTES, list_weights, select
 from meshllm.model.files.source import Source
 from meshllm.model.json_cache import load_cached, locked, store_cached
@@ -105,12 +105,19 @@ def part_of(skeleton: Skeleton, place: str) -> int:
 
 
 def file_digests(path: Path, cache: Path) -> dict[str, str] | None:
-    """Digest every tensor of a file: name -> hexadecimal; None if there is no such file."""
+    """Digest every tensor of a file: name -> hexadecimal; None if there is no such file.
+
+    Raises:
+        DamagedFile: its content is damaged.
+        ModelError: it cannot be read.
+    """
     try:
         path = path.resolve(strict=True)
         stat = path.stat()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
     key = str(path), stat.st_size, stat.st_mtime_ns
     known: dict[str, str] | None = load_cached(cache, *key)
     if isinstance(known, dict):
@@ -127,7 +134,8 @@ def hash_tensors(path: Path) -> dict[str, str]:
     """Hash the tensors of a safetensors file in place, without a copy.
 
     Raises:
-        ModelError: the file is damaged.
+        DamagedFile: its content is damaged.
+        ModelError: it cannot be read.
     """
     with _mapped(path) as data:
         return {
@@ -140,7 +148,8 @@ def read_header(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
     """Read dtype, shape, start and stop offset of each tensor of a safetensors file.
 
     Raises:
-        ModelError: the file is missing or damaged.
+        DamagedFile: its content is damaged.
+        ModelError: it is missing, or cannot be read.
     """
     with _mapped(path) as data:
         return dict(_tensors(data))
@@ -152,8 +161,10 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
         check_regular(path, sys.maxsize)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-        raise ModelError(f"`{path}` is damaged: {error}", hint="fetch it again") from None
+    except OSError as error:
+        raise ModelError(f"`{path}` cannot be read: {reason_of(error)}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFile(f"`{path}` is damaged: {error}", hint="fetch it again") from None
 
 
 def _tensors(data: mmap.mmap) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from meshllm.errors import ModelError, PeerFault, UserError
+from meshllm.errors import DamagedFile, ModelError, PeerFault, UserError
 from meshllm.json_shape import check_shape
 from meshllm.local_files import (
     check_regular,
@@ -282,6 +282,7 @@ class PartFolder:
 
         Raises:
             PeerFault: it has another digest, or is damaged.
+            ModelError: it cannot be read.
         """
         name = part_name(part)
         path = self.partial(name)
@@ -290,7 +291,7 @@ class PartFolder:
             hashed = hash_tensors(path)
             own = [tensor for tensor, file in files.items() if file == name]
             found = part_digest({tensor: hashed[tensor] for tensor in own})
-        except (ModelError, LookupError):
+        except (DamagedFile, LookupError):
             found = b""
         if found != digest:
             path.unlink(missing_ok=True)
@@ -303,18 +304,32 @@ class PartFolder:
         for part in parts:
             (self.folder / part_name(part)).unlink(missing_ok=True)
 
-    def remove_damaged(self, cache: Path) -> list[str]:
-        """Delete the parts in their place that cannot be read; return their names.
+    def damaged(self, cache: Path) -> list[str]:
+        """Return the names of the parts in their place whose content is damaged.
 
         What others have hashed before is in the folder ``cache``, see `manifest`.
+
+        Raises:
+            ModelError: a part cannot be read, which says nothing of its content.
         """
-        damaged = []
-        for name in sorted(set(list_weights(self.folder).values())):
-            try:
-                file_digests(self.folder / name, cache)
-            except ModelError:
-                (self.folder / name).unlink(missing_ok=True)
-                damaged.append(name)
+        return [
+            name
+            for name in sorted(set(list_weights(self.folder).values()))
+            if self._is_damaged(name, cache)
+        ]
+
+    def _is_damaged(self, name: str, cache: Path) -> bool:
+        try:
+            file_digests(self.folder / name, cache)
+        except DamagedFile:
+            return True
+        return False
+
+    def remove_damaged(self, cache: Path) -> list[str]:
+        """Delete the parts whose content is damaged, under the lock of the folder; return them."""
+        damaged = self.damaged(cache)
+        for name in damaged:
+            (self.folder / name).unlink(missing_ok=True)
         return damaged
 
     def check_space(self, more: int) -> None:

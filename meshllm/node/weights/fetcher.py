@@ -147,6 +147,24 @@ class WeightFetcher:
                 with _writing(place.folder):
                     await self.off_loop(place.discard, parts)
 
+    async def remove_damaged(self, folder: Path, cache: Path) -> list[str]:
+        """Delete the damaged parts in the folder of a model; return their names.
+
+        Another node of this user may have replaced them meanwhile: what counts is what is there
+        under the lock. Nobody waits for it if nothing is damaged.
+
+        Raises:
+            ModelError: a part cannot be read, or not be deleted.
+        """
+        from meshllm.model.files.parts import PartFolder
+
+        place = PartFolder(folder)
+        if not await self.off_loop(place.damaged, cache):
+            return []
+        async with self._turn, self._alone(place):
+            with _writing(place.folder):
+                return await self.off_loop(place.remove_damaged, cache)
+
     @asynccontextmanager
     async def _alone(self, place: "PartFolder") -> AsyncIterator[None]:
         """Wait until no other process fetches into a folder; show that meanwhile."""

@@ -113,6 +113,15 @@ class WeightSupply:
         """Return whether a folder of a model is one for fetched weights, not one of the user."""
         return self._fetcher.collects(folder)
 
+    async def remove_damaged(self, folder: Path, cache: Path) -> None:
+        """Delete damaged weights in a folder that nodes of this user have fetched.
+
+        Raises:
+            ModelError: some cannot be read, or not be deleted.
+        """
+        if self.collects(folder) and (names := await self._fetcher.remove_damaged(folder, cache)):
+            logger.warning("damaged weights are fetched again: %s", ", ".join(names))
+
     def can_fetch(self, charter: Charter, profiles: Mapping[NodeId, Profile]) -> bool:
         """Return whether a model was fetched before, or a linked node can send it."""
         return self._fetcher.place(charter).is_described or any(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshllm.errors import ModelError
+from meshllm.errors import DamagedFile, ModelError
 from meshllm.model.files import manifest as module
 from meshllm.model.files.loader import MAX_HEADER_BYTES
 from meshllm.model.files.manifest import PART_BYTES, config_digest, file_digests, manifest
@@ -128,8 +128,9 @@ def test_a_changed_file_is_hashed_again(source: Source, tmp_path: Path) -> None:
         (2).to_bytes(8, "little") + b"\xff\xff",
         b"\x21" + b"\0" * 7 + b'{"a":{"data_offsets":[0,1],"x":1}}'[:33],
         b"\x40" + b"\0" * 7 + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(64),
+        (1 << 18).to_bytes(8, "little") + b"[" * (1 << 18),
     ],
-    ids=["empty", "nothing", "long", "list", "text", "cut", "outside"],
+    ids=["empty", "nothing", "long", "list", "text", "cut", "outside", "deep"],
 )
 def test_a_damaged_file_is_named(source: Source, tmp_path: Path, data: bytes) -> None:
     (source.folder / "model.safetensors.index.json").write_text(
@@ -137,8 +138,14 @@ def test_a_damaged_file_is_named(source: Source, tmp_path: Path, data: bytes) ->
     )
     (source.folder / "model.safetensors").write_bytes(data)
 
-    with pytest.raises(ModelError, match=r"model\.safetensors` is damaged"):
+    with pytest.raises(DamagedFile, match=r"model\.safetensors` is damaged"):
         manifest(source, tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be read: file name too long") as caught:
+        file_digests(tmp_path / ("long" * 100), tmp_path)
+    assert not isinstance(caught.value, DamagedFile)
 
 
 def test_a_pipe_is_not_hashed(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A model in parts: the same bytes from any files, checked before they take their place."""
 
+import errno
 import fcntl
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -179,6 +181,30 @@ def test_damaged_parts_are_removed_from_their_place_and_the_others_stay(
     assert place.remove_damaged(tmp_path / "cache") == [cut.name, empty.name]
     assert [place.has(part) for part in range(4)] == [False, True, False, False]
     assert place.remove_damaged(tmp_path / "cache") == []
+
+
+def test_parts_that_cannot_be_read_now_stay(
+    source: Source, place: PartFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = manifest(source, tmp_path / "cache")[1]
+    give(place, ModelParts(source), 1)
+    place.verify(1, digest)
+    give(place, ModelParts(source), 1)
+
+    with monkeypatch.context() as full:
+        full.setattr(mmap, "mmap", no_memory)
+        with pytest.raises(ModelError, match="cannot be read: cannot allocate memory"):
+            place.remove_damaged(tmp_path / "cache")
+        with pytest.raises(ModelError, match="cannot be read: cannot allocate memory"):
+            place.verify(1, digest)
+
+    assert place.has(1)
+    assert place.has_begun(part_name(1))
+    assert place.remove_damaged(tmp_path / "cache") == []
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def test_what_takes_its_place_is_on_the_disk_before(

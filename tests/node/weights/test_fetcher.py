@@ -390,6 +390,38 @@ def test_nodes_that_share_a_folder_fetch_each_part_once(
     run(story)
 
 
+def test_of_nodes_that_share_a_folder_none_removes_what_another_has_fetched_again(
+    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        await nodes.fetch([0, 1], barn)
+        good = (place.folder / part_name(0)).read_bytes()
+        (place.folder / part_name(0)).write_bytes(good[:-1])
+
+        async def remove() -> list[str]:
+            return await nodes.fetcher.remove_damaged(place.folder, tmp_path / "cache")
+
+        with PartFolder(place.folder).locked() as is_locked:  # by another node of this user
+            assert is_locked
+            removing = asyncio.ensure_future(remove())
+            await asyncio.sleep(5)
+            assert nodes.fetcher.progress == "another node on this machine fetches weights"
+            assert nodes.here == [0, 1]
+            (place.folder / part_name(0)).write_bytes(good)
+        assert await removing == []
+        assert nodes.here == [0, 1]
+
+        (place.folder / part_name(0)).write_bytes(good[:-1])
+        assert await remove() == [part_name(0)]
+        assert nodes.here == [1]
+        with PartFolder(place.folder).locked():  # nothing is damaged: nobody waits
+            assert await asyncio.wait_for(remove(), 1) == []
+
+    run(story)
+
+
 def test_a_file_that_cannot_be_put_in_its_place_ends_the_fetching(
     run: Callable[[Story], None], nodes: Nodes
 ) -> None:

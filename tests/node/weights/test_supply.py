@@ -124,6 +124,10 @@ class Mesh:
     async def discard(self, model: Charter, parts: Collection[int]) -> None:
         self.discarded.append(frozenset(parts))
 
+    async def remove_damaged(self, folder: Path, _: Path) -> list[str]:
+        assert folder == FOLDER
+        return ["part-00001.safetensors"]
+
     async def fetch(
         self,
         model: Charter,
@@ -220,6 +224,19 @@ def test_other_weights_than_the_founders_stay_while(why: str) -> None:
         await supplied(mesh)
 
     assert run(world, story).discarded == []
+
+
+def test_damaged_weights_are_removed_from_no_folder_of_the_user(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story(mesh: Mesh) -> None:
+        await mesh.supply.remove_damaged(Path("mine"), Path("cache"))
+        assert not caplog.messages
+        await mesh.supply.remove_damaged(FOLDER, Path("cache"))
+
+    run(BOTH, story)
+
+    assert caplog.messages == ["damaged weights are fetched again: part-00001.safetensors"]
 
 
 def test_a_node_that_no_plan_uses_stays_out_and_says_why() -> None:
