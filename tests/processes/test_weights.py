@@ -92,7 +92,7 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     assert not left.exists()
 
 
-def test_weights_that_the_founder_has_changed_are_fetched_again(
+def test_weights_that_the_founder_has_changed_are_fetched_again_and_the_old_ones_kept(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
@@ -102,6 +102,8 @@ def test_weights_that_the_founder_has_changed_are_fetched_again(
     start(barn, "--join", ticket)
     fleet.form()
     before = ask(barn, QUESTION)
+    folder = barn.folder / "cache" / "meshllm" / "weights"
+    old = {f"{each.name}.kept": each.read_bytes() for each in folder.glob("*/part-*.safetensors")}
     for each in (barn, attic):
         each.kill()
     (path,) = model.glob("*.safetensors")
@@ -118,3 +120,6 @@ def test_weights_that_the_founder_has_changed_are_fetched_again(
     for fetched in barn.folder.glob("cache/meshllm/weights/*/part-*.safetensors"):
         assert all(torch.equal(each, changed[name]) for name, each in load_file(fetched).items())
     assert ask(barn, QUESTION) != before
+    kept = {each.name: each.read_bytes() for each in folder.glob("*/*.kept")}
+    assert kept
+    assert kept.items() <= old.items()

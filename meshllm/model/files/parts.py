@@ -8,8 +8,9 @@ whatever files they are stored in. A folder of parts is a model folder like any 
 import json
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -70,9 +71,12 @@ SMALL_NAMES = frozenset(
 """The only files that are sent beside weights: names of a peer never become paths."""
 MAX_SENT_BYTES = 64 << 20  # of each; the largest tokenizers have 30 MiB
 FREE_BYTES = 1 << 30  # of the disk that fetched weights leave free
+KEPT_S = 7 * 86_400.0
+"""Seconds in which a part that was set aside is not replaced by what came after it."""
 
 _ALIGNED = 8  # bytes; data begins at a multiple, as the safetensors library writes it
 _PARTIAL = ".partial"
+_KEPT = ".kept"  # suffix of parts that were set aside
 _LOCK = "lock"
 _DTYPES = frozenset({"float32", "bfloat16", "float16", "float64"})
 
@@ -286,23 +290,47 @@ class PartFolder:
         """
         name = part_name(part)
         path = self.partial(name)
-        files = list_weights(self.folder)
-        try:
-            hashed = hash_tensors(path)
-            own = [tensor for tensor, file in files.items() if file == name]
-            found = part_digest({tensor: hashed[tensor] for tensor in own})
-        except (DamagedFile, LookupError):
-            found = b""
-        if found != digest:
+        if self._digest(path, name) != digest:
             path.unlink(missing_ok=True)
             raise PeerFault(f"The weights of part {part} are not those of the mesh")
         _sync(path)
         self.finish(name)
 
-    def discard(self, parts: Collection[int]) -> None:
-        """Delete parts from their place."""
+    def _digest(self, path: Path, name: str) -> bytes:
+        """Return the digest of a file of the part with this name; empty if it is damaged."""
+        files = list_weights(self.folder)
+        try:
+            hashed = hash_tensors(path)
+            own = [tensor for tensor, file in files.items() if file == name]
+            return part_digest({tensor: hashed[tensor] for tensor in own})
+        except (DamagedFile, LookupError):
+            return b""
+
+    def set_aside(self, parts: Collection[int]) -> None:
+        """Take parts out of their place, and keep a copy until its space is needed.
+
+        The weights that replace them may be damaged ones. Of several changes within `KEPT_S` the
+        copy from before the first is kept: a disk that fails damages a file more than once.
+        """
         for part in parts:
-            (self.folder / part_name(part)).unlink(missing_ok=True)
+            path, kept = self.folder / part_name(part), self._kept(part)
+            if kept.is_file() and time.time() - kept.stat().st_mtime < KEPT_S:
+                path.unlink(missing_ok=True)
+            elif path.is_file():
+                os.utime(path)
+                path.replace(kept)
+
+    def restore(self, part: int, digest: bytes) -> None:
+        """Put a part back that was set aside, if it has the digest and its place is free."""
+        name, kept = part_name(part), self._kept(part)
+        if self.has(part) or not kept.is_file():
+            return
+        with suppress(ModelError):  # it cannot be read now, and is fetched instead
+            if self._digest(kept, name) == digest:
+                kept.replace(self.folder / name)
+
+    def _kept(self, part: int) -> Path:
+        return self.folder / f"{part_name(part)}{_KEPT}"
 
     def damaged(self, cache: Path) -> list[str]:
         """Return the names of the parts in their place whose content is damaged.
@@ -333,13 +361,23 @@ class PartFolder:
         return damaged
 
     def check_space(self, more: int) -> None:
-        """Raise `ModelError` if the disk lacks room for so many bytes more."""
-        free = shutil.disk_usage(self.folder).free - FREE_BYTES
+        """Raise `ModelError` if the disk lacks room for so many bytes more.
+
+        Parts that were set aside, of any model, make room.
+        """
+        free = self._free_bytes()
+        for kept in sorted(self.folder.parent.glob(f"*/*{_KEPT}")):
+            if more > free:
+                kept.unlink(missing_ok=True)
+                free = self._free_bytes()
         if more > free:
             raise ModelError(
                 f"The disk of `{self.folder}` has room for {max(0, free)} bytes, not {more}",
                 hint="free some space, or set `XDG_CACHE_HOME` to a folder on a larger disk",
             )
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free - FREE_BYTES
 
 
 def most_bytes(source: Source) -> list[int]:

@@ -10,6 +10,8 @@ attempt left may be of other weights with the same configuration: then the file 
 
 Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
 has fetched meanwhile is not fetched again. A lock ends with its process.
+
+A part that was set aside, since the founder had another one, is put back if it is in force again.
 """
 
 import asyncio
@@ -130,6 +132,9 @@ class WeightFetcher:
         async with self._turn:
             place = self.place(charter)
             async with self._alone(place):
+                with _writing(place.folder):
+                    for part, digest in parts.items():
+                        await self.off_loop(place.restore, part, digest)
                 left = {part: digest for part, digest in parts.items() if not place.has(part)}
                 run = _Run(self, charter.config_digest, place, left, sizes)
                 async with asyncio.TaskGroup() as group:
@@ -139,13 +144,13 @@ class WeightFetcher:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
 
-    async def discard(self, charter: Charter, parts: Collection[int]) -> None:
-        """Delete parts that were fetched before; raise `ModelError` if they cannot be deleted."""
+    async def set_aside(self, charter: Charter, parts: Collection[int]) -> None:
+        """Set parts aside that were fetched before; raise `ModelError` if they cannot be moved."""
         async with self._turn:
             place = self.place(charter)
             async with self._alone(place):
                 with _writing(place.folder):
-                    await self.off_loop(place.discard, parts)
+                    await self.off_loop(place.set_aside, parts)
 
     async def remove_damaged(self, folder: Path, cache: Path) -> list[str]:
         """Delete the damaged parts in the folder of a model; return their names.

@@ -12,8 +12,8 @@ When a node has what it needs, it fetches its share of the parts that only one n
 one node loses no part of the model.
 
 Weights that this node fetched before may not be those that the founder has now, with the same
-configuration: they would keep it out of every plan. It discards them if it serves in no ring and a
-linked node has the right ones.
+configuration: they would keep it out of every plan. It sets them aside if it serves in no ring and
+a linked node has the right ones. It does not delete them: those of the founder may be damaged.
 
 A node that opened the model in a folder of its user, whole or in part, fetches nothing: what it
 fetched would not come into that folder.
@@ -169,7 +169,7 @@ class WeightSupply:
             if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
                 continue
             try:
-                if await self._discard_stale(view) or not self._is_short():
+                if await self._set_stale_aside(view) or not self._is_short():
                     continue
                 parts, obstacle = await self._off_loop(self._ahead, view)
                 self._set_obstacle(obstacle)
@@ -231,8 +231,8 @@ class WeightSupply:
         finally:
             await self._host.hash_weights()  # of some, if not all
 
-    async def _discard_stale(self, view: MeshView) -> bool:
-        """Discard what differs from the founder's weights; return whether something did."""
+    async def _set_stale_aside(self, view: MeshView) -> bool:
+        """Set aside what differs from the founder's weights; return whether something did."""
         own = self._host.own_weights()
         stale = stale_parts(view.charter, view.profiles, view.author, own)
         if stale is None:
@@ -242,10 +242,14 @@ class WeightSupply:
         plan = followed_plans(view).get(self._me)
         if not stale & held or (plan is not None and plan.rank(self._me) is not None):
             return False
-        logger.warning("the founder has other weights of parts %s", sorted(stale & held))
+        logger.warning(
+            "the founder has other weights of parts %s: those here are set aside in `%s`",
+            sorted(stale & held),
+            self._fetcher.place(view.charter).folder,
+        )
         if is_bare([ABSENT if part in stale & held else each for part, each in enumerate(own)]):
             self._set_obstacle(FETCHES)
-        await self._fetcher.discard(view.charter, stale & held)
+        await self._fetcher.set_aside(view.charter, stale & held)
         await self._host.hash_weights()
         return True
 

@@ -6,8 +6,10 @@ import json
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from meshllm.errors import ModelError, PeerFault
 from meshllm.model.files.loader import MAX_HEADER_BYTES, list_weights
 from meshllm.model.files.manifest import manifest
 from meshllm.model.files.parts import (
+    FREE_BYTES,
+    KEPT_S,
     LISTING,
     MAX_SENT_BYTES,
     Listing,
@@ -181,6 +185,69 @@ def test_damaged_parts_are_removed_from_their_place_and_the_others_stay(
     assert place.remove_damaged(tmp_path / "cache") == [cut.name, empty.name]
     assert [place.has(part) for part in range(4)] == [False, True, False, False]
     assert place.remove_damaged(tmp_path / "cache") == []
+
+
+def test_a_part_that_was_set_aside_is_put_back_when_it_is_in_force_again(
+    source: Source, place: PartFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = ModelParts(source)
+    digests = manifest(source, tmp_path / "cache")
+    give(place, parts, 1)
+    place.verify(1, digests[1])
+
+    place.set_aside([0, 1])
+    assert not place.has(1)
+    with monkeypatch.context() as full:
+        full.setattr(mmap, "mmap", no_memory)
+        place.restore(1, digests[1])
+    place.restore(1, digests[2])
+    place.restore(0, digests[0])
+    assert not any(map(place.has, range(LAYERS)))
+
+    place.restore(1, digests[1])
+    assert place.has(1)
+    assert place.damaged(tmp_path / "cache") == []
+    place.set_aside([1])
+    give(place, parts, 1)
+    place.verify(1, digests[1])  # fetched meanwhile
+    place.restore(1, digests[1])
+    assert place.has(1)
+
+
+def test_of_several_changes_the_weights_before_the_first_are_kept_for_a_week(
+    place: PartFolder,
+) -> None:
+    path = place.folder / part_name(1)
+    kept = path.with_name(f"{path.name}.kept")
+    for content in ("good", "damaged", "damaged more"):
+        path.write_text(content)
+        place.set_aside([1])
+        assert not path.exists()
+        assert kept.read_text() == "good"
+
+    os.utime(kept, (time.time() - KEPT_S - 60,) * 2)
+    path.write_text("of another month")
+    place.set_aside([1])
+    assert kept.read_text() == "of another month"
+
+
+def test_parts_that_were_set_aside_make_room(
+    place: PartFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in range(3):
+        (place.folder / part_name(part)).write_bytes(b"old")
+    place.set_aside(range(3))
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=FREE_BYTES + 12 - 3 * len([*folder.glob("*.kept")]))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    place.check_space(3)
+    assert len([*place.folder.glob("*.kept")]) == 3
+    place.check_space(7)
+    assert len([*place.folder.glob("*.kept")]) == 1
+    with pytest.raises(ModelError, match="room for 12 bytes, not 13"):
+        place.check_space(13)
 
 
 def test_parts_that_cannot_be_read_now_stay(

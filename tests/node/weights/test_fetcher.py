@@ -390,6 +390,24 @@ def test_nodes_that_share_a_folder_fetch_each_part_once(
     run(story)
 
 
+def test_a_part_that_is_in_force_again_is_not_fetched_again(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        await nodes.describe(barn)
+        await nodes.fetch([0, 1], barn)
+        await nodes.fetcher.set_aside(nodes.charter, [0, 1])
+        assert nodes.here == []
+
+        nodes.scripted(barn, nodes.true)
+        await nodes.fetch([1, 2], barn)
+        assert nodes.here == [1, 2]
+        assert [name for _, name, _ in nodes.asked] == [part_name(2)]
+
+    run(story)
+
+
 def test_of_nodes_that_share_a_folder_none_removes_what_another_has_fetched_again(
     run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
 ) -> None:

@@ -45,7 +45,7 @@ class Mesh:
         self.me = me
         self.fetched: list[frozenset[int]] = []
         self.described: list[NodeId] = []
-        self.discarded: list[frozenset[int]] = []
+        self.moved: list[frozenset[int]] = []
         self.failures = 0
         """How often the fetcher fails."""
         self.withdrawn: Sequence[bytes] = ()
@@ -89,7 +89,7 @@ class Mesh:
 
     async def hash_weights(self) -> None:
         assert self.world
-        have, gone = (frozenset().union(*each) for each in (self.fetched, self.discarded))
+        have, gone = (frozenset().union(*each) for each in (self.fetched, self.moved))
         own, before = self.world.profiles[self.me], self.own_weights()
         mine = [
             WHOLE[at] if at in have else ABSENT if at in gone else before[at] for at in range(PARTS)
@@ -111,7 +111,7 @@ class Mesh:
     # The fetcher.
 
     def place(self, model: Charter) -> SimpleNamespace:
-        return SimpleNamespace(is_described=self.is_described)
+        return SimpleNamespace(is_described=self.is_described, folder=FOLDER)
 
     def collects(self, folder: Path) -> bool:
         return folder == FOLDER
@@ -121,8 +121,8 @@ class Mesh:
         self._fail()
         return Path("folder")
 
-    async def discard(self, model: Charter, parts: Collection[int]) -> None:
-        self.discarded.append(frozenset(parts))
+    async def set_aside(self, model: Charter, parts: Collection[int]) -> None:
+        self.moved.append(frozenset(parts))
 
     async def remove_damaged(self, folder: Path, _: Path) -> list[str]:
         assert folder == FOLDER
@@ -197,15 +197,15 @@ def other(found: Profile, *parts: int) -> Profile:
 def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_again() -> None:
     mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), supplied)
 
-    assert mesh.discarded == [{1, 3}]
+    assert mesh.moved == [{1, 3}]
     assert frozenset().union(*mesh.fetched) == {1, 3}
     assert mesh.own_weights() == WHOLE
 
 
-def test_a_node_whose_weights_are_all_discarded_awaits_others() -> None:
+def test_a_node_whose_weights_are_all_set_aside_awaits_others() -> None:
     mesh = run(World({A: profile(2), B: other(profile(2), *range(PARTS))}), supplied)
 
-    assert mesh.discarded == [set(range(PARTS))]
+    assert mesh.moved == [set(range(PARTS))]
     assert mesh.obstacles == [FETCHES, ""]
     assert mesh.own_weights() == WHOLE
 
@@ -223,7 +223,7 @@ def test_other_weights_than_the_founders_stay_while(why: str) -> None:
         mesh.is_linked_to = {C} if why == "nobody has the right ones" else None
         await supplied(mesh)
 
-    assert run(world, story).discarded == []
+    assert run(world, story).moved == []
 
 
 def test_damaged_weights_are_removed_from_no_folder_of_the_user(
