@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshllm.config import cache_path
-from meshllm.model.locate import BUILTIN, find_folder
+from meshllm.model.locate import BUILTIN, INDEX, find_folder
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import ALONE, Fleet, Node, ask, until
 
@@ -81,6 +81,9 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     right = {each.name: each.read_bytes() for each in (whole, *others)}
     for each in others:  # as a power cut leaves files whose data was not yet on disk
         each.write_bytes(b"")
+    others[1].write_bytes((2).to_bytes(8, "little") + b"{}")  # a header without its tensors
+    index = whole.parent / INDEX
+    index.write_bytes(index.read_bytes()[:100])
     left = whole.with_name(f"{others[0].name}.partial")
     left.write_bytes(right[others[0].name][:100])
 

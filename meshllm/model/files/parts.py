@@ -9,9 +9,11 @@ import json
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -221,8 +223,13 @@ class PartFolder:
 
     @property
     def is_described(self) -> bool:
-        """Whether the small files are complete; the index is written last."""
-        return (self.folder / INDEX).is_file()
+        """Whether the small files are complete: the index, which is written last, is whole."""
+        try:
+            found = (self.folder / INDEX).stat()
+            _check_index(self.folder, found.st_mtime_ns, found.st_size)
+        except (OSError, ModelError):
+            return False
+        return True
 
     def prepare(self) -> None:
         """Create the folder; raise `ModelError` if it cannot be written."""
@@ -333,28 +340,27 @@ class PartFolder:
         return self.folder / f"{part_name(part)}{_KEPT}"
 
     def damaged(self, cache: Path) -> list[str]:
-        """Return the names of the parts in their place whose content is damaged.
+        """Return the names of the parts in their place that are damaged, or lack a tensor.
 
         What others have hashed before is in the folder ``cache``, see `manifest`.
 
         Raises:
             ModelError: a part cannot be read, which says nothing of its content.
         """
-        return [
-            name
-            for name in sorted(set(list_weights(self.folder).values()))
-            if self._is_damaged(name, cache)
-        ]
+        tensors = defaultdict[str, set[str]](set)
+        for tensor, name in list_weights(self.folder).items():
+            tensors[name].add(tensor)
+        return [name for name in sorted(tensors) if self._is_damaged(name, tensors[name], cache)]
 
-    def _is_damaged(self, name: str, cache: Path) -> bool:
+    def _is_damaged(self, name: str, tensors: set[str], cache: Path) -> bool:
         try:
-            file_digests(self.folder / name, cache)
+            found = file_digests(self.folder / name, cache)
         except DamagedFile:
             return True
-        return False
+        return found is not None and not tensors <= found.keys()
 
     def remove_damaged(self, cache: Path) -> list[str]:
-        """Delete the parts whose content is damaged, under the lock of the folder; return them."""
+        """Delete the parts that are damaged, under the lock of the folder; return their names."""
         damaged = self.damaged(cache)
         for name in damaged:
             (self.folder / name).unlink(missing_ok=True)
@@ -412,6 +418,12 @@ def limit_of(name: str, sizes: Sequence[int]) -> int:
     if name in SMALL_NAMES:
         return MAX_SENT_BYTES
     return {part_name(part): size for part, size in enumerate(sizes)}[name]
+
+
+@lru_cache(maxsize=64)
+def _check_index(folder: Path, _changed_ns: int, _size: int) -> None:
+    """Raise `ModelError` if the index of a folder is damaged; a whole one is read once."""
+    list_weights(folder)
 
 
 def _sync(path: Path) -> None:

@@ -175,14 +175,15 @@ def test_damaged_parts_are_removed_from_their_place_and_the_others_stay(
 ) -> None:
     parts = ModelParts(source)
     digests = manifest(source, tmp_path / "cache")
-    for part in range(3):
+    for part in range(4):
         give(place, parts, part)
         place.verify(part, digests[part])
-    cut, empty = place.folder / part_name(0), place.folder / part_name(2)
+    cut, _, empty, bare = [place.folder / part_name(part) for part in range(4)]
     cut.write_bytes(cut.read_bytes()[:-1])
     empty.write_bytes(b"")
+    bare.write_bytes((2).to_bytes(8, "little") + b"{}")  # a whole file, without a tensor
 
-    assert place.remove_damaged(tmp_path / "cache") == [cut.name, empty.name]
+    assert place.remove_damaged(tmp_path / "cache") == [cut.name, empty.name, bare.name]
     assert [place.has(part) for part in range(4)] == [False, True, False, False]
     assert place.remove_damaged(tmp_path / "cache") == []
 
@@ -320,6 +321,14 @@ def test_a_description_is_complete_when_its_index_is_there(place: PartFolder) ->
         part_name(part) for part in range(LAYERS + 2)
     }
     assert not PartFolder(place.folder / "none").is_described
+
+    index = place.folder / INDEX
+    whole = index.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"{}"):
+        index.write_bytes(damaged)
+        assert not place.is_described
+    index.write_bytes(whole)
+    assert place.is_described
 
 
 GOOD = {"files": ["config.json"], "weights": {"a": 0}, "dtype": "bfloat16"}

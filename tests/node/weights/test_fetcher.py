@@ -23,6 +23,7 @@ from meshllm.model.files.parts import (
     part_name,
 )
 from meshllm.model.files.source import Source, open_folder
+from meshllm.model.locate import INDEX
 from meshllm.names import Digest, NodeId
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.weights import WeightFetcher, WeightServer, fetcher, server
@@ -386,6 +387,23 @@ def test_nodes_that_share_a_folder_fetch_each_part_once(
 
         assert sorted(name for _, name, _ in nodes.asked) == [*map(part_name, range(LAYERS))]
         assert nodes.here == list(range(LAYERS))
+
+    run(story)
+
+
+def test_a_model_whose_index_is_cut_is_described_again(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        await nodes.fetch([1], barn)
+        whole = (place.folder / INDEX).read_bytes()
+        (place.folder / INDEX).write_bytes(whole[:100])
+
+        await nodes.describe(barn)
+        assert (place.folder / INDEX).read_bytes() == whole
+        assert nodes.here == [1]
 
     run(story)
 
