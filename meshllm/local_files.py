@@ -49,12 +49,14 @@ def check_within(path: Path, folder: Path) -> None:
 
     The author of a folder could have a file of its user read, and sent to others, by a link. The
     cache of the Hub has `models--org--name/snapshots/REVISION`, with links to the files of that
-    repository in `models--org--name/blobs`.
+    repository in `models--org--name/blobs`, which may be a link to such a folder on another disk.
     """
     target, root = path.resolve(), folder.resolve()
     within, repository = [root], root.parent.parent
     if root.parent.name == "snapshots" and repository.name.startswith("models--"):
-        within.append(repository / "blobs")
+        blobs = (repository / "blobs").resolve()
+        if blobs.parts[-2:] == (repository.name, "blobs"):
+            within.append(blobs)
     if not any(target.is_relative_to(each) for each in within):
         raise _refusal(errno.EPERM, "it is a link to a file outside the folder", path)
 

@@ -212,6 +212,29 @@ def test_a_link_leads_out_of_a_folder_only_to_files_of_its_repository_in_the_hub
         check_within(folder / "link", folder)
 
 
+@pytest.mark.parametrize(
+    ("blobs", "is_within"),
+    [
+        ("disk/models--org--name/blobs", True),
+        ("disk/models--org--private/blobs", False),
+        ("disk/models--org--name/keys", False),
+        ("disk/blobs", False),
+    ],
+)
+def test_the_files_of_a_repository_may_be_on_another_disk(
+    tmp_path: Path, blobs: str, is_within: bool
+) -> None:
+    folder, elsewhere = tmp_path / SNAPSHOT, tmp_path / blobs
+    folder.mkdir(parents=True)
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "0f").write_text("{}")
+    (tmp_path / "models--org--name" / "blobs").symlink_to(elsewhere)
+    (folder / "config.json").symlink_to("../../blobs/0f")
+
+    with nullcontext() if is_within else pytest.raises(OSError, match="outside the folder"):
+        check_within(folder / "config.json", folder)
+
+
 def test_files_of_a_repository_that_are_elsewhere_are_outside(tmp_path: Path) -> None:
     folder, secrets = tmp_path / SNAPSHOT, tmp_path / "secrets"
     folder.mkdir(parents=True)
