@@ -191,12 +191,14 @@ class ToyText(Text):
     """A letter for each token."""
 
     def __init__(self) -> None:
-        self.texts = self.chats = AtOnce()  # type: ignore[assignment]  # of a thread elsewhere
         self.end_tokens = frozenset({END})
         self.defaults = {}
         self.vocabulary = None
         self.style = ChatStyle()
         self._silent = self.end_tokens
+
+    def thread_of(self, _: Request) -> Executor:
+        return AtOnce()
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) % VOCABULARY for letter in text]

@@ -7,11 +7,11 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from copy import copy, deepcopy
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from math import inf
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -26,10 +26,13 @@ from meshllm.model.text.grammar import Vocabulary
 from meshllm.model.text.pooling import LAST_ROW, Pooling, read_pooling
 from meshllm.model.text.reasoning import PAIRS
 from meshllm.model.text.tool_format import MARKERS, Function
-from meshllm.request import Turn
+from meshllm.request import Request, Turn
 
 MAX_TEMPLATE_CHARS = 1 << 18  # untrusted code; about ten times the size of large ones
-MAX_OVERDUE = 2  # threads that were given up and still run; no others begin
+SHORT_CHARS = 2000  # most of a text that waits for no longer one
+OVERDUE_SHARE = (
+    8  # a text begins if it is so much shorter than all that were given up and still run
+)
 PROMPT_S = 30.0  # s for a template and its tokens; 4 MiB of text, the most in a request, take 5 s
 
 # Raised by transformers for invalid tokenizer files, besides bare Exception (see `_load`).
@@ -67,9 +70,12 @@ _BYTES = _letters()
 class Text:
     """The tokenizer and chat template of one model.
 
-    Not thread-safe, but for `encode` and `encode_chat`, each of which one other thread may call:
-    `texts` and `chats`. Each has a copy of the tokenizer, so that a long text, or a pattern or
-    template of the model that does not end, keeps nobody else waiting.
+    Not thread-safe, but for `encode` and `encode_chat`, which other threads may call. All use one
+    tokenizer at the same time: a call only reads it, after its settings have been set here once.
+
+    A text that takes too long is given up, but nothing ends a thread inside C code. While it runs,
+    texts that could take as long are refused: those of more than an eighth of its length. So few
+    such threads run at a time, and what is short is still served.
     """
 
     def __init__(
@@ -90,15 +96,14 @@ class Text:
         """Prepared for grammars by the first request that needs one."""
         added = tokenizer.added_tokens_decoder.items()
         special = {token for token, form in added if form.special}
-        self._tokenizer = tokenizer
-        self.texts = ThreadPoolExecutor(1, "texts")
-        """The thread that tokenizes raw prompts."""
-        self.chats = ThreadPoolExecutor(1, "chats")
-        """The thread that applies the chat template."""
+        self._tokenizer = _settled(tokenizer)
+        self._texts = ThreadPoolExecutor(1, "texts")
+        self._chats = ThreadPoolExecutor(1, "chats")
+        self._long = ThreadPoolExecutor(1, "long-texts")
         self.grammars = ThreadPoolExecutor(2, "grammars")
         """The threads that compile grammars: none of the others has to wait for a complex one."""
-        self._copies: dict[str, Any] = {}  # of the tokenizer, made by the first prompt of a thread
-        self._overdue: list[Thread] = []
+        self._overdue: list[tuple[Thread, int]] = []  # with the characters of its text
+        self._lock = Lock()  # of `_overdue`
         self._silent = end_tokens.union(special, tokenizer.all_special_ids)
         self._added: dict[int, bytes] = {token: form.content.encode() for token, form in added}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -130,16 +135,23 @@ class Text:
         """The vocabulary by token id, special tokens included."""
         return {token: word for word, token in self._tokenizer.get_vocab().items()}
 
+    def thread_of(self, request: Request) -> Executor:
+        """Return the thread that tokenizes a prompt: raw and short, a short chat, or long."""
+        tools = request.tools.functions if request.tools else ""
+        if len(request.raw or "") + _length(request.turns) + len(tools) > SHORT_CHARS:
+            return self._long
+        return self._chats if request.raw is None else self._texts
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a raw prompt, with the start token if the model has one.
 
         Control tokens written in the text become control tokens.
 
         Raises:
-            ModelError: the tokenizer does not end.
+            ModelError: the tokenizer does not end, or has not ended for a text like this one.
         """
         _check_unicode(text)
-        return self._within("texts", "tokenizer", _tokenize, text)
+        return self._within(len(text), "tokenizer", _tokenize, text)
 
     def encode_chat(
         self,
@@ -158,18 +170,19 @@ class Text:
 
         Raises:
             UserError: there is no turn, or the template rejects them or what is asked of it.
-            ModelError: the template or the tokenizer does not end.
+            ModelError: the template or the tokenizer does not end, or has not for such a chat.
         """
         if not turns:
             raise UserError("A chat needs at least one turn")
         for turn in turns:
             _check_unicode(turn["content"])
+        length = _length(turns) + sum(len(str(each.fields)) for each in functions)
         messages = self.style.messages(turns, functions)
         if not self._tokenizer.chat_template:
-            return self._within("chats", "tokenizer", _tokenize, _plain(messages))
+            return self._within(length, "tokenizer", _tokenize, _plain(messages))
         options = self.style.options(functions, thinks, effort)
         try:
-            return self._within("chats", "chat template", _apply_template, messages, options)
+            return self._within(length, "chat template", _apply_template, messages, options)
         except _REFUSALS as error:
             raise UserError(
                 f"The model's chat template rejects this chat: {error}",
@@ -185,10 +198,7 @@ class Text:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise UserError("The tokenizer of the model supports no JSON schemas")
-        plain = copy(backend)
-        plain.no_padding()
-        plain.no_truncation()
-        return str(plain.to_str())
+        return str(backend.to_str())
 
     def spell(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
@@ -214,19 +224,24 @@ class Text:
         return self._decode(list(tokens[-_TAIL_TOKENS:]))
 
     def _within(
-        self, thread: str, part: str, run: Callable[..., list[int]], *arguments: Any
+        self, length: int, part: str, run: Callable[..., list[int]], *arguments: Any
     ) -> list[int]:
         """Run a part of the model, which may have been made to take for hours."""
-        self._overdue = [each for each in self._overdue if each.is_alive()]
-        if len(self._overdue) >= MAX_OVERDUE:
-            raise ModelError(f"{MAX_OVERDUE} earlier calls of the model's tokenizer have not ended")
-        if thread not in self._copies:
-            self._copies[thread] = deepcopy(self._tokenizer)
+        length = max(length, 1)
+        with self._lock:
+            self._overdue = [each for each in self._overdue if each[0].is_alive()]
+            most = _longest_beside([chars for _, chars in self._overdue])
+        if length > most:
+            raise ModelError(
+                f"The model's {part} takes no text of {length} characters now: an earlier one has "
+                "not ended",
+                hint="shorten the text, or ask again later",
+            )
         try:
-            return run_within(PROMPT_S, partial(run, self._copies[thread], *arguments))
+            return run_within(PROMPT_S, partial(run, self._tokenizer, *arguments))
         except DeadlineExceeded as exceeded:
-            del self._copies[thread]  # a thread inside C code may still use it
-            self._overdue += [exceeded.thread] if exceeded.thread else []
+            with self._lock:
+                self._overdue += [(exceeded.thread, length)] if exceeded.thread else []
             raise ModelError(f"The model's {part} did not end within {PROMPT_S:g} s") from None
 
     def _token_of(self, marker: str) -> int | None:
@@ -275,6 +290,31 @@ def _load(folder: Path) -> Any:
     # The caller checks the length of a prompt; a tokenizer would only warn.
     tokenizer.model_max_length = sys.maxsize
     return tokenizer
+
+
+def _settled(tokenizer: Any) -> Any:
+    """Set what the first call of a tokenizer would: a setter waits for all calls that run."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+    return tokenizer
+
+
+def _longest_beside(overdue: Sequence[int]) -> float:
+    """Return the longest text, in characters, that may begin beside the overdue ones."""
+    least = min(overdue, default=inf)
+    most = least / OVERDUE_SHARE
+    return max(most, SHORT_CHARS) if least > SHORT_CHARS else most
+
+
+def _length(turns: Iterable[Turn]) -> int:
+    """Return the characters of a chat that a client writes."""
+    return sum(
+        len(turn["content"]) + sum(len(call.arguments) for call in turn.get("tool_calls", ()))
+        for turn in turns
+    )
 
 
 def _end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:

@@ -143,8 +143,7 @@ class RingBackend:
         """
         if request.ids:
             return request.ids
-        thread = self.text.chats if request.raw is None else self.text.texts
-        loop = asyncio.get_running_loop()
+        loop, thread = asyncio.get_running_loop(), self.text.thread_of(request)
         return await loop.run_in_executor(thread, _encode, self.text, request, functions)
 
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:

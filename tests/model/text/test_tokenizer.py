@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.text import deadline, tokenizer
-from meshllm.model.text.tokenizer import MAX_OVERDUE, MAX_TEMPLATE_CHARS, Text, quieten
-from meshllm.request import Turn
+from meshllm.model.text.tokenizer import MAX_TEMPLATE_CHARS, SHORT_CHARS, Text, quieten
+from meshllm.request import Request, ToolCall, Tools, Turn
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace
 
 TEMPLATE = (
@@ -233,10 +234,7 @@ def test_a_template_without_end_is_an_error(folder: Path, monkeypatch: pytest.Mo
 def test_a_pattern_that_takes_for_hours_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = json.loads((folder / "tokenizer.json").read_text())
-    tries = {"Regex": "(?:(?:a|a){20}b|.)"}  # a million at each character, all in vain
-    split = {"type": "Split", "pattern": tries, "behavior": "Isolated", "invert": False}
-    (folder / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": split}))
+    _make_slow(folder)
     text = Text.load(folder)
     (folder / "chat_template.jinja").unlink()
     plain, words = Text.load(folder), "a" * 40
@@ -250,53 +248,142 @@ def test_a_pattern_that_takes_for_hours_is_an_error(
     _join_abandoned()
 
 
+def _make_slow(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    tries = {"Regex": "(?:(?:a|a){20}b|.)"}  # a million at each character, all in vain
+    split = {"type": "Split", "pattern": tries, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": split}))
+
+
 def _join_abandoned() -> None:
     for each in threading.enumerate():
         if each.name == "deadline":
             each.join()
 
 
+def test_beside_a_text_that_does_not_end_only_shorter_ones_begin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, go = Text.load(folder), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "PROMPT_S", 0.0)
+        patch.setattr(deadline, "GRACE_S", 0.0)
+        for length in (80_000, 10_000):
+            with pytest.raises(ModelError, match="did not end within"):
+                text._within(length, "tokenizer", lambda _: [go.wait(60)])
+
+    with pytest.raises(ModelError, match="no text of 2001 characters now: an earlier") as caught:
+        text.encode("a" * (SHORT_CHARS + 1))
+    with pytest.raises(ModelError, match="no text of 2001 characters now"):
+        text.encode_chat([Turn(role="user", content="a" * (SHORT_CHARS + 1))])
+    assert caught.value.hint
+    assert len(text.encode("a" * SHORT_CHARS)) > 0
+    assert text.encode_chat(HELLO)
+
+    go.set()
+    _join_abandoned()
+    assert text.encode("a" * (SHORT_CHARS + 1))
+
+
 def test_few_threads_that_do_not_end_are_left_behind(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, go = Text.load(folder), threading.Event()
-    wait = partial(text._within, "texts", "tokenizer", lambda _: [go.wait(60)])
+    length, left = 4 << 20, 0
+    monkeypatch.setattr(tokenizer, "PROMPT_S", 0.0)
+    monkeypatch.setattr(deadline, "GRACE_S", 0.0)
+
+    while length >= 0:  # as fast as they are let in
+        try:
+            text._within(length, "tokenizer", lambda _: [go.wait(60)])
+        except ModelError as error:
+            is_refused = "now: an earlier" in str(error)
+            left += not is_refused
+            length = length * 7 // 8 - 1 if is_refused else length
+
+    assert 4 <= left <= 9
+    with pytest.raises(ModelError, match="no text of 1 characters now"):
+        text.encode("")
+    go.set()
+    _join_abandoned()
+
+
+def test_a_call_that_does_not_end_shares_its_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_slow(folder)
+    text = Text.load(folder)
+    ids = text.encode("hello")
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "PROMPT_S", 0.0)
         patch.setattr(deadline, "GRACE_S", 0.0)
-        for _ in range(MAX_OVERDUE):
-            with pytest.raises(ModelError, match="did not end within"):
-                wait()
-    with pytest.raises(ModelError, match="2 earlier calls of the model's tokenizer have not ended"):
-        text.encode("hello")
+        with pytest.raises(ModelError, match="did not end"):
+            text.encode("a" * 100)
 
-    go.set()
+    assert text.encode("hello") == ids
+    assert text.encode_chat(HELLO)
+    assert text.tail(ids) == "hello"
     _join_abandoned()
+
+
+def test_no_tokenizer_is_copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a large one stops all threads of the node for half a second."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("copied")
+
+    text = Text.load(folder)
+    kind = type(text._tokenizer)
+    for name in ("__copy__", "__deepcopy__", "__reduce_ex__"):
+        monkeypatch.setattr(kind, name, fail, raising=False)
+
     assert text.encode("hello")
+    assert text.encode_chat(HELLO)
+    assert "hello" not in text.serialise()
 
 
-def test_behind_a_deadline_no_chat_shares_a_tokenizer_with_the_abandoned_thread(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, used = Text.load(folder), list[object]()
-    run = deadline.run_within
+def test_what_shortens_or_pads_texts_is_taken_out_of_the_tokenizer(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"truncation": cut}))
 
-    def run_once(limit_s: float, work: Callable[[], list[int]]) -> list[int]:
-        assert isinstance(work, partial)
-        used.append(work.args[0])
-        if len(used) == 1:
-            raise deadline.DeadlineExceeded
-        return run(limit_s, work)
+    text = Text.load(folder)
 
-    monkeypatch.setattr(tokenizer, "run_within", run_once)
-    turns = [Turn(role="user", content="Hi")]
-    with pytest.raises(ModelError):
-        text.encode_chat(turns)
+    assert json.loads(text.serialise())["truncation"] is None
+    assert len(text.encode("hello " * 9)) > 2
 
-    assert text.encode_chat(turns) == text.encode_chat(turns)
-    first, second, third = used
-    assert first is not second
-    assert second is third is not text._tokenizer
+
+def test_threads_share_the_tokenizer(folder: Path) -> None:
+    text = Text.load(folder)
+    turns = [Turn(role="user", content="a<|end|>b" * 20)]
+    calls = (
+        partial(text.encode, "<|turn|>once <|end|>" * 20),
+        partial(text.encode_chat, turns),
+        partial(text.tail, text.encode("hello world")),
+    )
+    alone = [call() for call in calls]
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        rounds = [[threads.submit(call) for call in calls] for _ in range(100)]
+
+    assert all([each.result() for each in round_] == alone for round_ in rounds)
+
+
+def test_a_long_text_waits_in_a_thread_of_its_own(folder: Path) -> None:
+    text, long = Text.load(folder), "a" * (SHORT_CHARS + 1)
+    call = ToolCall("f", long)
+    called = Turn(role="assistant", content="", tool_calls=(call,))
+
+    raw, chat = text.thread_of(Request(raw="Hi")), text.thread_of(Request(turns=(*HELLO,)))
+    longer = {
+        text.thread_of(Request(raw=long)),
+        text.thread_of(Request(turns=(Turn(role="user", content=long),))),
+        text.thread_of(Request(turns=(*HELLO, called))),
+        text.thread_of(Request(turns=(*HELLO,), tools=Tools(long))),
+    }
+
+    assert len(longer) == 1
+    assert len({raw, chat, *longer}) == 3
 
 
 def test_a_huge_template_is_refused(folder: Path) -> None:

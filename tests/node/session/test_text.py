@@ -139,6 +139,31 @@ async def test_a_tokenizer_that_does_not_end_keeps_no_running_answer_waiting(
     assert len(told.tokens) == 2
 
 
+async def test_a_long_text_keeps_no_short_one_waiting(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = ThreadEvent(), ThreadEvent()
+    encode, long, short = Text.encode, "Once upon a time there was", "Once upon"
+
+    def wait(text: Text, words: str) -> list[int]:
+        if words == long:
+            begun.set()
+            assert go.wait(60)
+        return encode(text, words)
+
+    monkeypatch.setattr(Text, "encode", wait)
+    monkeypatch.setattr("meshllm.model.text.tokenizer.SHORT_CHARS", len(short))
+    asked = asyncio.ensure_future(events_of(ring, Request(raw=long, max_tokens=2)))
+    assert await asyncio.to_thread(begun.wait, 60)
+
+    _, answer = await events_of(ring, Request(raw=short, max_tokens=2))
+    assert len(answer.tokens) == 2
+    assert not asked.done()
+    go.set()
+    _, told = await asked
+    assert len(told.tokens) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "asked"), [("encode_chat", ASKED), ("encode", Request(raw="Once"))]
 )
