@@ -180,8 +180,10 @@ def _here(chosen: Settings) -> str:
 
 def _size_of(status: "MeshStatus", model: "ModelStatus | None") -> str:
     """Say how many nodes answer, if that is known."""
-    ring = next(iter(_rings_of(status, model)), status.ring)
-    return f", in a ring of {len(ring.stages)}" if ring.stages else ""
+    is_of_own = model is None or status.model is None or model.name == status.model.name
+    own = status.ring.stages if is_of_own else ()
+    stages = next((ring.stages for ring in _rings_of(status, model)), own)
+    return f", in a ring of {len(stages)}" if stages else ""
 
 
 def _awaited(status: "MeshStatus", model: "ModelStatus | None") -> str:

@@ -120,7 +120,7 @@ def chat(
 
         conversation = Conversation(chosen, ends, wanted, thinks, where=where)
         check_outline(mode, conversation.request(""))
-        converse(outlined(opener, mode), conversation, stats=stats)
+        converse(opener, conversation, mode, stats=stats, quiet=quiet)
         return
     request = replace(_request(text, chosen, ends, raw=raw), schema=wanted, thinks=thinks)
     check_outline(mode, request)
@@ -169,7 +169,8 @@ def _answer_once(
 
         async def once() -> Answer:
             async with outlined(opener, mode)(chosen) as ring:
-                return await stream(ring, request, status, _nowhere if as_json else write)
+                shown = _nowhere if as_json else write
+                return await stream(ring, request, status, shown, may_outline=mode is not None)
 
         return asyncio.run(once())
 

@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from platformdirs import user_state_path
 from prompt_toolkit import PromptSession
@@ -19,6 +20,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
 from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation, Question
+from meshllm.cli.chat.outlined import outlined
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
 from meshllm.cli.terminal import render
@@ -27,22 +29,38 @@ from meshllm.errors import MeshError
 from meshllm.local_files import make_private, open_own
 from meshllm.request import Answer, Backend, Request
 
+if TYPE_CHECKING:
+    from meshllm.outline.eligibility import OutlineMode
+
 QUOTES = '"""'
 _EXITS = {"exit", "quit"}
 
 
-def converse(opener: Opener, conversation: Conversation, *, stats: bool) -> None:
+def converse(
+    opener: Opener,
+    conversation: Conversation,
+    mode: "OutlineMode | None",
+    *,
+    stats: bool,
+    quiet: bool,
+) -> None:
     """Run a conversation until the user exits."""
-    asyncio.run(_Repl(conversation, opener, stats=stats).run())
+    repl = _Repl(conversation, outlined(opener, mode), stats=stats, quiet=quiet)
+    repl.may_outline = mode is not None
+    asyncio.run(repl.run())
 
 
 class _Repl:
     """Reads lines; runs commands and sends messages."""
 
-    def __init__(self, conversation: Conversation, opener: Opener, *, stats: bool) -> None:
+    def __init__(
+        self, conversation: Conversation, opener: Opener, *, stats: bool, quiet: bool
+    ) -> None:
         self.conversation = conversation
         self.opener = opener
         self.stats = stats
+        self.quiet = quiet
+        self.may_outline = False
         self.session = _session(conversation.settings)
         self.leaving = asyncio.Event()
 
@@ -51,7 +69,8 @@ class _Repl:
         self.ring: asyncio.Future[Backend] = asyncio.get_running_loop().create_future()
         told = self.conversation
         who = told.where and f", answered by {told.where}"
-        _note(f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits")
+        if not self.quiet:
+            _note(f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits")
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():
@@ -122,7 +141,10 @@ class _Repl:
 
     async def _answer(self, request: Request, pieces: list[str]) -> Answer:
         is_rendered = not self.conversation.settings.plain
-        with render.Status(sys.stderr) as status, render.answering(markdown=is_rendered) as write:
+        with (
+            render.Status(sys.stderr, is_quiet=self.quiet) as status,
+            render.answering(markdown=is_rendered) as write,
+        ):
 
             def keep(piece: str) -> None:
                 pieces.append(piece)
@@ -131,7 +153,7 @@ class _Repl:
             doing = "waiting for" if self.ring.done() else "loading"
             status.show(f"{doing} {self.conversation.settings.model}")
             ring = await asyncio.shield(self.ring)
-            return await stream(ring, request, status, keep)
+            return await stream(ring, request, status, keep, may_outline=self.may_outline)
 
 
 def _session(settings: Settings) -> PromptSession[str]:

@@ -21,9 +21,17 @@ _NOTE_CHARS = 200
 
 
 async def stream(
-    ring: Backend, request: Request, status: render.Status, write: Callable[[str], None]
+    ring: Backend,
+    request: Request,
+    status: render.Status,
+    write: Callable[[str], None],
+    *,
+    may_outline: bool = False,
 ) -> Answer:
-    """Write the pieces of an answer as they arrive; cancelling ends it on every node."""
+    """Write the pieces of an answer as they arrive; cancelling ends it on every node.
+
+    ``may_outline``: the ring may answer by outline, each point with a share of `max_tokens`.
+    """
     answer: Answer | None = None
     async with aclosing(ring.generate(request)) as events:
         async for event in events:
@@ -40,7 +48,7 @@ async def stream(
                     )
                 case Answer():
                     answer = event
-                    status.notes.extend(_cut(request, event))
+                    status.notes.extend(_cut(request, event, may_outline=may_outline))
                 case _:
                     assert_never(event)
     if answer is None:
@@ -48,12 +56,14 @@ async def stream(
     return answer
 
 
-def _cut(request: Request, answer: Answer) -> list[str]:
+def _cut(request: Request, answer: Answer, *, may_outline: bool) -> list[str]:
     """Return a note on an answer that did not end by itself."""
     if answer.finish_reason is not FinishReason.LENGTH:
         return []
     count = answer.completion_tokens
     is_own = count >= request.max_tokens
+    if may_outline and not is_own:  # perhaps by the share of a point
+        return ["the answer was cut"]
     limit = "`max_tokens`" if is_own else "the context, or what the mesh allows"
     broken = "; its JSON is incomplete" if request.schema else ""
     return [f"the answer was cut after {count} tokens by {limit}{broken}"]

@@ -177,6 +177,24 @@ def test_who_answers_is_named_with_the_size_of_its_ring(
     assert found == where
 
 
+def test_a_model_that_no_ring_serves_has_no_size(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = node.status()
+    assert status.model
+    big = replace(status.model, name="big")
+    forming = ServedRing(
+        "big", 0, RingState.FORMING, "no plan yet", is_own=False, epoch=0, entry="", stages=()
+    )
+    status = replace(status, models=(status.model, big), rings=(forming,))
+    monkeypatch.setattr(node, "status", lambda: status)
+    flags = dict.fromkeys(keys()) | {"model": "big"}
+
+    _, _, found = backends.choose(load(flags).settings, flags)
+
+    assert found == "the node of this machine"
+
+
 def test_a_mesh_without_an_entry_is_named(ask: Ask, node: FakeNode) -> None:
     node.entry = ""
 

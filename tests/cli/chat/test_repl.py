@@ -102,6 +102,26 @@ def test_a_conversation_answers_and_exits(terminal: Terminal) -> None:
     assert terminal.wait() == 0
 
 
+def test_a_quiet_conversation_has_no_notes() -> None:
+    with Terminal("--quiet", "--max-tokens", "2") as terminal:
+        greeted = terminal.wait_for(PROMPT)
+        terminal.press("hello there\r")
+        terminal.wait_for("You said: hello there\r\n")
+        said = terminal.wait_for(PROMPT)
+        terminal.press("\x04")
+
+        assert terminal.wait() == 0
+    assert "/help" not in greeted
+    assert "was cut" not in said
+
+
+def test_a_conversation_notes_that_an_answer_was_cut() -> None:
+    with Terminal("--max-tokens", "2") as terminal:
+        assert "/help" in terminal.wait_for(PROMPT)
+        terminal.press("hello there\r")
+        assert terminal.wait_for("was cut after 4 tokens by `max_tokens`")
+
+
 def test_control_c_stops_the_answer_and_keeps_its_text(terminal: Terminal) -> None:
     terminal.press("loop\r")
     terminal.wait_for("You said: loop on on on")

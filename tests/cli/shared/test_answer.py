@@ -69,6 +69,21 @@ async def test_an_answer_that_was_cut_is_noted(request_: Request, note: str) -> 
     assert status.notes == [note]
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "note"),
+    [(4, "the answer was cut"), (3, "the answer was cut after 3 tokens by `max_tokens`")],
+)
+async def test_a_cut_point_of_an_outline_blames_no_limit(max_tokens: int, note: str) -> None:
+    """Each point has a share of `max_tokens`."""
+    cut = replace(answer_of("1. Parks", 3), finish_reason=FinishReason.LENGTH)
+    status = render.Status(io.StringIO())
+
+    request = Request(raw="x", max_tokens=max_tokens)
+    await stream(Canned([cut]), request, status, print, may_outline=True)
+
+    assert status.notes == [note]
+
+
 async def test_an_answer_that_ends_by_itself_has_no_note() -> None:
     status = render.Status(io.StringIO())
 
