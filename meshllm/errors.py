@@ -20,6 +20,7 @@
 The number is the exit code of the command. A bug is not a ``MeshError`` and keeps its traceback.
 """
 
+import errno
 import os
 from typing import ClassVar
 
@@ -121,8 +122,10 @@ class QuotaUsed(Busy):
 def cannot_listen(address: str, error: OSError) -> UserError:
     """Return the error of a socket that cannot be bound, in the words of the system."""
     code = error.errno or 0  # resolver errors are negative
+    if "could not bind on any address" in str(error):  # asyncio and uvloop, without a number
+        code = errno.EADDRNOTAVAIL
     # asyncio puts the address and its own words into the text of the error.
-    reason = os.strerror(code) if code > 0 else str(error.strerror)
+    reason = os.strerror(code) if code > 0 else error.strerror or str(error) or "unknown error"
     return UserError(
         f"Cannot listen on `{address}`: {reason[:1].lower()}{reason[1:]}",
         hint="choose another port, or an address of this machine",

@@ -201,6 +201,12 @@ def test_an_invalid_node_id_is_refused(meshllm: Invoke, fake: FakeRelay) -> None
         (OSError(errno.EADDRINUSE, "error while attempting to bind"), "address already in use"),
         (OSError(errno.EACCES, "no"), "permission denied"),
         (OSError(-2, "Name or service not known"), "name or service not known"),
+        (  # of asyncio in Python 3.13, and of uvloop
+            OSError("could not bind on any address out of [('192.0.2.1', 8790)]"),
+            "cannot assign requested address",
+        ),
+        (OSError("No such plug"), "no such plug"),
+        (OSError(), "unknown error"),
     ],
 )
 def test_a_listen_error_has_a_hint(
