@@ -11,6 +11,7 @@ from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import (
     DOT_ROWS,
+    DOT_TILE,
     MOST_ROWS,
     CompiledLinear,
     choose_kernel,
@@ -61,6 +62,22 @@ def test_rows_of_a_step_are_row_invariant_and_close_to_torch(
 
 
 @torch.inference_mode()
+def test_a_prompt_has_the_bits_of_its_rows_with_the_instruction_for_pairs(
+    kernel: LinearKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_bf16, "multiplies_matrices", lambda: False)
+    rows = DOT_TILE + DOT_ROWS + 3
+    module, x = made(linear(100, 192)), torch.randn(1, rows, 192).bfloat16()
+    whole = module(x)
+
+    if kernel is LinearKernel.DOT:
+        for chunk in (1, MOST_ROWS, DOT_ROWS, DOT_TILE + 1):
+            parts = [module(each) for each in torch.split(x, chunk, 1)]
+            assert torch.equal(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(whole, module.plain(x), rtol=0.02, atol=0.02)
+
+
+@torch.inference_mode()
 def test_rows_of_any_shape_and_layout_are_supported(kernel: LinearKernel) -> None:
     module, x = made(linear(128, 192, bias=True)), torch.randn(64, 192).bfloat16()
 
@@ -79,6 +96,7 @@ def test_many_rows_with_an_incomplete_output_block_are_left_to_torch(
 ) -> None:
     plain, x = linear(100, 64), torch.randn(DOT_ROWS + 1, 64).bfloat16()
     monkeypatch.setattr(Bf16Matrix, "gemm", None)
+    monkeypatch.setattr(linear_bf16, "multiplies_matrices", lambda: True)
 
     assert torch.equal(made(plain)(x), plain(x))
 

@@ -14,7 +14,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from meshllm.model.kernels.rms_norm import norm
 from meshllm.model.modules import rms_norm
 from meshllm.model.modules.rms_norm import (
-    FEW,
     FusedRMSNorm,
     TorchRMSNorm,
     fuse_rms_norms,
@@ -118,13 +117,21 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     assert narrow(turned).stride() == plain(turned).stride() != turned.contiguous().stride()
 
 
-@pytest.mark.parametrize("rows", [0, FEW + 1])
-def test_many_rows_and_no_rows_are_left_to_stock_code(rows: int) -> None:
-    plain = drawn(LlamaRMSNorm(16))
-    x = torch.randn(rows, 16).bfloat16()
+def test_rows_of_a_prompt_have_the_bits_of_rows_alone() -> None:
+    own, x = FusedRMSNorm(drawn(LlamaRMSNorm(64)), 1e-6), torch.randn(1, 700, 64).bfloat16()
+    whole = own(x)
 
-    assert torch.equal(FusedRMSNorm(plain, 0.5)(x), plain(x))
-    assert torch.equal(FusedRMSNorm(plain, 0.5)(x.float()[:5]), plain(x.float()[:5]))
+    for chunk in (1, 512, 513):
+        parts = [own(x[:, at : at + chunk]) for at in range(0, 700, chunk)]
+        assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_no_rows_and_rows_of_another_type_are_left_to_stock_code() -> None:
+    plain = drawn(LlamaRMSNorm(16))
+    x = torch.randn(5, 16).bfloat16()
+
+    assert torch.equal(FusedRMSNorm(plain, 0.5)(x[:0]), plain(x[:0]))
+    assert torch.equal(FusedRMSNorm(plain, 0.5)(x.float()), plain(x.float()))
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e18])

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.model.device import CPU
-from meshllm.model.files.source import Source
+from meshllm.model.files.source import Source, resolve
 from meshllm.model.kernels import jit
+from meshllm.model.locate import BUILTIN
 from meshllm.model.modules import linear_bf16
-from meshllm.model.modules.kernel_choice import LinearKernel
+from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import use_own_gemm
 from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
 from meshllm.model.split.kv_cache import SpanCache
@@ -195,6 +197,22 @@ def test_a_prefill_is_near_the_stock_forward(tmp_path: Path, quant: Quant) -> No
     )
 
     assert (got - stock).norm() <= 0.02 * stock.norm()
+
+
+@pytest.mark.parametrize("quant", Quant)
+def test_a_prompt_has_the_same_bits_in_chunks_of_any_size(quant: Quant) -> None:
+    if multiplies_matrices():
+        pytest.skip("torch multiplies prompts by matrix instructions here")
+    source = resolve(BUILTIN)
+    runner = Runner(load_shard(source, Span(0, 2), embed=True, head=False, quant=quant), COUNTS)
+    tokens = ids(300)
+    whole = runner.prefill(tokens, runner.new_cache())
+
+    has_one_order = quant is not Quant.NONE or has_bf16_dot()  # for few rows and for many
+    for chunk in (20, 100, 150, *((1, 7, 129) if has_one_order else ())):
+        cache = runner.new_cache()
+        parts = [runner.prefill(each, cache) for each in torch.split(tokens, chunk, 1)]
+        assert torch.equal(torch.cat(parts, 1), whole)
 
 
 def test_without_counts_a_step_is_a_stock_step(tmp_path: Path) -> None:
