@@ -11,8 +11,9 @@ and begins again with the other model. A model that is not here is fetched from 
 For each further ring that the records name, the first service runs another one, which sees the
 records as that ring does, see `groups`. It publishes its offer as a share of the profile, and its
 state as a membership. All of them compute on one thread, in turn. If the first ring of the node
-ends, a further one may be named as the first. It ends and begins again with all of the memory, but
-only while no session is in progress: until then it serves with its share.
+ends, a further one may be named as the first. It ends and begins again with all of the memory, once
+no session is in progress or after `DRAIN_S`: until then it serves with its share. Meanwhile other
+further rings end, and others begin in the memory that it leaves.
 """
 
 import asyncio
@@ -61,6 +62,7 @@ SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is u
 LOST_S = 0.15  # s; all links of a node are lost, and an answer waits
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
 MOVE_S = 10.0  # s that a node waits for the end of its sessions before it moves to another ring
+DRAIN_S = 60.0  # s more for a further ring that is to be the first
 DESCRIBE_S = 60.0  # s to find a node that describes a model, one of several, to this one
 
 logger = logging.getLogger(__name__)
@@ -98,9 +100,11 @@ class RingService:
     _moving: asyncio.Event = field(default_factory=asyncio.Event)
     _target: GroupId | None = None  # the group in which to take part soon
     _unable: set[ModelKey] = field(default_factory=set)  # models that could not be opened
-    _wanted: Mapping[GroupId, int] = field(default_factory=dict)  # further groups, and memory
+    # Further groups, and memory; None to look again.
+    _wanted: Mapping[GroupId, int] | None = field(default_factory=dict)
     _memory: int = 0  # for this ring, if it is a further one
     _task: asyncio.Task[None] | None = None  # of a further ring
+    _latest: float | None = None  # when it ends if it still is not wanted then
     _is_stopped: bool = False  # it ends, and the node goes on without this ring
 
     def __post_init__(self) -> None:
@@ -393,27 +397,43 @@ class RingService:
         if is_out or wanted == self._wanted or self.member.provider:
             return
         self._wanted = wanted
-        latest = asyncio.get_running_loop().time() + MOVE_S
-        self.call_later(SETTLE_S, self._change_further, wanted, latest)
+        self.call_later(SETTLE_S, self._change_further, wanted)
 
-    def _change_further(self, wanted: Mapping[GroupId, int], latest: float) -> None:
-        """Take part in these further rings, and in no others."""
+    def _change_further(self, wanted: Mapping[GroupId, int]) -> None:
+        """Take part in these further rings, and in no others.
+
+        Those that still have sessions end later; the wanted ones wait only for memory of theirs.
+        """
         if wanted is not self._wanted or self.member.is_leaving:
             return
-        ending = [at for group, at in self.further.items() if group not in wanted]
-        is_late = asyncio.get_running_loop().time() >= latest
-        waiting = [at for at in ending if not is_late or at.member.group == self._target]
-        if any(at.member.sessions for at in waiting):
-            self.call_later(SETTLE_S, self._change_further, wanted, latest)
-            return
-        for at in ending:
-            at.stop()
+        busy = [
+            at._memory
+            for group, at in self.further.items()
+            if group not in wanted and not at._end(DRAIN_S if group == self._target else 0.0)
+        ]
+        if busy:
+            self.call_later(SETTLE_S, self._change_further, wanted)
+        if not busy or sum(busy) + sum(wanted.values()) <= self.offer.profile.memory_bytes:
+            self._begin_wanted(wanted)
+
+    def _begin_wanted(self, wanted: Mapping[GroupId, int]) -> None:
         for group, memory in wanted.items():
             running = self.further.get(group)
             if running is None:
                 self._begin_further(group, memory)
             elif not running._is_stopped:  # else it begins again once it has ended
+                running._latest = None
                 running.resize(memory)
+
+    def _end(self, patience_s: float) -> bool:
+        """End a further ring if no session is in progress or it is late; return whether it ends."""
+        now = asyncio.get_running_loop().time()
+        if self._latest is None:
+            self._latest = now + MOVE_S
+        if self.member.sessions and now < self._latest + patience_s and not self._is_stopped:
+            return False
+        self.stop()
+        return True
 
     def _begin_further(self, group: GroupId, memory: int) -> None:
         def why() -> str:
@@ -464,7 +484,7 @@ class RingService:
             first.offer.share(group, None)
         else:
             self.member.end(group)
-        first._wanted = {}  # if it is wanted again meanwhile, it begins again
+        first._wanted = None  # if it is wanted again meanwhile, it begins again
         first.changed()
 
     def _end_member(self, group: GroupId) -> None:
@@ -476,7 +496,7 @@ class RingService:
 
     def stop(self) -> None:
         """End the service in a further ring."""
-        if self._task is not None:
+        if self._task is not None and not self._is_stopped:
             self._is_stopped = True
             self._task.cancel()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +231,14 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
 ) -> None:
     monkeypatch.setattr(ring_service, "MOVE_S", 0.0)  # it is late at once
     looks = count_calls(monkeypatch, "_change_further")
-    with random_model("tiny", torch.float32, layers=6) as folder:
-        third = str(folder)
+    sizes = {"layers": 6}, {"layers": 5}
+    with ExitStack() as models:
+        third, fourth = [
+            str(models.enter_context(random_model("tiny", torch.float32, **size))) for size in sizes
+        ]
         a = await mesh.start("a", model="builtin")
-        b = await mesh.start("b", join=a.ticket, model="builtin", more_models=(random, third))
+        more = random, third, fourth
+        b = await mesh.start("b", join=a.ticket, model="builtin", more_models=more)
         await both([a, b], lambda node: serving(node) == {("builtin", 0)})
         first = await control_of(b).serve(ModelOptions(random))
         await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
@@ -253,8 +257,20 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
             assert further.member.runtime is runtime
             assert runtime.entry is not None
             assert await ask(a, model=third) == text
+            assert list(b.service.further.values()) == [further]
 
-        await until(lambda: not b.service.further, b)  # and then its ring gets all of the memory
+            # Other rings begin and end meanwhile.
+            other = await control_of(b).serve(ModelOptions(fourth))
+            await until(lambda: len(b.service.further) == 2, b)
+            await until(lambda: (fourth, 0) in serving(b), b)
+            control_of(b).stop(other.key)
+            await until(lambda: len(b.service.further) == 1, b)
+            assert further.member.runtime is runtime
+
+            busy.setattr(ring_service, "DRAIN_S", 0.0)  # it is late for this one too
+            await until(lambda: not b.service.further, b)
+
+        # Its ring gets all of the memory.
         await both([a, b], lambda node: serving(node) == {("builtin", 0), (third, 0)})
         assert not b.machine.profiles[b.me].shares
         assert await ask(a, model=third) == text
