@@ -12,8 +12,8 @@ For each further ring that the records name, the first service runs another one,
 records as that ring does, see `groups`. It publishes its offer as a share of the profile, and its
 state as a membership. All of them compute on one thread, in turn. If the first ring of the node
 ends, a further one may be named as the first. It ends and begins again with all of the memory, once
-no session is in progress or after `DRAIN_S`: until then it serves with its share. Meanwhile other
-further rings end, and others begin in the memory that it leaves.
+no session is in progress or after `DRAIN_S`: until then it serves with its share. Other further
+rings end meanwhile; new ones wait, as the first ring may still hold its model.
 """
 
 import asyncio
@@ -402,27 +402,22 @@ class RingService:
     def _change_further(self, wanted: Mapping[GroupId, int]) -> None:
         """Take part in these further rings, and in no others.
 
-        Those that still have sessions end later; the wanted ones wait only for memory of theirs.
+        Those that still have sessions end later; new ones wait for the memory of all that end.
         """
         if wanted is not self._wanted or self.member.is_leaving:
             return
-        busy = [
-            at._memory
-            for group, at in self.further.items()
-            if group not in wanted and not at._end(DRAIN_S if group == self._target else 0.0)
-        ]
-        if busy:
+        ending = [(group, at) for group, at in self.further.items() if group not in wanted]
+        for group in wanted.keys() & self.further.keys():
+            self.further[group]._latest = None
+        ends = [at._end(DRAIN_S if group == self._target else 0.0) for group, at in ending]
+        if not all(ends):
             self.call_later(SETTLE_S, self._change_further, wanted)
-        if not busy or sum(busy) + sum(wanted.values()) <= self.offer.profile.memory_bytes:
-            self._begin_wanted(wanted)
-
-    def _begin_wanted(self, wanted: Mapping[GroupId, int]) -> None:
+            return
         for group, memory in wanted.items():
             running = self.further.get(group)
             if running is None:
                 self._begin_further(group, memory)
             elif not running._is_stopped:  # else it begins again once it has ended
-                running._latest = None
                 running.resize(memory)
 
     def _end(self, patience_s: float) -> bool:

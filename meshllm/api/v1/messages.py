@@ -17,7 +17,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, messages_error
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
-from meshllm.api.v1.extension import Needs, SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
 from meshllm.api.v1.generating import MAX_STOPS, read_fields
 from meshllm.api.v1.headers import headers_of, is_traced, trace_of
 from meshllm.api.v1.reply import STREAM
@@ -125,7 +125,7 @@ class MessagesPrompt:
     messages: tuple[MessagesTurn, ...]
     system: str | tuple[TextBlock, ...] | None = None
     thinking: Thinking | None = None
-    meshllm: Needs | None = None
+    meshllm: SeededNeeds | None = None
 
     @property
     def thinks(self) -> bool | None:
@@ -158,7 +158,6 @@ class Messages(MessagesPrompt):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    meshllm: SeededNeeds | None = None
 
     def request(self) -> Asked:
         """Convert to a request of the mesh; raise `WrongField` for what is not supported."""

@@ -14,7 +14,7 @@ from meshllm.cli.shared.options import Json, settings, takes, with_state
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, state_path
-from meshllm.errors import UserError
+from meshllm.errors import MeshError, UserError
 
 if TYPE_CHECKING:
     from meshllm.api.access.accounts import Accounts, ApiKey
@@ -97,7 +97,10 @@ def _note_unserved(chosen: Settings, names: Sequence[str]) -> None:
 
     from meshllm.status import find_model
 
-    served = asyncio.run(NodeClient(socket_path(chosen)).models())
+    try:
+        served = asyncio.run(NodeClient(socket_path(chosen)).models())
+    except MeshError:  # the key is made: what the note would say is not worth a failure
+        return
     if unserved := [name for name in names if find_model(served, name) is None]:
         which = ", ".join(f"`{render.safe(name)}`" for name in unserved)
         render.talk(f"note: the mesh does not serve {which} now")

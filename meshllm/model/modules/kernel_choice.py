@@ -29,6 +29,7 @@ from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
+from meshllm.model.modules.int8 import multiplies_matrices
 
 FEWEST = 512
 """Inputs from which on matrices are measured."""
@@ -124,7 +125,8 @@ Multiply = Callable[[Tensor], Any]
 
 def _candidates(weights: Tensor) -> Iterator[tuple[LinearKernel, list[Multiply]]]:
     """Yield the kernels with what multiplies rows by each of ``weights`` [count, N, K]."""
-    yield LinearKernel.FMA, [Bf16Matrix(each).gemv for each in weights]
+    if not has_bf16_dot() or multiplies_matrices():  # else a prompt would not have its bits
+        yield LinearKernel.FMA, [Bf16Matrix(each).gemv for each in weights]
     if has_bf16_dot():
         yield LinearKernel.DOT, [Bf16Matrix(each, dot=True).gemv for each in weights]
     plain: list[Multiply] = [partial(functional.linear, weight=each) for each in weights]

@@ -28,7 +28,6 @@ from meshllm.protocol.planning.plan import (
 from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.holders import awaits_weights
 
-MOST_SLOWER = 32  # times as long as the other end an honest end measures a round trip
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time
 MAX_BYTES_PER_S = 1 << 48  # 35 times the fastest memory of 2026; sparse layers read only a part
 MIN_LAYER_S = 1e-6  # whatever its size: the launch of one kernel takes longer
@@ -274,10 +273,8 @@ def _offer(node: NodeId, profile: Profile, shape: ModelSizes) -> Offer:
 def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
     """Return the links that both ends name, with the shorter of the two measured round trips.
 
-    Load lengthens what an end measures, but not by more than `MOST_SLOWER`: an end that lies gains
-    no more. Nodes that refuse each other have no link: a false accusation costs only links of its
-    author. A node that the author of the charter refuses is not a candidate, not even for a ring of
-    its own.
+    Nodes that refuse each other have none: a false accusation costs only links of its author. A
+    node that the author of the charter refuses is not a candidate, not even for a ring of its own.
     """
     named = {node: dict(states[node].links) for node in here if node in states}
     wires = {}
@@ -286,8 +283,7 @@ def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Li
             if node < peer and node in named.get(peer, ()) and not _refuse(states, node, peer):
                 measured = [us for us in (round_trip, named[peer][node]) if us]
                 if measured:
-                    least = max(min(measured), max(measured) // MOST_SLOWER)
-                    wires[node, peer] = LinkSpeed(_quantise(least) / 2e6)
+                    wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
     return Links(wires, NO_LINK)
 
 

@@ -13,10 +13,10 @@ the Close that goes round the ring: a session that one rank does not keep is use
 When a running session needs the room, the least recently used are evicted. A loss is found on
 reuse: the first rows meet a gap, the entry restarts at position 0 and forgets that text.
 
-The owner of the entry has a share: its most recently used sessions, up to half of those kept and at
-least the last one, are evicted after all others. So nobody else's finished sessions push them out;
-a Close says whose a session is. All ranks must keep the same sessions, so the share counts sessions
-and not bytes: what a rank with less memory keeps is part of what one with more does.
+The owner of the entry has a share: its most recently used sessions, up to half of the places, are
+evicted after all others. So nobody else's finished sessions push them out; a Close says whose a
+session is. The share is the same number on all ranks; one with less memory may still keep a session
+that another evicted for an older one of the owner, which is found like any other loss.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ MAX_STATES = 8
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
 OWN_SHARE = 2
-"""One in so many sessions that are kept is the owner's own if it has used so many."""
+"""The owner has one in so many places of its own."""
 RESUME_S = 60.0
 """The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
 
@@ -196,7 +196,7 @@ class PrefixIndex:
     def _in_order(self) -> list[SessionId]:
         """Return the sessions in the order of eviction."""
         own = [session for session, item in self._items.items() if item.is_own]
-        share = set(own[-max(1, len(self._items) // OWN_SHARE) :])
+        share = set(own[-(self._most // OWN_SHARE) :])
         return sorted(self._items, key=share.__contains__)
 
     def _drop(self, session: SessionId) -> None:

@@ -106,7 +106,7 @@ async def test_a_stream_has_anthropics_events(client: httpx2.AsyncClient) -> Non
 
 
 async def test_tokens_are_counted(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    body = {"model": "builtin", "messages": [HI], "system": "be kind"}
+    body = {"model": "builtin", "messages": [HI], "system": "be kind", "meshllm": {"seed": 1}}
     said = await client.post(f"{PATH}/count_tokens", json=body)
 
     assert said.json() == {"input_tokens": 2}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.api.access.accounts import Accounts, tag_of
+from meshllm.errors import TimedOut
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
@@ -136,3 +137,16 @@ def test_a_model_that_is_not_served_is_noted(
     assert typo.stdout.count("sk-meshllm-") == 1
     assert typo.stderr.endswith("note: the mesh does not serve `c`, `d` now\n")
     assert "note" not in known.stderr
+
+
+def test_a_node_that_does_not_answer_fails_no_key(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeClient(monkeypatch)
+    client.statuses = [TimedOut("the node does not answer")]
+    monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
+    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+
+    made = meshllm("key", "create", "one", "--models", "a")
+
+    assert (made.exit_code, made.stdout.count("sk-meshllm-")) == (0, 1)
