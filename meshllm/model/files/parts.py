@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -313,14 +313,18 @@ class PartFolder:
         except (DamagedFile, LookupError):
             return b""
 
-    def set_aside(self, parts: Collection[int]) -> None:
-        """Take parts out of their place, and keep a copy until its space is needed.
+    def set_aside(self, parts: Mapping[int, bytes]) -> None:
+        """Take parts that lack the given digest out of their place, under the lock of the folder.
 
-        The weights that replace them may be damaged ones. Of several changes within `KEPT_S` the
-        copy from before the first is kept: a disk that fails damages a file more than once.
+        A copy that has the digest is put back instead. Else what is taken out is kept until its
+        space is needed: the weights that replace it may be damaged ones. Of several changes within
+        `KEPT_S` the copy from before the first is kept: a disk that fails damages a file more than
+        once.
         """
-        for part in parts:
+        for part, digest in parts.items():
             path, kept = self.folder / part_name(part), self._kept(part)
+            if self._put_back(part, digest):
+                continue
             if kept.is_file() and time.time() - kept.stat().st_mtime < KEPT_S:
                 path.unlink(missing_ok=True)
             elif path.is_file():
@@ -329,12 +333,17 @@ class PartFolder:
 
     def restore(self, part: int, digest: bytes) -> None:
         """Put a part back that was set aside, if it has the digest and its place is free."""
+        if not self.has(part):
+            self._put_back(part, digest)
+
+    def _put_back(self, part: int, digest: bytes) -> bool:
+        """Put a part that was set aside in its place if it has the digest; return whether so."""
         name, kept = part_name(part), self._kept(part)
-        if self.has(part) or not kept.is_file():
-            return
         with suppress(ModelError):  # it cannot be read now, and is fetched instead
-            if self._digest(kept, name) == digest:
+            if kept.is_file() and self._digest(kept, name) == digest:
                 kept.replace(self.folder / name)
+                return True
+        return False
 
     def _kept(self, part: int) -> Path:
         return self.folder / f"{part_name(part)}{_KEPT}"
@@ -369,18 +378,29 @@ class PartFolder:
     def check_space(self, more: int) -> None:
         """Raise `ModelError` if the disk lacks room for so many bytes more.
 
-        Parts that were set aside, of any model, make room.
+        Parts that were set aside, of any model, make room, the oldest first, if that is enough:
+        ``more`` is a claim of a peer.
         """
-        free = self._free_bytes()
-        for kept in sorted(self.folder.parent.glob(f"*/*{_KEPT}")):
-            if more > free:
-                kept.unlink(missing_ok=True)
+        free, kept = self._free_bytes(), self._all_kept()
+        room = free + sum(size for _, size, _ in kept)
+        for _, _, path in kept:
+            if free < more <= room:
+                path.unlink(missing_ok=True)
                 free = self._free_bytes()
         if more > free:
             raise ModelError(
                 f"The disk of `{self.folder}` has room for {max(0, free)} bytes, not {more}",
                 hint="free some space, or set `XDG_CACHE_HOME` to a folder on a larger disk",
             )
+
+    def _all_kept(self) -> list[tuple[int, int, Path]]:
+        """Return when each part of any model was set aside, its bytes and path, oldest first."""
+        found = []
+        for path in self.folder.parent.glob(f"*/*{_KEPT}"):
+            with suppress(FileNotFoundError):  # another node of this user may need it
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, stat.st_size, path))
+        return sorted(found)
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free - FREE_BYTES

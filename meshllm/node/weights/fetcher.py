@@ -144,11 +144,18 @@ class WeightFetcher:
             reason = run.reason or "no node of the mesh has them"
             raise ModelError(f"The weights of parts {sorted(run.left)} cannot be fetched: {reason}")
 
-    async def set_aside(self, charter: Charter, parts: Collection[int]) -> None:
-        """Set parts aside that were fetched before; raise `ModelError` if they cannot be moved."""
+    async def set_aside(
+        self, charter: Charter, choose: Callable[[], Awaitable[Mapping[int, bytes]]]
+    ) -> None:
+        """Set parts aside that were fetched before; raise `ModelError` if they cannot be moved.
+
+        ``choose`` returns the parts, with the digests that they should have. It is called under the
+        lock: another node of this user may have replaced them meanwhile.
+        """
         async with self._turn:
             place = self.place(charter)
             async with self._alone(place):
+                parts = await choose()
                 with _writing(place.folder):
                     await self.off_loop(place.set_aside, parts)
 

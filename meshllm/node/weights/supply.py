@@ -13,7 +13,8 @@ one node loses no part of the model.
 
 Weights that this node fetched before may not be those that the founder has now, with the same
 configuration: they would keep it out of every plan. It sets them aside if it serves in no ring and
-a linked node has the right ones. It does not delete them: those of the founder may be damaged.
+a linked node has the right ones. It does not delete them: those of the founder may be damaged. It
+compares them at each change of the records, since the founder may start again with others.
 
 A node that opened the model in a folder of its user, whole or in part, fetches nothing: what it
 fetched would not come into that folder.
@@ -102,7 +103,6 @@ class WeightSupply:
         self._off_loop = off_loop
         self._before: Agreement | None = None
         self._fetches = True
-        self._is_compared = False  # with the weights of the founder, and the same
 
     @property
     def progress(self) -> str:
@@ -161,19 +161,15 @@ class WeightSupply:
                     return view
 
     async def run(self) -> None:
-        """Fetch ahead what the plan will need, until every part is here or cancelled."""
+        """Fetch ahead what the plan will need, and what the founder changes, until cancelled."""
         changes, delay = self._host.changes(), FIRST_RETRY_S
-        while self._fetches and (self._is_short() or not self._is_compared):
+        while self._fetches:
             await anext(changes)
             await asyncio.sleep(SETTLE_S)  # links are reported one by one
             if (view := self._host.mesh_view()) is None or self._me not in view.profiles:
                 continue
             try:
-                if await self._set_stale_aside(view) or not self._is_short():
-                    continue
-                parts, obstacle = await self._off_loop(self._ahead, view)
-                self._set_obstacle(obstacle)
-                await self.obtain(parts)
+                await self._look(view)
                 self._note("")
                 delay = FIRST_RETRY_S
             except ModelError as error:
@@ -181,11 +177,21 @@ class WeightSupply:
                 logger.warning("%s, again in %.0f s", error, delay)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_S)
-        self._set_obstacle("")
+
+    async def _look(self, view: MeshView) -> None:
+        if self._stale(view):
+            await self._fetcher.set_aside(view.charter, self._choose_stale)
+            await self._host.hash_weights()  # a change, after which this looks again
+        elif self._is_short():
+            parts, obstacle = await self._off_loop(self._ahead, view)
+            self._set_obstacle(obstacle)
+            await self.obtain(parts)
+        else:
+            self._set_obstacle("")
 
     def begin(self, weights: Sequence[bytes], folder: Path) -> None:
         """Let no plan use this node before `run` has looked, if its folder has no layer yet."""
-        self._before, self._is_compared = None, False
+        self._before = None
         self._fetches = self.collects(folder)
         self._set_obstacle(FETCHES if self._fetches and is_bare(weights) else "")
 
@@ -231,27 +237,33 @@ class WeightSupply:
         finally:
             await self._host.hash_weights()  # of some, if not all
 
-    async def _set_stale_aside(self, view: MeshView) -> bool:
-        """Set aside what differs from the founder's weights; return whether something did."""
+    def _stale(self, view: MeshView) -> dict[int, bytes]:
+        """Return the parts to set aside, with the digests in force; none while this node serves."""
         own = self._host.own_weights()
         stale = stale_parts(view.charter, view.profiles, view.author, own)
-        if stale is None:
-            return False
-        self._is_compared = not stale
-        held = frozenset[int]().union(*self._holders(view, self._digests(view)).values())
+        if not stale:
+            return {}
         plan = followed_plans(view).get(self._me)
-        if not stale & held or (plan is not None and plan.rank(self._me) is not None):
-            return False
-        logger.warning(
-            "the founder has other weights of parts %s: those here are set aside in `%s`",
-            sorted(stale & held),
-            self._fetcher.place(view.charter).folder,
-        )
-        if is_bare([ABSENT if part in stale & held else each for part, each in enumerate(own)]):
-            self._set_obstacle(FETCHES)
-        await self._fetcher.set_aside(view.charter, stale & held)
+        if plan is not None and plan.rank(self._me) is not None:
+            return {}
+        digests = self._digests(view)
+        held = frozenset[int]().union(*self._holders(view, digests).values())
+        return {part: digests[part] for part in sorted(stale & held)}
+
+    async def _choose_stale(self) -> dict[int, bytes]:
+        """Return the parts to set aside by what is here now, see `WeightFetcher.set_aside`."""
         await self._host.hash_weights()
-        return True
+        view, own = self._host.mesh_view(), self._host.own_weights()
+        stale = self._stale(view) if view else {}
+        if view and stale:
+            logger.warning(
+                "the founder has other weights of parts %s: those here are set aside in `%s`",
+                [*stale],
+                self._fetcher.place(view.charter).folder,
+            )
+            if is_bare([ABSENT if part in stale else each for part, each in enumerate(own)]):
+                self._set_obstacle(FETCHES)
+        return stale
 
     def _spare(self, view: MeshView, alive: Collection[NodeId]) -> frozenset[int]:
         """Return the parts to fetch for the case that their only holder is lost.

@@ -39,6 +39,8 @@ from meshllm.names import Span
 
 LAYERS = 6
 POOLING = "1_Pooling/config.json"
+OTHER = b"o" * 16
+"""A digest that no part has."""
 
 
 @pytest.fixture
@@ -196,7 +198,7 @@ def test_a_part_that_was_set_aside_is_put_back_when_it_is_in_force_again(
     give(place, parts, 1)
     place.verify(1, digests[1])
 
-    place.set_aside([0, 1])
+    place.set_aside({0: OTHER, 1: OTHER})
     assert not place.has(1)
     with monkeypatch.context() as full:
         full.setattr(mmap, "mmap", no_memory)
@@ -208,7 +210,7 @@ def test_a_part_that_was_set_aside_is_put_back_when_it_is_in_force_again(
     place.restore(1, digests[1])
     assert place.has(1)
     assert place.damaged(tmp_path / "cache") == []
-    place.set_aside([1])
+    place.set_aside({1: OTHER})
     give(place, parts, 1)
     place.verify(1, digests[1])  # fetched meanwhile
     place.restore(1, digests[1])
@@ -222,33 +224,61 @@ def test_of_several_changes_the_weights_before_the_first_are_kept_for_a_week(
     kept = path.with_name(f"{path.name}.kept")
     for content in ("good", "damaged", "damaged more"):
         path.write_text(content)
-        place.set_aside([1])
+        place.set_aside({1: OTHER})
         assert not path.exists()
         assert kept.read_text() == "good"
 
     os.utime(kept, (time.time() - KEPT_S - 60,) * 2)
     path.write_text("of another month")
-    place.set_aside([1])
+    place.set_aside({1: OTHER})
     assert kept.read_text() == "of another month"
+
+
+def test_a_kept_part_that_is_in_force_again_is_never_replaced(
+    source: Source, place: PartFolder, tmp_path: Path
+) -> None:
+    path = place.folder / part_name(1)
+    kept = path.with_name(f"{path.name}.kept")
+    digest = manifest(source, tmp_path / "cache")[1]
+    give(place, ModelParts(source), 1)
+    place.verify(1, digest)
+    place.set_aside({1: OTHER})
+    path.write_text("damaged")
+    os.utime(kept, (time.time() - KEPT_S - 60,) * 2)
+
+    place.set_aside({1: digest})
+
+    assert place.damaged(tmp_path / "cache") == []
+    assert place.has(1)
+    assert not kept.exists()
 
 
 def test_parts_that_were_set_aside_make_room(
     place: PartFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in range(3):
-        (place.folder / part_name(part)).write_bytes(b"old")
-    place.set_aside(range(3))
+    another = PartFolder(place.folder.parent / "another")
+    another.prepare()
+    for at, (each, part) in enumerate([(place, 1), (another, 2), (place, 0)]):
+        path = each.folder / part_name(part)
+        path.write_bytes(b"old")
+        each.set_aside({part: OTHER})
+        os.utime(path.with_name(f"{path.name}.kept"), (at, at))
 
-    def disk_usage(folder: Path) -> SimpleNamespace:
-        return SimpleNamespace(free=FREE_BYTES + 12 - 3 * len([*folder.glob("*.kept")]))
+    def kept() -> list[str]:
+        return sorted(path.name[:10] for path in place.folder.parent.glob("*/*.kept"))
+
+    def disk_usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=FREE_BYTES + 12 - 3 * len(kept()))
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     place.check_space(3)
-    assert len([*place.folder.glob("*.kept")]) == 3
+    with pytest.raises(ModelError, match="room for 3 bytes, not 13"):
+        place.check_space(13)  # deletes nothing, as it would not be enough
+    assert kept() == ["part-00000", "part-00001", "part-00002"]
     place.check_space(7)
-    assert len([*place.folder.glob("*.kept")]) == 1
-    with pytest.raises(ModelError, match="room for 12 bytes, not 13"):
-        place.check_space(13)
+    assert kept() == ["part-00000"]
+    place.check_space(12)
+    assert kept() == []
 
 
 def test_parts_that_cannot_be_read_now_stay(

@@ -415,7 +415,11 @@ def test_a_part_that_is_in_force_again_is_not_fetched_again(
         _, barn = await nodes.meet(town, "barn")
         await nodes.describe(barn)
         await nodes.fetch([0, 1], barn)
-        await nodes.fetcher.set_aside(nodes.charter, [0, 1])
+
+        async def choose() -> dict[int, bytes]:
+            return {0: nodes.digests[1], 1: nodes.digests[0]}  # of other weights
+
+        await nodes.fetcher.set_aside(nodes.charter, choose)
         assert nodes.here == []
 
         nodes.scripted(barn, nodes.true)
@@ -454,6 +458,40 @@ def test_of_nodes_that_share_a_folder_none_removes_what_another_has_fetched_agai
         assert nodes.here == [1]
         with PartFolder(place.folder).locked():  # nothing is damaged: nobody waits
             assert await asyncio.wait_for(remove(), 1) == []
+
+    run(story)
+
+
+def test_of_nodes_that_share_a_folder_none_sets_aside_what_another_has_fetched_again(
+    run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
+) -> None:
+    async def story(town: Town) -> None:
+        _, barn = await nodes.meet(town, "barn")
+        place = await nodes.describe(barn)
+        await nodes.fetch([0, 1], barn)
+        path = place.folder / part_name(1)
+        good = path.read_bytes()
+        changed = good[:-1] + bytes([good[-1] ^ 1])
+        path.write_bytes(changed)
+
+        async def choose() -> dict[int, bytes]:
+            here = manifest(open_folder("llama", place.folder), tmp_path / "cache")
+            return {
+                part: nodes.digests[part] for part in (0, 1) if here[part] != nodes.digests[part]
+            }
+
+        assert [*await choose()] == [1]  # this node compares
+        with PartFolder(place.folder).locked() as is_locked:  # by another node of this user
+            assert is_locked
+            moving = asyncio.ensure_future(nodes.fetcher.set_aside(nodes.charter, choose))
+            await asyncio.sleep(5)
+            path.write_bytes(good)
+        await moving
+        assert path.read_bytes() == good
+
+        path.write_bytes(changed)
+        await nodes.fetcher.set_aside(nodes.charter, choose)
+        assert nodes.here == [0]
 
     run(story)
 

@@ -1,7 +1,15 @@
 """What a node fetches ahead, when it is kept out of plans, and how it retries."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +56,12 @@ class Mesh:
         self.moved: list[frozenset[int]] = []
         self.failures = 0
         """How often the fetcher fails."""
+        self.whole = WHOLE
+        """What the founder has."""
+        self.here: dict[int, bytes] = {}
+        """The digests of parts that were set aside or fetched."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens before the folder is free for this node."""
         self.withdrawn: Sequence[bytes] = ()
         """What this node has while its profile offers nothing."""
         self.is_described = False
@@ -89,11 +103,8 @@ class Mesh:
 
     async def hash_weights(self) -> None:
         assert self.world
-        have, gone = (frozenset().union(*each) for each in (self.fetched, self.moved))
         own, before = self.world.profiles[self.me], self.own_weights()
-        mine = [
-            WHOLE[at] if at in have else ABSENT if at in gone else before[at] for at in range(PARTS)
-        ]
+        mine = [self.here.get(at, before[at]) for at in range(PARTS)]
         if self.withdrawn:
             self.withdrawn = (*mine, WHOLE[-1])
             return
@@ -121,8 +132,14 @@ class Mesh:
         self._fail()
         return Path("folder")
 
-    async def set_aside(self, model: Charter, parts: Collection[int]) -> None:
+    async def set_aside(
+        self, model: Charter, choose: Callable[[], Awaitable[Mapping[int, bytes]]]
+    ) -> None:
+        self.meanwhile()
+        parts = await choose()
+        assert all(self.whole[part] == digest for part, digest in parts.items())
         self.moved.append(frozenset(parts))
+        self.here |= dict.fromkeys(parts, ABSENT)
 
     async def remove_damaged(self, folder: Path, _: Path) -> list[str]:
         assert folder == FOLDER
@@ -137,9 +154,10 @@ class Mesh:
     ) -> None:
         assert len(sizes) == PARTS
         assert all(any(part in has for has in holders.values()) for part in parts)
-        assert all(WHOLE[part] == digest for part, digest in parts.items())
+        assert all(self.whole[part] == digest for part, digest in parts.items())
         self._fail()
         self.fetched.append(frozenset(parts))
+        self.here |= parts
 
     def _fail(self) -> None:
         if self.failures:
@@ -199,6 +217,47 @@ def test_weights_that_were_fetched_before_and_are_not_the_founders_are_fetched_a
 
     assert mesh.moved == [{1, 3}]
     assert frozenset().union(*mesh.fetched) == {1, 3}
+    assert mesh.own_weights() == WHOLE
+
+
+@pytest.mark.parametrize("serves", [False, True], ids=["idle", "serves"])
+def test_a_node_that_has_all_weights_fetches_those_that_the_founder_changes(serves: bool) -> None:
+    async def story(mesh: Mesh) -> None:
+        assert mesh.world
+        own = ring((B, 0, 4))
+        mesh.supply.begin(mesh.own_weights(), FOLDER)
+        running = asyncio.ensure_future(mesh.supply.run())
+        await asyncio.sleep(60)
+        assert (mesh.moved, mesh.fetched) == ([], [])
+        founder = other(profile(2), 1)
+        mesh.whole = founder.weights
+        profiles = {**mesh.world.profiles, A: founder}
+        mesh.change(replace(mesh.world, profiles=profiles, followed={B: own} if serves else {}))
+        await asyncio.sleep(60)
+        if serves:  # it keeps what it serves with, until a plan without it is followed
+            assert mesh.own_weights() == WHOLE
+            mesh.change(replace(mesh.world, followed={}))
+            await asyncio.sleep(60)
+        running.cancel()
+        await asyncio.wait([running])
+
+    mesh = run(World({A: profile(2), B: profile(2)}), story)
+
+    assert mesh.moved == [{1}]
+    assert mesh.fetched == [{1}]
+    assert mesh.own_weights() == mesh.whole != WHOLE
+    assert mesh.obstacles == []
+
+
+def test_what_another_node_of_the_user_has_replaced_meanwhile_stays() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.meanwhile = lambda: mesh.here.update({1: WHOLE[1]})
+        await supplied(mesh)
+
+    mesh = run(World({A: profile(2), B: other(profile(2), 1, 3)}), story)
+
+    assert mesh.moved == [{3}]
+    assert mesh.fetched == [{3}]
     assert mesh.own_weights() == WHOLE
 
 
@@ -320,6 +379,17 @@ def test_the_share_of_a_node_that_fetches_none_falls_to_another() -> None:
     mesh = run(world, supplied)
 
     assert frozenset().union(*mesh.fetched) == {0, 1, 4, 5}
+
+
+def test_a_node_to_which_all_parts_came_meanwhile_may_be_planned_with() -> None:
+    async def story(mesh: Mesh) -> None:
+        mesh.supply.begin(bare(profile(2)).weights, FOLDER)
+        running = asyncio.ensure_future(mesh.supply.run())
+        await asyncio.sleep(60)
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert run(World({A: profile(2), B: profile(2)}), story).obstacles == [FETCHES, ""]
 
 
 def test_a_node_that_leaves_its_ring_forgets_why_that_ring_waits_for_it() -> None:
