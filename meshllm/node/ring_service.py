@@ -288,6 +288,11 @@ class RingService:
         """Return the digests of the weights that are here, even while no offer is published."""
         return self.offer.measured.weights
 
+    def holds_layers(self) -> bool:
+        """Return whether a plan is in force for which this node loads layers or has loaded them."""
+        plan = self.member.plan
+        return plan is not None and plan.rank(self.machine.me) is not None
+
     async def part_sizes(self) -> Sequence[int]:
         """Return the most bytes of the file of each part of the model."""
         assert self.member.model is not None  # it is open before weights are fetched

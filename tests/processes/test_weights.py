@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from meshllm.config import cache_path
 from meshllm.model.locate import BUILTIN, INDEX, find_folder
 from tests.processes.conftest import QUESTION, Answers
-from tests.processes.fleet import ALONE, Fleet, Node, ask, until
+from tests.processes.fleet import ALONE, Fleet, Node, ask, meshllm, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -101,28 +101,30 @@ def test_weights_that_the_founder_has_changed_are_fetched_again_and_the_old_ones
     model = shutil.copytree(find_folder(BUILTIN), tmp_path / "model")
     ticket = fleet.found("attic")
     attic, barn = fleet.node("attic"), fleet.node("barn")
-    start(attic, "--model", str(model), "--members", "2")
-    start(barn, "--join", ticket)
+    own = "--model", str(model), "--layers", "4:8"
+    start(attic, *own, "--members", "2")
+    start(barn, "--join", ticket, "--layers", "0:4")
     fleet.form()
+    until(lambda: parts(barn).keys() == set(range(10)), fleet.told)
     before = ask(barn, QUESTION)
     folder = barn.folder / "cache" / "meshllm" / "weights"
     old = {f"{each.name}.kept": each.read_bytes() for each in folder.glob("*/part-*.safetensors")}
-    for each in (barn, attic):
-        each.kill()
+    attic.kill()
     (path,) = model.glob("*.safetensors")
     changed = {
         name: -each if "down_proj" in name else each for name, each in load_file(path).items()
     }
     save_file(changed, path, {"format": "pt"})
 
-    start(attic, "--model", str(model))
-    start(barn)
+    start(attic, *own)
+    until(lambda: bool([*folder.glob("*/*.kept")]), fleet.told)
     fleet.form()
 
     assert needed(barn) <= parts(barn).keys()
     for fetched in barn.folder.glob("cache/meshllm/weights/*/part-*.safetensors"):
         assert all(torch.equal(each, changed[name]) for name, each in load_file(fetched).items())
-    assert ask(barn, QUESTION) != before
+    alone = meshllm("chat", "--model", str(model), "--nodes", "1", state=None, stdin=QUESTION)
+    assert ask(barn, QUESTION) == alone.stdout != before
     kept = {each.name: each.read_bytes() for each in folder.glob("*/*.kept")}
     assert kept
     assert kept.items() <= old.items()

@@ -32,7 +32,7 @@ from meshllm.names import NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.weights.fetcher import WeightFetcher
 from meshllm.protocol.agreement.agreement import Agreement, agree
-from meshllm.protocol.agreement.candidates import MeshView, followed_plans
+from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.weights.holders import (
@@ -73,6 +73,10 @@ class SupplyHost(Protocol):
 
     def own_weights(self) -> Sequence[bytes]:
         """Return the digests of the weights that are here, even while no offer is published."""
+        ...
+
+    def holds_layers(self) -> bool:
+        """Return whether a plan is in force for which this node loads layers or has loaded them."""
         ...
 
     async def part_sizes(self) -> Sequence[int]:
@@ -238,13 +242,10 @@ class WeightSupply:
             await self._host.hash_weights()  # of some, if not all
 
     def _stale(self, view: MeshView) -> dict[int, bytes]:
-        """Return the parts to set aside, with the digests in force; none while this node serves."""
+        """Return the parts to set aside, with the digests in force; none while it holds layers."""
         own = self._host.own_weights()
         stale = stale_parts(view.charter, view.profiles, view.author, own)
-        if not stale:
-            return {}
-        plan = followed_plans(view).get(self._me)
-        if plan is not None and plan.rank(self._me) is not None:
+        if not stale or self._host.holds_layers():
             return {}
         digests = self._digests(view)
         held = frozenset[int]().union(*self._holders(view, digests).values())

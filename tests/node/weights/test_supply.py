@@ -98,6 +98,10 @@ class Mesh:
     def own_weights(self) -> Sequence[bytes]:
         return self.withdrawn or (self.world.profiles[self.me].weights if self.world else ())
 
+    def holds_layers(self) -> bool:
+        plan = self.world.followed.get(self.me) if self.world else None
+        return plan is not None and plan.rank(self.me) is not None
+
     async def part_sizes(self) -> Sequence[int]:
         return [1] * PARTS
 
