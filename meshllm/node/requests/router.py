@@ -94,6 +94,7 @@ MAX_FORWARDED = 16  # concurrent requests of this node at the entry; further one
 MAX_WAITING = 64  # of those
 MAX_LISTS, LISTS_S = 8, 10.0  # lists of models for one peer within so many seconds
 MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
+QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
 
@@ -184,9 +185,16 @@ class _Pause:
     ring: Ring
     model: str
     tried: Tried
+    heard: float
+    """When the request began, or the latest event of any ring came."""
     before: RingPlan | None = None
     """The ring of the attempt that was lost, or is under way."""
     since: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether rings came and went without an event for too long; none loads now."""
+        return _now() - self.heard > QUIET_S and self.ring.loads_until <= _now()
 
     @property
     def now(self) -> RingPlan | None:
@@ -292,7 +300,7 @@ class RequestRouter:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
         failover, tried = Failover(request), Tried()
-        pause = _Pause(self._ring, request.model, tried)
+        pause = _Pause(self._ring, request.model, tried, _now())
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
@@ -300,11 +308,13 @@ class RequestRouter:
                 async with answering as events:
                     pause.attempt()
                     async for event in events:
+                        pause.heard = _now()
                         if new := failover.take(event):
                             for each in self._noted(new, pause):
                                 yield each
             except (LinkLost, Busy) as error:
-                delay = failover.failed(error, has_other=tried.has_other)
+                others, late = tried.has_other, pause.is_late
+                delay = failover.failed(error, has_other=others, is_late=late)
                 if not failover.is_new:
                     pause.begin()
                 logger.info("retrying after %d tokens: %s", failover.resumed, error)

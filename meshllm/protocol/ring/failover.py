@@ -68,14 +68,16 @@ class Failover:
         given = self._tokens[: self.resumed]
         return replace(self._request, given=(*self._request.given, *given), resume=self._resume)
 
-    def failed(self, error: LinkLost | Busy, *, has_other: bool = False) -> float:
+    def failed(
+        self, error: LinkLost | Busy, *, has_other: bool = False, is_late: bool = False
+    ) -> float:
         """Start another attempt; return the seconds to wait before it.
 
         A request that no ring has accepted yet goes to another one at once if ``has_other``: there
         is one that has not refused it. That counts as no attempt.
 
         Raises:
-            LinkLost: ``error``, after the last attempt.
+            LinkLost: ``error``, after the last attempt, or if ``is_late``.
             QuotaUsed: ``error``: no attempt would have more tokens.
             Busy: ``error``, if no ring has accepted the request yet, and all have refused it; later
                 ones may still hold the place of the attempt that was lost.
@@ -84,7 +86,7 @@ class Failover:
         if is_refused and has_other:
             return 0.0
         is_final = isinstance(error, RetriesExhausted | QuotaUsed)
-        if is_refused or is_final or self._attempts == ATTEMPTS:
+        if is_refused or is_final or is_late or self._attempts == ATTEMPTS:
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1

@@ -544,6 +544,24 @@ def test_the_number_of_retries_is_limited(world: World) -> None:
     assert len(ring.asked) == ATTEMPTS
 
 
+@pytest.mark.parametrize("loads_until", [0.0, 1e9])
+def test_rings_that_come_and_go_without_an_event_do_not_hold_a_request(
+    world: World, monkeypatch: pytest.MonkeyPatch, loads_until: float
+) -> None:
+    monkeypatch.setattr("meshllm.node.requests.router.QUIET_S", -1.0)
+    ring = FakeRing(attempts=[[LinkLost("gone")], answer()], loads_until=loads_until)
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        if loads_until:
+            assert text_of(await all_of(router)) == TEXT
+            return
+        with pytest.raises(LinkLost, match="gone"):
+            await all_of(router)
+
+    world.run(story)
+
+
 def test_a_client_does_not_retry_after_its_ingress(world: World) -> None:
     world.clients = {ME}
     client = world.add(ME, FakeRing(at=OTHER), is_client=True)

@@ -57,6 +57,14 @@ def test_every_token_and_text_is_shown_once_wherever_rings_break(breaks: list[in
     assert (shown[-1].text, shown[-1].tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
 
 
+def test_a_late_loss_is_the_last() -> None:
+    failover = Failover(REQUEST)
+    failover.failed(GONE)
+
+    with pytest.raises(LinkLost):
+        failover.failed(GONE, is_late=True)
+
+
 def test_the_next_attempt_resumes_the_latest_session() -> None:
     failover, first, second = Failover(REQUEST), Resumable("a1", (4,)), Resumable("b2", (4, 9))
     assert failover.take(first) == first  # a client needs it too
