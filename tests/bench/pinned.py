@@ -40,19 +40,14 @@ class Reply:
 
 
 @dataclass(slots=True)
-class PinnedLoad:
+class ChatLoad:
     """The answers to all chats."""
 
-    replicas: int
     answers: list[tuple[float, int]] = field(default_factory=list)
     """When each was complete, in seconds from the beginning, and its tokens."""
     prompt: int = 0
     cached: int = 0
     """Of the tokens of later prompts."""
-    texts: dict[str, str] = field(default_factory=dict)
-    """The answers, by chat and turn."""
-    cpu: dict[str, float] = field(default_factory=dict)
-    """The share of a core that the processes and the clients took."""
 
     @property
     def rate(self) -> float:
@@ -63,6 +58,17 @@ class PinnedLoad:
     @property
     def hits(self) -> float:
         return self.cached / self.prompt
+
+
+@dataclass(slots=True, kw_only=True)
+class PinnedLoad(ChatLoad):
+    """The same with processes."""
+
+    replicas: int
+    texts: dict[str, str] = field(default_factory=dict)
+    """The answers, by chat and turn."""
+    cpu: dict[str, float] = field(default_factory=dict)
+    """The share of a core that the processes and the clients took."""
 
     @property
     def shares(self) -> str:
@@ -130,7 +136,7 @@ def _serving(node: Node) -> int:
 
 async def _load(fleet: Fleet, address: str, chats: int) -> PinnedLoad:
     begin, before = perf_counter(), _cpu_s(fleet)
-    load = PinnedLoad(len(fleet.nodes) - 1)
+    load = PinnedLoad(replicas=len(fleet.nodes) - 1)
     async with asyncio.TaskGroup() as group:
         for number in range(chats):
             group.create_task(_chat(load, address, begin, number))

@@ -18,14 +18,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from meshllm.request import Answer, Request, Sampling, Turn
 from tests.bench import pinned
-from tests.bench.pinned import Cores, PinnedLoad
+from tests.bench.pinned import ChatLoad, Cores, PinnedLoad
 from tests.bench.report import Report, parser_of
 from tests.simulation.machines import Machines
 from tests.simulation.node_world import shortcuts
@@ -40,28 +39,7 @@ JOB_S = 0.01  # s of the compute thread for a batch
 FORM_S = 60.0  # s of virtual time
 
 
-@dataclass
-class Load:
-    """The answers to all chats."""
-
-    answers: list[tuple[float, int]] = field(default_factory=list)
-    """When each was complete, from the beginning, and its tokens."""
-    prompt: int = 0
-    cached: int = 0
-    """Of the tokens of the prompts."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second until no more chats wait than the rings can take at once."""
-        busy = self.answers[: len(self.answers) * 3 // 4]
-        return sum(tokens for _, tokens in busy) / busy[-1][0]
-
-    @property
-    def hits(self) -> float:
-        return self.cached / self.prompt
-
-
-def measure(replicas: int, chats: int, seed: int = 0) -> Load:
+def measure(replicas: int, chats: int, seed: int = 0) -> ChatLoad:
     """Run all chats in a mesh with so many rings."""
     with (
         shortcuts(),
@@ -71,7 +49,7 @@ def measure(replicas: int, chats: int, seed: int = 0) -> Load:
         return runner.run(_measure(Path(home), seed, replicas, chats))
 
 
-async def _measure(home: Path, seed: int, replicas: int, chats: int) -> Load:
+async def _measure(home: Path, seed: int, replicas: int, chats: int) -> ChatLoad:
     world, count = World(seed, home), 2 * replicas
     world.capacity = dict.fromkeys(range(count), LAYERS)
     world.ring_size, world.replicas = 2, replicas
@@ -82,7 +60,7 @@ async def _measure(home: Path, seed: int, replicas: int, chats: int) -> Load:
         world.start(number)
         world.running[number].worker._seconds = JOB_S
     await _formed(world, replicas)
-    load, begin = Load(), world.loop.time()
+    load, begin = ChatLoad(), world.loop.time()
     door = world.running[0]
     jobs = [
         world.loop.create_task(
@@ -109,7 +87,7 @@ def _is_formed(world: World, replicas: int) -> bool:
     return len(nodes) == len(world.running) and min(known) >= replicas
 
 
-async def _chat(world: World, load: Load, begin: float, number: int) -> None:
+async def _chat(world: World, load: ChatLoad, begin: float, number: int) -> None:
     turns = list[Turn]()
     for turn in range(TURNS):
         letters = "".join(chr(ord("a") + (number * 7 + turn + at) % 26) for at in range(NEW))
@@ -169,7 +147,7 @@ def _of_processes(options: Namespace, report: Report) -> tuple[float, float]:
     return gain, median(load.hits for load in two) / median(load.hits for load in one)
 
 
-def _line(name: str, load: Load | PinnedLoad) -> str:
+def _line(name: str, load: ChatLoad) -> str:
     return f"{name:<13} {load.rate:7.1f} tokens/s, {load.hits:.0%} of later prompts cached"
 
 

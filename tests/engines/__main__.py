@@ -24,7 +24,8 @@ from meshllm.model.locate import BUILTIN, find_folder
 from tests.processes.fleet import ALONE, Fleet, Node, open_fleet, until
 
 HERE = Path(__file__).parent
-INSTALL_S = 3600  # llama.cpp is compiled, unless CMAKE_ARGS=-DLLAMA_BUILD=OFF: LLAMA_CPP_LIB_PATH
+# llama.cpp is compiled; with CMAKE_ARGS=-DLLAMA_BUILD=OFF that in LLAMA_CPP_LIB_PATH is used.
+INSTALL_S = 3600
 QUESTION = "What is a ring?"
 LONG = "Tell me a story about a fox."
 

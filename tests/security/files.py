@@ -9,13 +9,14 @@ import time
 from contextlib import aclosing
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from meshllm.api.unix import SOCKET
 from meshllm.cli.shared.client import NodeClient
 from meshllm.errors import MeshError
 from meshllm.model.files.source import resolve
 from meshllm.request import Answer, Request
-from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet, until
+from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 
 TENSORS = 1_000_000
@@ -98,15 +99,21 @@ def link_out_of_the_folder() -> Outcome:
     return Outcome(f"exit {code}: {'one line' if held else said}", "within the folder", held=held)
 
 
+def _victim_with(fleet: Fleet, changes: dict[str, Any]) -> Node:
+    """Serve the built-in model with another tokenizer."""
+    folder = _copy(fleet)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+    fleet.found("victim")
+    victim = fleet.node("victim").start("--model", str(folder), *ALONE)
+    fleet.form()
+    return victim
+
+
 def panicking_tokenizer() -> Outcome:
     """Chat with a model whose tokenizer makes the library panic; the node lives on."""
     with open_fleet() as fleet:
-        folder = _copy(fleet)
-        path = folder / "tokenizer.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | PANICS), "utf-8")
-        fleet.found("victim")
-        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
-        fleet.form()
+        victim = _victim_with(fleet, PANICS)
         client = NodeClient(victim.state / SOCKET)
         asked = Request(turns=({"role": "user", "content": "Hi"},), max_tokens=4)
         told = [_ask(client, asked) for _ in range(2)]
@@ -134,12 +141,7 @@ def endless_template() -> Outcome:
 def slow_tokenizer() -> Outcome:
     """Ask a model whose tokenizer takes an hour for a text, and chat with it meanwhile."""
     with open_fleet() as fleet:
-        folder = _copy(fleet)
-        path = folder / "tokenizer.json"
-        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | SLOW), "utf-8")
-        fleet.found("victim")
-        victim = fleet.node("victim").start("--model", str(folder), *ALONE)
-        fleet.form()
+        victim = _victim_with(fleet, SLOW)
         client, told = NodeClient(victim.state / SOCKET), list[str]()
         long = Request(raw="a" * SLOW_CHARS, max_tokens=2)
         asking = Thread(target=lambda: told.append(_ask(client, long)))

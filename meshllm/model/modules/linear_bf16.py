@@ -5,10 +5,9 @@ memory delivers the weights, two rows three times as slow, and prompts at a frac
 rate. There `meshllm.model.kernels.gemm_bf16` multiplies instead: up to `MOST_ROWS` rows in one
 order of summation, more (prompts) in another. On CPUs with an instruction for pairs of bf16, and
 none for matrices, our kernel multiplies any number of rows in one order: a prompt has the same bits
-whole and in chunks, for which it takes up to 4 % longer than with torch. On other CPUs our kernel
-multiplies few rows of the matrices for which it was measured to be faster, see
-`meshllm.model.modules.kernel_choice`; torch the rest. So a row of a decode step has the same bits
-in any batch. Weights are read in place.
+whole and in chunks. On other CPUs our kernel multiplies few rows of the matrices for which it was
+measured to be faster, see `meshllm.model.modules.kernel_choice`; torch the rest. So a row of a
+decode step has the same bits in any batch. Weights are read in place.
 """
 
 from functools import cache
@@ -26,7 +25,7 @@ from meshllm.model.modules.kernel_choice import LinearKernel, fastest, has_bf16_
 MOST_ROWS = 17
 """Rows of a batched step, of all its sessions, that have the bits of a single row."""
 DOT_ROWS = 128
-"""The same for the instruction for pairs on CPUs that torch multiplies prompts faster on."""
+"""Most rows for the instruction for pairs, on CPUs with matrix instructions: torch takes more."""
 DOT_TILE = 240
 """Rows of a prompt that the instruction for pairs multiplies together: they fit in a CPU cache."""
 

@@ -33,7 +33,7 @@ MAX_STATES = 8
 IDLE_S = 1800.0
 """Seconds until an unused session is evicted, so that an abandoned chat holds no memory."""
 OWN_SHARE = 2
-"""The owner has one in so many places of its own."""
+"""One in so many places is for sessions of the owner."""
 RESUME_S = 60.0
 """The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
 
