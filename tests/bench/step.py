@@ -60,10 +60,16 @@ class Step:
     calls: Counter[str] = field(default_factory=Counter[str])
     bytes: Counter[str] = field(default_factory=Counter[str])
     """Of the weights that each part reads."""
+    timed: list[tuple[Call, int]] = field(default_factory=list)
+    """Calls with their ticks, which are added up when the step has ended."""
 
     def run(self, program: Program) -> None:
         """Run a program, timed."""
-        for call, ticks in program.run_timed():
+        self.timed += program.run_timed()
+
+    def count(self) -> None:
+        """Add up what ran, by part."""
+        for call, ticks in self.timed:
             part, size = part_of(call)
             self._add(part, ticks / self.ticks_per_us)
             self.bytes[part] += size
@@ -102,9 +108,9 @@ def part_of(call: Call) -> tuple[str, int]:
 
 def ticks_per_us() -> float:
     """Measure the CPU's counter against the clock; what interrupts that makes the rate smaller."""
-    x = torch.zeros(1 << 16)
+    x = torch.zeros(1 << 20)  # takes long beside what Python does before and after
     (call,) = calls_for(torch.ops.aten.add.Tensor, (x, x), {}, [x]) or []
-    program, rates = Program([call] * 100), list[float]()
+    program, rates = Program([call] * 20), list[float]()
     for _ in range(STEPS):
         begin = time.perf_counter_ns()
         ticks = sum(spent for _, spent in program.run_timed())
@@ -131,6 +137,7 @@ def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
             step, begin = Step(rate), time.perf_counter_ns()
             forward(torch.randint(3, 500, (1, 1)))
             whole = (time.perf_counter_ns() - begin) / 1e3
+            step.count()
             step.us[OTHER] = whole - sum(step.us.values())
             for part, us in step.us.items():
                 found[part].append(us)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshllm.model.kernels import prefetch
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, WORD, Code
-from meshllm.model.kernels.jit import JitFunction, registers
+from meshllm.model.kernels.jit import RUN, JitFunction, registers
 from meshllm.model.kernels.scratch import scratch
 
 GEMV_LANES = 64
@@ -41,7 +41,7 @@ _DOT_ALONE = 3  # rows up to which the instruction is as fast with one output, a
 _TILE = 6  # rows whose sums fit in registers; in a GEMM, twice as many with AVX-512
 _AHEAD = 2048  # weights; prefetch distance, larger than that of hardware prefetchers
 _PAIRS_AHEAD = 2048  # pairs of weights; the same for a single row with the instruction
-_GEMV = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles"
+_GEMV = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles", RUN
 _DOT_GEMV = *_GEMV, "count"
 _GEMM = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
@@ -99,11 +99,12 @@ class Bf16Matrix:
             function = _dot_gemv(each, together, has_bias, has_prefetch)
         else:
             function = _gemv(each, together, has_bias)
+        blocks, threads = -(-outputs // _GEMV_OUTPUTS), torch.get_num_threads()
+        steps = self._inputs // (2 * LANES if self._dot else GEMV_LANES)
+        run = prefetch.claim(blocks, 2 * _GEMV_OUTPUTS * self._inputs, threads)
         function(
-            *(-(-outputs // _GEMV_OUTPUTS), torch.get_num_threads(), self._weights, self._bias),
-            *(given.data_ptr(), products.data_ptr(), outputs),
-            *((self._inputs // (2 * LANES), tiles, count) if self._dot else ()),
-            *(() if self._dot else (self._inputs // GEMV_LANES, tiles)),
+            *(blocks, threads, self._weights, self._bias, given.data_ptr(), products.data_ptr()),
+            *(outputs, steps, tiles, run, *([count] if self._dot else [])),
         )
         return products if tiles * each == count else products[:count]
 

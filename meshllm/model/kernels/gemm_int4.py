@@ -28,8 +28,8 @@ from torch import Tensor
 from meshllm.model.kernels.gemm_int8 import GROUP as ROW_GROUP
 from meshllm.model.kernels.gemm_int8 import PART, quantise_rows
 from meshllm.model.kernels.ir import FLOAT, HALF, LANES, WORD, Code
-from meshllm.model.kernels.jit import JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, helps, prefetch_share
+from meshllm.model.kernels.jit import RUN, JitFunction, registers
+from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, claim, helps, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; four cache lines for every 8 inputs."""
@@ -42,7 +42,7 @@ _WORDS = GROUP // CODES  # of a group of an output
 _SIZE = OUTPUTS * _WORDS  # words of a group of a block
 _GEMM = (
     *("tiles", "parts", "row_groups", "*weights", "*scales", "*whole", "*sizes", "*totals"),
-    *("*products", "outputs", "threads"),
+    *("*products", "outputs", "threads", RUN),
 )
 _DEQUANTISER = "*weights", "*scales", "*wide", "parts", "outputs"
 
@@ -68,10 +68,12 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     given, threads = quantise_rows(rows, has_totals=True), torch.get_num_threads()
     products = given.new_products(outputs)
     has_prefetch = len(rows) > FEW or helps()
+    is_single_pass = len(rows) * OUTPUTS <= LANES * registers()
+    run = claim(blocks, weights[0].nbytes, threads) if is_single_pass else 1
     _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
         *(blocks, threads, given.tiles, words // _WORDS, given.groups),
         *(weights.data_ptr(), scales.data_ptr(), given.whole.data_ptr(), given.sizes.data_ptr()),
-        *(given.totals.data_ptr(), products.data_ptr(), outputs, threads),
+        *(given.totals.data_ptr(), products.data_ptr(), outputs, threads, run),
     )
     return given.only(products, rows)
 

@@ -26,8 +26,8 @@ from llvmlite import ir
 from torch import Tensor
 
 from meshllm.model.kernels.ir import BYTE, FLOAT, HALF, LANES, ROUND, WORD, Code
-from meshllm.model.kernels.jit import JitFunction, registers
-from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, helps, prefetch_share
+from meshllm.model.kernels.jit import RUN, JitFunction, registers
+from meshllm.model.kernels.prefetch import AHEAD, FEW, LINE, PassInfo, claim, helps, prefetch_share
 
 OUTPUTS = 64
 """Outputs of a block; two cache lines for each pair of inputs."""
@@ -45,7 +45,7 @@ _NAN = 0x7FC00000  # bits of a float32
 _QUANTISER = "*given", "*whole", "*sizes", "*totals", "inputs", "groups", "rows", "each"
 _GEMM = (
     *("tiles", "pairs", "groups", "*weights", "*scales", "*whole", "*sizes", "*products"),
-    *("outputs", "threads"),
+    *("outputs", "threads", RUN),
 )
 _DEQUANTISER = "*weights", "*scales", "*wide", "pairs", "outputs"
 
@@ -66,10 +66,12 @@ def multiply(rows: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
     given, threads = quantise_rows(rows), torch.get_num_threads()
     products = given.new_products(len(scales))
     has_prefetch = len(rows) > FEW or helps()
+    is_single_pass = len(rows) * OUTPUTS <= LANES * registers()
+    run = claim(len(weights), weights[0].nbytes, threads) if is_single_pass else 1
     _gemm(given.each, given.is_half, min(given.tiles, 2), has_prefetch)(
         *(len(weights), threads, given.tiles, weights.shape[1], given.groups, weights.data_ptr()),
         *(scales.data_ptr(), given.whole.data_ptr(), given.sizes.data_ptr()),
-        *(products.data_ptr(), len(scales), threads),
+        *(products.data_ptr(), len(scales), threads, run),
     )
     return given.only(products, rows)
 

@@ -9,8 +9,9 @@ of a second at most, on first use. The machine code is cached in the user's cach
 the IR, the CPU and the version of llvmlite, and loaded from there by later processes. Without a
 folder that only the user can write to, nothing is cached.
 
-Work is divided into blocks. Each thread claims the next free block, so a delayed thread does not
-delay the others. The threads are those of torch: a second pool would compete for the same cores.
+Work is divided into blocks. Each thread claims the next free one, or a short run of adjacent ones,
+so a delayed thread hardly delays the others. The threads are those of torch: a second pool would
+compete for the same cores.
 """
 
 import ctypes
@@ -40,6 +41,9 @@ CLAIMED, STARTED, FINISHED, BLOCKS = range(4)
 threads how many came, how many blocks are finished by threads that left, and blocks in all."""
 FIELDS = 4
 """Place of the first field in the arguments."""
+
+RUN = "run"
+"""Name of the field, if a kernel has it, with the number of adjacent blocks claimed at once."""
 
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
 _NOT_EXECUTABLE = "this system forbids executable memory"
@@ -154,11 +158,16 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
     do.position_at_end(take)
     done = do.phi(INT)
     done.add_incoming(code.index(0), entry)
-    block = do.atomic_rmw("add", claimed, code.index(1), "monotonic")
-    do.cbranch(do.icmp_unsigned("<", block, blocks), body, end)
+    named = dict(_named(do, fields, numbers))
+    most = named.get(RUN, code.index(1))
+    first = do.atomic_rmw("add", claimed, most, "monotonic")
+    do.cbranch(do.icmp_unsigned("<", first, blocks), body, end)
     do.position_at_end(body)
-    write(code, dict(_named(do, fields, numbers)), block, thread)
-    done.add_incoming(do.add(done, code.index(1)), do.block)
+    left = do.sub(blocks, first)
+    count = do.select(do.icmp_unsigned("<", left, most), left, most)
+    with code.loop(count) as loop:
+        write(code, named, do.add(first, loop.index), thread)
+    done.add_incoming(do.add(done, count), do.block)
     do.branch(take)
     do.position_at_end(end)
     do.atomic_rmw("add", finished, done, "release")  # see `meshllm.model.kernels.program`

@@ -1,7 +1,12 @@
-"""Software prefetch of weights.
+"""How weights are read: in which order by several threads, and with which prefetches.
 
 Theory of operation
 -------------------
+Each thread claims a run of adjacent blocks of weights, so that it reads one long stream. Where
+threads take turns at blocks of 32 KiB, the hardware prefetcher of each starts again at every block,
+beyond which it has fetched what another thread reads: two threads of an AMD EPYC of the Zen 4 kind
+read bf16 weights 1.4 times as fast in runs of half a MiB.
+
 A single row is bound by memory bandwidth. Of many rows only some fit their sums in registers, so a
 kernel makes several passes over each block of weights. Without prefetch the first pass would wait
 for memory, and memory would idle during the others. So every pass prefetches its share of the next
@@ -11,7 +16,7 @@ fixed distance ahead of itself.
 With one or two rows there is hardly any arithmetic, and on some CPUs the hardware prefetcher reads
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
 AMD EPYC of the Zen 4 kind reads 33 GB/s without them, 22 with them). So that is measured once per
-machine. It changes no result.
+machine. None of this changes a result.
 """
 
 import time
@@ -37,6 +42,15 @@ _BYTES = 64 << 20  # of memory that is read to measure: more than most CPU cache
 _PART = 2 << 20  # bytes that are read at a time
 _ROUNDS = 3
 _GAIN = 0.95  # of the time; with a smaller gain, prefetches are left out
+
+
+_RUN = 1 << 19  # bytes that a thread reads in a stream, if a matrix is that large
+_RUNS = 4  # of each thread at least, so that a delayed one delays the others little
+
+
+def claim(blocks: int, size: int, threads: int) -> int:
+    """Return how many adjacent blocks, of ``size`` bytes each, a thread should claim at once."""
+    return max(1, min(_RUN // size, blocks // (_RUNS * threads)))
 
 
 class PassInfo(NamedTuple):

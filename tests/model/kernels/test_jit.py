@@ -22,7 +22,7 @@ from meshllm.model import json_cache
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import JitFunction
+from meshllm.model.kernels.jit import RUN, JitFunction
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
 """A CPU of 2013: registers half as wide, and half as many."""
@@ -43,6 +43,22 @@ def test_every_block_runs_once_with_any_number_of_threads() -> None:
             function(blocks, threads, done.data_ptr(), 3)
             assert torch.equal(done[:-1], torch.arange(3, blocks + 3))
             assert not done[-1]
+
+
+def test_a_thread_claims_runs_of_blocks() -> None:
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, by: ir.Value) -> None:
+        code.store(INT, code.do.add(by, code.index(1)), fields["to"], block)
+
+    function = JitFunction(("*to", RUN), write)
+
+    for blocks in (1, 2, 5, 100):
+        for run in (1, 3, 64):
+            done = torch.zeros(blocks + run, dtype=torch.int64)
+            function(blocks, 2, done.data_ptr(), run)
+            assert done[:blocks].all()
+            assert not done[blocks:].any()
+            for each in torch.split(done[:blocks], run):
+                assert each.eq(each[0]).all()  # one thread ran all of a run
 
 
 def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:

@@ -114,3 +114,32 @@ def test_prefetches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) ->
         results.append(products(x, weight))
 
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "threads", "run"),
+    [
+        (64, 1 << 15, 2, 8),  # the threads' shares
+        (1000, 1 << 15, 2, 16),  # half a MiB
+        (1000, 1 << 20, 2, 1),  # a block is long enough
+        (3, 1 << 15, 2, 1),
+    ],
+)
+def test_threads_claim_runs_of_blocks(blocks: int, size: int, threads: int, run: int) -> None:
+    assert prefetch.claim(blocks, size, threads) == run
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16, 40])
+def test_runs_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 256, generator=generator).bfloat16()
+    weight = torch.randn(832, 256, generator=generator)
+    results = []
+    for run in (1, 3, 64):
+        for module in (gemm_int8, gemm_int4, prefetch):
+            monkeypatch.setattr(module, "claim", lambda *_, run=run: run)
+        results.append(products(x, weight))
+
+    first, *others = results
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
