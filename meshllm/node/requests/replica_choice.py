@@ -2,11 +2,12 @@
 
 Theory of operation
 -------------------
-Requests that begin alike go to the same ring, whose prefix cache has their beginning: rendezvous
-hashing ranks the rings for each beginning, so that a ring that comes or goes moves only its share.
-The first of them is chosen that has less than `MARGIN` requests of this node more in progress than
-the least busy ring. A node counts its own requests only, which is exact where one node is the door,
-and close where the doors are used alike.
+Requests that begin alike go to the same ring, whose prefix cache has their beginning. A beginning
+that this node has not seen goes to one of the least busy rings; rendezvous hashing ranks those, so
+that other nodes are likely to choose the same one. Later requests follow, to where the last one
+went, while that ring has less than `MARGIN` requests of this node more in progress than the least
+busy one. A node counts its own requests only, which is exact where one node is the door, and close
+where the doors are used alike.
 
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then.
@@ -26,7 +27,8 @@ from meshllm.errors import MeshError
 from meshllm.names import NodeId
 from meshllm.request import Request
 
-MARGIN = 4  # requests; with 2, a third of the hits is lost, see `tests.bench.replicas`
+MARGIN = 4  # requests
+MAX_KNOWN = 4096  # beginnings whose ring is remembered, some 150 bytes each
 BEGINNING_BYTES = 256  # of a prompt without turns, which may go on with an answer and more
 
 
@@ -52,18 +54,26 @@ class ReplicaChoice:
 
     def __init__(self) -> None:
         self._active: Counter[NodeId] = Counter()
+        self._known: dict[bytes, NodeId] = {}
+        """The ring that each beginning went to last; the oldest are first, and forgotten."""
 
     def choose(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
         """Return the entry of one of the rings; there is at least one."""
         tried.entries = entries
         others = [entry for entry in entries if entry not in tried.failed[-1:]] or entries
         failures = Counter(tried.failed)
-        least = min(failures[entry] for entry in others)
-        others = [entry for entry in others if failures[entry] == least]
+        fewest = min(failures[entry] for entry in others)
+        others = [entry for entry in others if failures[entry] == fewest]
         beginning = _beginning(request)
-        ranked = sorted(others, key=lambda entry: blake3(beginning + entry).digest())
-        most = min(self._active[entry] for entry in ranked) + MARGIN
-        return next(entry for entry in ranked if self._active[entry] < most)
+        least = min(self._active[entry] for entry in others)
+        chosen = self._known.pop(beginning, None)
+        if chosen not in others or self._active[chosen] >= least + MARGIN:
+            idle = (entry for entry in others if self._active[entry] == least)
+            chosen = min(idle, key=lambda entry: blake3(beginning + entry).digest())
+        self._known[beginning] = chosen
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        return chosen
 
     @contextmanager
     def asking(self, entry: NodeId, tried: Tried) -> Iterator[None]:

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.node.requests.replica_choice import MARGIN, ReplicaChoice, Tried
+from meshllm.names import NodeId
+from meshllm.node.requests.replica_choice import MARGIN, MAX_KNOWN, ReplicaChoice, Tried
 from meshllm.request import Request, Turn
 from tests.builders.offers import A, B, C, node
 
@@ -35,6 +36,48 @@ def test_requests_that_begin_alike_go_to_the_same_ring() -> None:
             RINGS[1:] + RINGS[:1], ids, Tried()
         )
         assert choice.choose(RINGS, Request(turns=(answer,)), Tried()) in RINGS
+
+
+def test_nodes_choose_alike_while_all_rings_are_idle() -> None:
+    for number in range(20):
+        request = Request(raw=f"{number}, please")
+        chosen = {ReplicaChoice().choose(rings, request, Tried()) for rings in (RINGS, RINGS[::-1])}
+        assert len(chosen) == 1
+
+
+def test_new_chats_go_to_the_least_busy_ring_and_stay_where_they_went() -> None:
+    choice = ReplicaChoice()
+    requests = [Request(turns=(user(f"question {number}"),)) for number in range(30)]
+    chosen = list[NodeId]()
+
+    with ExitStack() as stack:
+        for request in requests:
+            chosen.append(choice.choose(RINGS, request, Tried()))
+            stack.enter_context(choice.asking(chosen[-1], Tried()))
+
+    assert {*Counter(chosen).values()} == {10}
+    later = [Request(turns=(*each.turns, *each.turns)) for each in requests]
+    assert [choice.choose(RINGS, each, Tried()) for each in later] == chosen
+
+
+def test_a_chat_that_moved_stays_where_it_moved_to() -> None:
+    choice, request = ReplicaChoice(), Request(raw="hello")
+    first = choice.choose(RINGS, request, Tried())
+    with ExitStack() as stack:
+        for _ in range(MARGIN):
+            stack.enter_context(choice.asking(first, Tried()))
+        second = choice.choose(RINGS, request, Tried())
+
+    assert second != first
+    assert choice.choose(RINGS, request, Tried()) == second
+
+
+def test_the_oldest_beginning_is_forgotten() -> None:
+    choice = ReplicaChoice()
+    for number in range(MAX_KNOWN + 5):
+        choice.choose(RINGS, Request(raw=str(number)), Tried())
+
+    assert len(choice._known) == MAX_KNOWN
 
 
 def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> None:
@@ -67,8 +110,7 @@ def test_a_ring_that_is_busier_by_a_margin_is_passed_over() -> None:
         (third,) = {*RINGS} - {first, second}
         assert choice.choose(RINGS, request, Tried()) == third
         stack.enter_context(choice.asking(third, Tried()))
-        assert choice.choose(RINGS, request, Tried()) == first  # busier by less than the margin
-    assert choice.choose(RINGS, request, Tried()) == first
+        assert choice.choose(RINGS, request, Tried()) == third  # busier by less than the margin
 
 
 def test_the_ring_that_failed_last_is_avoided_while_there_is_another() -> None:
