@@ -138,6 +138,7 @@ class Ring:
 def random_model(folder: Path) -> Path:
     """Write a model of 12 random layers, about 100 MB, with the embedded tokenizer."""
     source = resolve("builtin").folder
+    folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / name, folder / name)
     config = AutoConfig.from_pretrained(source)
@@ -389,7 +390,6 @@ def growth(before: dict[str, int], after: dict[str, int]) -> str:
 def open_ring(options: Namespace) -> Iterator[Ring]:
     """Start the nodes; yield the ring once it is whole."""
     with open_fleet() as fleet, open_ground(fleet, (*RANKS, INGRESS)) as ground:
-        (fleet.folder / "model").mkdir()
         model = "builtin" if options.embedded else str(random_model(fleet.folder / "model"))
         ground.node(RANKS[0])  # at its address, for the ticket
         ticket = fleet.found(RANKS[0])

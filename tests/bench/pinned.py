@@ -1,8 +1,9 @@
 """Replicas of one model as processes, each pinned to one core; see `tests.bench.replicas`.
 
-A replica is one node that holds the whole built-in model. Clients ask through a door of its own
-process, which holds no layers. Door and clients run on a core that is left, or else on that of the
-first replica: the time that they take from it is counted, and the same on one replica.
+A replica is one node that holds the whole model: the built-in one, or a larger one of random
+weights, beside which the door takes a smaller share of the CPU. Clients ask through a door of its
+own process, which holds no layers. Door and clients run on a core that is left, or else on that of
+the first replica: the time that they take from it is counted, and the same on one replica.
 """
 
 import asyncio
@@ -13,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import httpx2
 import psutil  # type: ignore[import-untyped]  # ships no types
 
+from tests.bench.chaos import random_model
 from tests.bench.load import connect, head_of
 from tests.processes.fleet import ALONE, Fleet, Node, free_address, open_fleet, until
 
@@ -65,6 +68,7 @@ class PinnedLoad(ChatLoad):
     """The same with processes."""
 
     replicas: int
+    model: str
     texts: dict[str, str] = field(default_factory=dict)
     """The answers, by chat and turn."""
     cpu: dict[str, float] = field(default_factory=dict)
@@ -97,22 +101,25 @@ class Cores:
         return cls(own, free[replicas] if len(free) > replicas else own[0])
 
 
-def measure(replicas: int, chats: int, cores: Cores) -> PinnedLoad:
+def measure(replicas: int, chats: int, cores: Cores, *, is_random: bool = False) -> PinnedLoad:
     """Run all chats in a mesh with so many replicas."""
     with open_fleet() as fleet, _pinned(cores.door):
+        model = ("--model", str(random_model(fleet.folder / "model"))) if is_random else ()
         names, port = NAMES[:replicas], free_address().rpartition(":")[2]
         ticket = fleet.found(DOOR)
         ring = "--members", "1", "--replicas", str(replicas), "--exclude", DOOR
         door = fleet.node(DOOR).start(
-            *ALONE, *ring, "--port", port, command=("serve", "--threads", "1"),
+            *ALONE, *model, *ring, "--port", port, command=("serve", "--threads", "1"),
             within=_at(cores.door),
         )  # fmt: skip
         for name, core in zip(names, cores.replicas, strict=False):
             node = fleet.node(name)
             until(lambda: bool(door.status()), fleet.told)
-            node.start(*ALONE, "--join", ticket, within=_at(core))
+            node.start(*ALONE, *model, "--join", ticket, within=_at(core))
         until(lambda: _serving(door) == replicas, fleet.told)
-        return asyncio.run(_load(fleet, f"127.0.0.1:{port}", chats))
+        address = f"127.0.0.1:{port}"
+        (served,) = httpx2.get(f"http://{address}/v1/models").json()["data"]
+        return asyncio.run(_load(fleet, address, served["id"], chats))
 
 
 def _at(core: int) -> tuple[str, ...]:
@@ -134,9 +141,9 @@ def _serving(node: Node) -> int:
     return sum(each["state"] == "serving" for each in node.status().get("rings", ()))
 
 
-async def _load(fleet: Fleet, address: str, chats: int) -> PinnedLoad:
+async def _load(fleet: Fleet, address: str, model: str, chats: int) -> PinnedLoad:
     begin, before = perf_counter(), _cpu_s(fleet)
-    load = PinnedLoad(replicas=len(fleet.nodes) - 1)
+    load = PinnedLoad(replicas=len(fleet.nodes) - 1, model=model)
     async with asyncio.TaskGroup() as group:
         for number in range(chats):
             group.create_task(_chat(load, address, begin, number))
@@ -159,7 +166,7 @@ async def _chat(load: PinnedLoad, address: str, begin: float, number: int) -> No
     turns = list[dict[str, str]]()
     for turn in range(TURNS):
         turns.append({"role": "user", "content": question(number, turn)})
-        reply = await _ask(address, turns, seed=number)
+        reply = await _ask(address, load.model, turns, seed=number)
         load.answers.append((perf_counter() - begin, reply.tokens))
         load.texts[f"{number}.{turn}"] = reply.text
         if turn:
@@ -174,9 +181,9 @@ def question(number: int, turn: int) -> str:
     return f"Chat {number}: tell me more about {', '.join(words)}."
 
 
-async def _ask(address: str, turns: Sequence[dict[str, str]], seed: int) -> Reply:
+async def _ask(address: str, model: str, turns: Sequence[dict[str, str]], seed: int) -> Reply:
     fields = {
-        "model": "builtin", "messages": turns, "stream": True, "max_tokens": TOKENS, "seed": seed,
+        "model": model, "messages": turns, "stream": True, "max_tokens": TOKENS, "seed": seed,
         "temperature": 0.8, "stream_options": {"include_usage": True},
     }  # fmt: skip
     body = json.dumps(fields).encode()

@@ -53,7 +53,11 @@ def test_the_door_gets_a_core_of_its_own_where_one_is_left() -> None:
 
 def test_the_rate_leaves_the_last_quarter_of_the_answers_out() -> None:
     load = PinnedLoad(
-        replicas=1, answers=[(1.0, 10), (2.0, 20), (4.0, 10), (100.0, 1)], prompt=8, cached=6
+        replicas=1,
+        model="builtin",
+        answers=[(1.0, 10), (2.0, 20), (4.0, 10), (100.0, 1)],
+        prompt=8,
+        cached=6,
     )
 
     assert load.rate == 10.0
