@@ -97,9 +97,8 @@ def products(x: Tensor, weight: Tensor) -> list[Tensor]:
         gemm.multiply(x, *packed.values())
         for gemm, packed in zip((gemm_int8, gemm_int4), found, strict=True)
     ]
-    if has_bf16_dot():
-        products.append(Bf16Matrix(weight.bfloat16(), dot=True).gemv(x))
-    return products
+    own = [False, True] if has_bf16_dot() else [False]
+    return products + [Bf16Matrix(weight.bfloat16(), dot=dot).gemv(x) for dot in own]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
