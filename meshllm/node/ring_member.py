@@ -575,7 +575,8 @@ class RingMember:
     def _publish_faults(self) -> None:
         """Publish them now, and again when they are forgiven."""
         self.publish()
-        asyncio.get_running_loop().call_later(FAULTS_S, self.publish, context=self._context)
+        after = FAULTS_S + 1.0  # a timer may be early, by a rounding error
+        asyncio.get_running_loop().call_later(after, self.publish, context=self._context)
 
     async def _own_ring(self) -> "tuple[EntryNode, Plan, ModelRuntime]":
         """Wait until the ring of which this node is the entry serves, at most `FORM_S`."""

@@ -367,7 +367,12 @@ class RingService:
         due = self._handover.deadline
         if due is not None and due != self._due:
             self._due = due
-            self.call_later(due - now, self._hand_over)
+            self.call_later(due - now, self._hand_over_due)
+
+    def _hand_over_due(self) -> None:
+        """Hand over at a deadline; the timer may be early by a rounding error, and is set again."""
+        self._due = None
+        self._hand_over()
 
     # Moving between rings.
 
