@@ -30,7 +30,7 @@ from meshllm.model.steps.strategies import InvariantSteps, ReplayedSteps, Steps
 from meshllm.names import Quant, Span
 from meshllm.protocol.drafting.window import STEPS
 
-CONTEXT = 128  # prefilled tokens of each session before the first decode step
+CONTEXT = 128  # prefilled tokens of each session before the first decode step, unless asked for
 # Rows of a prompt whose logits are computed; with fewer, a node or torch may use the summation
 # order of a single row.
 LAST = 8
@@ -46,6 +46,8 @@ class EngineTask:
     kind: Literal["prefill", "decode"]
     rows: int
     """Tokens of the prompt, or number of sessions with one token each."""
+    context: int = CONTEXT
+    """Tokens of each session before a decode step."""
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ def open_stock(source: Source, device: torch.device) -> Engine:
             return to_host(logits)
 
         if task.kind == "decode":
-            forward(_context())
+            forward(_context(task.context))
             cache.batch_repeat_interleave(task.rows)
         return forward
 
@@ -147,7 +149,7 @@ def _begin(steps: Steps, shard: Shard) -> Callable[[EngineTask], Forward]:
         cache = shard.new_cache()
         if task.kind == "prefill":
             return lambda ids: steps.prefill(ids, cache, LAST)
-        steps.prefill(_context(), cache, LAST)
+        steps.prefill(_context(task.context), cache, LAST)
         caches = [cache, *(copy.deepcopy(cache) for _ in range(1, task.rows))]
 
         def step(ids: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ def _exact(source: Source, size: int, device: torch.device) -> Engine:
             return to_host(x)
 
         if task.kind == "decode":
-            forward(_context())
+            forward(_context(task.context))
         return forward
 
     return Engine("two shards, exact", size, begin, ("prefill", "decode"), is_single=True)
@@ -187,9 +189,9 @@ def _all(source: Source) -> Span:
     return Span(0, source.config.num_hidden_layers)
 
 
-def _context() -> Tensor:
+def _context(count: int) -> Tensor:
     """Return the token ids [1, T] of the prefill before a decode task."""
-    return torch.tensor([[(7 * place + 3) % 500 for place in range(CONTEXT)]])
+    return torch.tensor([[(7 * place + 3) % 500 for place in range(count)]])
 
 
 def _matrix_bytes(model: nn.Module) -> int:

@@ -156,7 +156,7 @@ def command_of(task: EngineTask, threads: int, file: Path, more: int = 0) -> lis
         times = str(1 + more)
         return ["llama-bench", *common, "-p", str(task.rows), "-n", "0", "-r", times, "-o", "json"]
     if task.rows == 1:
-        steps, depth = str(STEPS + more), str(CONTEXT)
+        steps, depth = str(STEPS + more), str(task.context)
         return [
             "llama-bench",
             *common,
@@ -171,8 +171,8 @@ def command_of(task: EngineTask, threads: int, file: Path, more: int = 0) -> lis
             "-o",
             "json",
         ]
-    room = str(task.rows * (CONTEXT + STEPS))
-    sizes = ["-c", room, "-npp", str(CONTEXT), "-ntg", str(STEPS), "-npl", str(task.rows)]
+    room = str(task.rows * (task.context + STEPS))
+    sizes = ["-c", room, "-npp", str(task.context), "-ntg", str(STEPS), "-npl", str(task.rows)]
     return ["llama-batched-bench", *common, "-tb", str(threads), *sizes, "--output-format", "jsonl"]
 
 
@@ -342,6 +342,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=counts, default=(1, 2))
     parser.add_argument("--prompts", type=counts, default=(256, 1024, 2048, 4096))
     parser.add_argument("--sessions", type=counts, default=(1, 8))
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens before a new one")
     parser.add_argument("--rounds", type=int, help="default 5, 3 with --quick")
     parser.add_argument("--quants", type=lambda text: [Quant(each) for each in text.split(",")])
     parser.add_argument("--llama", type=Path, help="folder of llama-bench")
@@ -357,7 +358,7 @@ def main(args: Sequence[str] | None = None) -> int:
         options.llama = Path(found).parent
     report = Report(options, 0)
     tasks = [
-        *(EngineTask("decode", count) for count in options.sessions),
+        *(EngineTask("decode", count, options.context) for count in options.sessions),
         *(EngineTask("prefill", count) for count in options.prompts),
     ]
     threads = torch.get_num_threads()
