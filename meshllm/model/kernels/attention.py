@@ -1,11 +1,16 @@
 """Decode attention of a few rows over the KV cache, row-invariant.
 
-Each row is computed by itself, in float32: dot products with the keys it sees, their softmax (two
-passes, with the maximum subtracted), the weighted mean of the values. A block is one row and the
-query heads that share one key head (GQA).
+Theory of operation: each row is computed by itself, in float32: dot products with the keys it sees,
+their softmax (two passes, with the maximum subtracted), the weighted mean of the values. A block is
+one row and the query heads that share one key head (GQA).
+
+Two vectors of bfloat16 are loaded as one of words, whose lower and higher halves are its even and
+odd numbers: converting these to float32 takes an instruction each. So a vector holds every other
+number of a row; where it is stored, two are interleaved again. On CPUs with the instruction for
+pairs of bfloat16, scores are computed from the words themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import gcd, inf
@@ -14,8 +19,17 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from meshllm.model.kernels.ir import FLOAT, HALF, LANES, Code, bits_of, float_of
-from meshllm.model.kernels.jit import JitFunction, jit_available
+from meshllm.model.kernels.ir import (
+    FLOAT,
+    HALF,
+    LANES,
+    PAIRS_FEATURE,
+    WORD,
+    Code,
+    bits_of,
+    float_of,
+)
+from meshllm.model.kernels.jit import JitFunction, has_cpu_feature, jit_available, registers
 
 THREADED = 1 << 16  # values of keys times rows, some 4 us; to start threads takes 1 us
 
@@ -25,7 +39,8 @@ _FIELDS = (
     *("groups", "rows", "keys", "window", "scale"),
 )
 _HELD = 16  # vectors of queries that are kept in registers
-_OUT = 4  # vectors of the mean, per head, that are accumulated at a time
+_OUT = 8  # vectors of the means of a tile that are accumulated at a time, twice that with AVX-512
+_KEYS = 4  # whose scores are summed together, with a third of the instructions
 _BLOCK = 1024  # keys whose values are summed separately, to keep a long sum accurate
 _LINE = 64  # bytes of a cache line
 _DTYPES = torch.bfloat16, torch.float32
@@ -103,7 +118,9 @@ def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tupl
     """Compile the kernel for heads of a shape; return it and the heads computed at a time."""
     lanes = gcd(LANES, width, width_out)
     held = next(n for n in (4, 2, 1) if each % n == 0 and (n == 1 or n * width <= _HELD * lanes))
-    shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, dtype == torch.bfloat16)
+    is_half = dtype == torch.bfloat16
+    has_dot = is_half and has_cpu_feature(PAIRS_FEATURE) and width % (2 * LANES) == 0
+    shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, is_half, has_dot)
     return JitFunction(_FIELDS, shape.write), held
 
 
@@ -122,6 +139,8 @@ class _Shape:
     """Vectors of a value."""
     is_half: bool
     """Whether the numbers are bfloat16."""
+    has_dot: bool
+    """Whether scores are computed by `Code.dot`."""
 
     def write(
         self, code: Code, fields: Mapping[str, ir.Value], block: ir.Value, thread: ir.Value
@@ -132,8 +151,9 @@ class _Shape:
             work.head = code.do.add(work.first, code.do.mul(tile.index, code.index(self.held)))
             largest = work.score()
             totals = work.exponentiate(largest)
-            for at in range(0, self.parts_out, _OUT):
-                work.mix(totals, range(at, min(at + _OUT, self.parts_out)))
+            most = (2 * _OUT if registers() > LANES else _OUT) // self.held
+            for at in range(0, self.parts_out, most):
+                work.mix(totals, range(at, min(at + most, self.parts_out)))
 
 
 class _AttentionEmitter:
@@ -176,28 +196,52 @@ class _AttentionEmitter:
     def score(self) -> list[ir.Value]:
         """Emit the scores of every key; return the largest score of each head."""
         code, do, shape = self.code, self.code.do, self.shape
-        asked = [
-            [self._load(self._query(head), part) for part in range(shape.parts)]
-            for head in range(shape.held)
-        ]
-        scale = float_of(code, self.fields["scale"])
-        for place in self.scores:  # padding of the last vector
+        together = min(_KEYS, shape.lanes)
+        asked = [self._score_parts(self._query(head)) for head in range(shape.held)]
+        scale = code.splat(float_of(code, self.fields["scale"]), together)
+        last = do.sub(self.seen, code.index(1))
+        groups = do.udiv(do.add(self.seen, code.index(together - 1)), code.index(together))
+        with code.loop(groups, *[code.floats(-inf, together)] * shape.held) as loop:
+            first = do.mul(loop.index, code.index(together))
+            products = list[list[ir.Value]]()
+            for number in range(together):
+                at = do.add(first, code.index(number))
+                at = do.select(do.icmp_unsigned("<", at, last), at, last)
+                self._fetch_value(at)
+                key = code.at(self.key, do.mul(at, self.fields["key_row"]), self.kind)
+                parts = self._score_parts(key)
+                products.append([self._product(mine, parts) for mine in asked])
+            for heads, place, most in zip(
+                zip(*products, strict=True), self.scores, loop.carried, strict=True
+            ):
+                scores = do.fmul(code.sums(heads), scale)
+                code.store(FLOAT, scores, place, first)
+                loop.next.append(do.select(do.fcmp_ordered(">", scores, most), scores, most))
+        for place in self.scores:  # the rest of the last vector
             code.store(FLOAT, code.floats(-inf), place, self.seen)
-        least = [code.number(-inf)] * shape.held
-        with code.loop(self.seen, *least) as loop:
-            key = code.at(self.key, do.mul(loop.index, self.fields["key_row"]), self.kind)
-            parts = [self._load(key, part) for part in range(shape.parts)]
-            value = code.at(self.value, do.mul(loop.index, self.fields["value_row"]), self.kind)
-            for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
-                code.prefetch(code.at(value, code.index(at), self.kind))  # `mix` reads it soon
-            for head, (place, most) in enumerate(zip(self.scores, loop.carried, strict=True)):
-                product = code.floats(0.0, shape.lanes)
-                for mine, its in zip(asked[head], parts, strict=True):
-                    product = code.fma(mine, its, product)
-                score = do.fmul(code.sum(product), scale)
-                code.store(FLOAT, score, place, loop.index)
-                loop.next.append(do.select(do.fcmp_ordered(">", score, most), score, most))
-        return loop.next
+        return [code.largest(most) for most in loop.next]
+
+    def _score_parts(self, start: ir.Value) -> list[ir.Value]:
+        """Load a query or key as `_product` takes it."""
+        parts = range(self.shape.parts)
+        if not self.shape.has_dot:
+            return self._load(start, parts)
+        return [self._words(start, part) for part, _ in self._pairs(parts)]
+
+    def _product(self, query: list[ir.Value], key: list[ir.Value]) -> ir.Value:
+        """Multiply and add up parts, lane by lane."""
+        multiply = self.code.dot if self.shape.has_dot else self.code.fma
+        total = self.code.floats(0.0, self.shape.lanes)
+        for mine, its in zip(query, key, strict=True):
+            total = multiply(mine, its, total)
+        return total
+
+    def _fetch_value(self, key: ir.Value) -> None:
+        """Prefetch a value, which `mix` reads soon."""
+        code, shape = self.code, self.shape
+        value = code.at(self.value, code.do.mul(key, self.fields["value_row"]), self.kind)
+        for at in range(0, shape.parts_out * shape.lanes, _LINE // (2 if shape.is_half else 4)):
+            code.prefetch(code.at(value, code.index(at), self.kind))
 
     def exponentiate(self, largest: list[ir.Value]) -> list[ir.Value]:
         """Replace scores by exp(score - largest); return their sums."""
@@ -224,7 +268,7 @@ class _AttentionEmitter:
             with code.loop(count, *none) as loop:
                 key = do.add(first, loop.index)
                 value = code.at(self.value, do.mul(key, self.fields["value_row"]), self.kind)
-                mine = [self._load(value, part) for part in parts]
+                mine = self._load(value, parts)
                 sums = iter(loop.carried)
                 for place in self.scores:
                     share = code.splat(code.load(FLOAT, place, key), shape.lanes)
@@ -237,10 +281,7 @@ class _AttentionEmitter:
             place = do.add(row, do.add(self.head, code.index(head)))
             width = code.index(shape.parts_out * shape.lanes)
             mixed = self._point("mixed", do.mul(place, width))
-            for part in parts:
-                mean = do.fmul(next(sums), share)
-                kept = code.narrow(mean) if shape.is_half else mean
-                code.store(self.kind, kept, mixed, code.index(part * shape.lanes))
+            self._store([do.fmul(next(sums), share) for _ in parts], mixed, parts)
 
     def _query(self, head: int) -> ir.Value:
         do, fields = self.code.do, self.fields
@@ -253,7 +294,34 @@ class _AttentionEmitter:
     def _point(self, name: str, index: ir.Value) -> ir.Value:
         return self.code.at(self.fields[name], index, self.kind)
 
-    def _load(self, start: ir.Value, part: int) -> ir.Value:
-        at = self.code.index(part * self.shape.lanes)
-        loaded = self.code.load(self.kind, start, at, self.shape.lanes)
-        return self.code.widen(loaded) if self.shape.is_half else loaded
+    def _load(self, start: ir.Value, parts: range) -> list[ir.Value]:
+        """Load vectors of a row as float32: even and odd numbers of each two, if bfloat16."""
+        code, lanes, loaded = self.code, self.shape.lanes, list[ir.Value]()
+        for part, count in self._pairs(parts):
+            if count == 2:
+                words = self._words(start, part)
+                loaded += code.low(words), code.high(words)
+                continue
+            single = code.load(self.kind, start, code.index(part * lanes), lanes)
+            loaded.append(code.widen(single) if self.shape.is_half else single)
+        return loaded
+
+    def _words(self, start: ir.Value, part: int) -> ir.Value:
+        """Load two vectors of bfloat16 as one of words."""
+        code, lanes = self.code, self.shape.lanes
+        halves = code.load(HALF, start, code.index(part * lanes), 2 * lanes)
+        return code.do.bitcast(halves, ir.VectorType(WORD, lanes))
+
+    def _store(self, means: list[ir.Value], start: ir.Value, parts: range) -> None:
+        """Store what `_load` would load."""
+        code, shape, rest = self.code, self.shape, iter(means)
+        for part, count in self._pairs(parts):
+            mean = next(rest) if count == 1 else code.interleave(next(rest), next(rest))
+            kept = code.narrow(mean) if shape.is_half else mean
+            code.store(self.kind, kept, start, code.index(part * shape.lanes))
+
+    def _pairs(self, parts: range) -> Iterator[tuple[int, int]]:
+        """Divide vectors of a row into those that are loaded together."""
+        by = 2 if self.shape.is_half else 1
+        for part in parts[::by]:
+            yield part, min(by, parts.stop - part)

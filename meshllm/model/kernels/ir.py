@@ -141,15 +141,23 @@ class Code:
         parts = range(0, lanes, 2), range(1, lanes, 2)
         return [self.do.shuffle_vector(vector, vector, _mask(part)) for part in parts]
 
+    def interleave(self, even: ir.Value, odd: ir.Value) -> ir.Value:
+        """Combine the elements of even and of odd index."""
+        lanes = even.type.count
+        mask = _mask(
+            [at for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for at in pair]
+        )
+        return self.do.shuffle_vector(even, odd, mask)
+
     def low(self, words: ir.Value) -> ir.Value:
         """Convert the lower halves of words, which are bfloat16, to float32."""
         sixteen = ir.Constant(words.type, [16] * words.type.count)
-        return self.do.bitcast(self.do.shl(words, sixteen), FLOATS)
+        return self.do.bitcast(self.do.shl(words, sixteen), ir.VectorType(FLOAT, words.type.count))
 
     def high(self, words: ir.Value) -> ir.Value:
         """Convert the higher halves of words, which are bfloat16, to float32."""
         mask = ir.Constant(words.type, [0xFFFF0000] * words.type.count)
-        return self.do.bitcast(self.do.and_(words, mask), FLOATS)
+        return self.do.bitcast(self.do.and_(words, mask), ir.VectorType(FLOAT, words.type.count))
 
     def transpose(self, lines: Sequence[ir.Value]) -> list[ir.Value]:
         """Transpose a square matrix: as many vectors as each has lanes, a power of 2."""
@@ -209,7 +217,8 @@ class Code:
 
     def sums(self, vectors: Sequence[ir.Value]) -> ir.Value:
         """Sum the lanes of each vector as `sum` does; their number is a power of 2."""
-        vectors, lanes, size = list(vectors), LANES, LANES  # `size` lanes are of one vector
+        vectors = list(vectors)
+        lanes = size = vectors[0].type.count  # `size` lanes are of one vector
         while size > 1:
             starts = range(0, lanes, size)
             others = vectors[1::2] or vectors
