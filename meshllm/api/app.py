@@ -2,28 +2,30 @@
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from starlette.types import ASGIApp
 
 from meshllm.api import failure, mesh
 from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
 from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
+from meshllm.api.request_id import RequestIds
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, chat_socket, completions, embeddings, messages, models, responses
 from meshllm.api.v1.service import Service
 
 
-def owner_application(node: NodePort) -> Starlette:
+def owner_application(node: NodePort) -> ASGIApp:
     """Build the application of a node's owner: `/mesh/*`, `/metrics` and the public routes."""
     application = Starlette(
         routes=mesh.routes(node), exception_handlers=dict.fromkeys(failure.ERRORS, on_error)
     )
     application.router.default = public_application(Service(node))
-    return application
+    return RequestIds(application)
 
 
 def public_application(
     service: Service, policy: AccessPolicy | None = None, owner: Starlette | None = None
-) -> Starlette:
+) -> ASGIApp:
     """Build the application for everybody who may use the model: `/v1/*`, and the page at `/`.
 
     The files of the page are the same for everybody and need no key, what it shows does. Without a
@@ -51,4 +53,4 @@ def public_application(
         middleware=[key_guard(policy, service.accounts)] if policy else [],
         exception_handlers=handlers,
     )
-    return application
+    return RequestIds(application)

@@ -4,12 +4,14 @@ https://platform.openai.com/docs/guides/error-codes
 """
 
 import json
+import logging
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from meshllm.api.request_id import request_id
 from meshllm.api.respond import BodyTooLarge, BodyTooSlow
 from meshllm.errors import (
     Busy,
@@ -41,6 +43,8 @@ _KINDS = {
     503: "overloaded_error",
 }
 """Anthropic's error types by HTTP status."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,11 @@ def messages_error(error: MeshError) -> bytes:
     """Write Anthropic's error object; a hint becomes part of the message."""
     kind = _KINDS.get(failure_of(error).status, "api_error")
     message = f"{error}; {error.hint}" if error.hint else str(error)
-    fields = {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    fields = {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": request_id() or None,
+    }
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -141,4 +149,5 @@ async def on_error(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=400)  # never read
         case _:
+            logger.error("request %s: %s", request_id(), type(error).__name__)
             return response_of(MeshError(f"This is a bug in meshllm: {type(error).__name__}"), path)

@@ -1,6 +1,7 @@
 """Request bodies, error responses and streamed responses."""
 
 import asyncio
+import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -11,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from meshllm.api.request_id import request_id
 from meshllm.errors import (
     Busy,
     LinkLost,
@@ -25,6 +27,8 @@ from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
 from meshllm.strict_json import MAX_DIGITS, build, parse
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
@@ -210,6 +214,7 @@ async def on_error(_: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=400)  # never read
         case _:
+            logger.error("request %s: %s", request_id(), type(error).__name__)
             return _failure(MeshError(f"This is a bug in meshllm: {type(error).__name__}"), 500)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
@@ -32,7 +32,7 @@ async def serve(node: NodePort, path: Path) -> None:
         await run_server(owner_application(node), bound, limit_concurrency=CONNECTIONS)
 
 
-async def run_server(application: Starlette, bound: socket, **settings: Any) -> None:
+async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> None:
     """Serve an application on a bound socket until cancelled; ``settings`` are uvicorn's."""
     config = Config(
         application,

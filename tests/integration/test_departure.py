@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from meshllm.api.app import owner_application
 from meshllm.model.files.source import resolve
@@ -80,7 +80,7 @@ def is_in_prompt(event: Event) -> bool:
     return isinstance(event, Prefilled) and 0 < event.done < event.total
 
 
-async def leave(app: Starlette, path: str, fields: Fields, reached: asyncio.Event) -> list[Fields]:
+async def leave(app: ASGIApp, path: str, fields: Fields, reached: asyncio.Event) -> list[Fields]:
     """Ask; leave once the phase is reached; return what was sent until the request has ended."""
     body, sent = json.dumps(fields).encode(), list[Fields]()
     news = [{"type": "http.request", "body": body, "more_body": False}]

@@ -31,12 +31,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshllm.api.access.accounts import MAX_KEY_CHARS, Accounts, ApiKey
 from meshllm.api.failure import INVALID, Failure, Refused, response_of
+from meshllm.api.request_id import ANTHROPICS, REQUEST_ID
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 KEY_PROTOCOL = "meshllm.key."
 """Before a key among the subprotocols of a WebSocket: web pages can send it nowhere else."""
-EXPOSED = "x-request-id", "x-meshllm-model-digest", "x-meshllm-precision", "x-meshllm-ring-epoch"
+EXPOSED = "x-meshllm-model-digest", "x-meshllm-precision", "x-meshllm-ring-epoch"
 """Headers about what answers, which web pages of allowed origins may read."""
 
 _SCOPE, _AGAIN = "meshllm.key", "meshllm.identify"
@@ -68,7 +69,7 @@ def site_guards(policy: AccessPolicy) -> Sequence[Middleware]:
             allow_origins=policy.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", *EXPOSED],
+            expose_headers=["retry-after", REQUEST_ID, ANTHROPICS, *EXPOSED],
         ),
     ]
 

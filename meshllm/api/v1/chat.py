@@ -256,7 +256,7 @@ def routes(service: Service) -> list[Route]:
             "chatcmpl", model.name, model.fingerprint, made.asked, body.choices, body.has_usage,
             is_traced(request),
         )  # fmt: skip
-        headers = headers_of(model, reply.id)
+        headers = headers_of(model)
         if body.stream:
             return Stream(made.events, STREAM, reply.chunks, failure, headers, PATIENCE)
         return Stream(made.events, JSON, reply.completion, error_object, headers)

@@ -139,7 +139,7 @@ def routes(service: Service) -> list[Route]:
         head = (model.name, model.fingerprint, asked, body.choices, body.has_usage)
         reply = _TextReply("cmpl", *head, is_traced(request))
         events = answer_as_needed(service, key, model, asked, body.meshllm)
-        headers = headers_of(model, reply.id)
+        headers = headers_of(model)
         if body.stream:
             return Stream(events, STREAM, reply.chunks, failure, headers, PATIENCE)
         return Stream(events, JSON, reply.completion, error_object, headers)

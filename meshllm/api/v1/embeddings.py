@@ -5,7 +5,6 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 import base64
 import json
-import secrets
 import struct
 from dataclasses import dataclass, field
 from typing import Literal
@@ -103,7 +102,7 @@ def routes(service: Service) -> list[Route]:
         asked = [with_prompt(common, each) for each in inputs]
         reply = _EmbeddingsReply(model.name, body.encoding_format == "base64", len(asked))
         events = answer_as_needed(service, key, model, asked, body.meshllm)
-        headers = headers_of(model, f"embd-{secrets.token_hex(16)}")
+        headers = headers_of(model)
         return Stream(events, JSON, reply.write, error_object, headers)
 
     return [Route("/v1/embeddings", embed, methods=["POST"])]

@@ -16,13 +16,12 @@ TRACE = "x-meshllm-trace"
 MAX_VALUE_CHARS = 128
 
 
-def headers_of(model: ModelStatus, request_id: str) -> dict[str, str]:
+def headers_of(model: ModelStatus) -> dict[str, str]:
     """Return the headers of a response: what is known of the model that answers.
 
     Other nodes say some of it; what does not fit into a header is left out.
     """
     values = (
-        request_id,
         model.fingerprint.removeprefix("fp_"),
         precision_of(model),
         str(model.epoch or ""),

@@ -299,7 +299,7 @@ def routes(service: Service) -> list[Route]:
         model = await service.model(key, body.model)
         reply = _MessagesReply(model.name, asked.sampling.seed, is_traced(request))
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
-        headers = headers_of(model, reply.id)
+        headers = headers_of(model)
         if body.stream:
             return Stream(events, STREAM, reply.events, _failure, headers, PING)
         return Stream(events, JSON, reply.message, messages_error, headers)

@@ -380,7 +380,7 @@ def routes(service: Service) -> list[Route]:
             model.name, body, given, owner, turns, store, asked.sampling.seed, is_traced(request)
         )
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
-        headers = headers_of(model, reply.id)
+        headers = headers_of(model)
         if body.stream:
             return Stream(events, STREAM, reply.events, reply.failure, headers, PATIENCE)
         return Stream(events, JSON, reply.whole, error_object, headers)

@@ -146,7 +146,7 @@ async def test_what_is_not_supported_is_refused(
     assert (said.status_code, said.json()["error"]["type"]) == (
         404 if "model" in change else 400, kind,
     )  # fmt: skip
-    assert (said.json()["type"], said.json()["request_id"]) == ("error", None)
+    assert (said.json()["type"], said.json()["request_id"]) == ("error", said.headers["request-id"])
     assert door.requests == []
 
 
