@@ -1,6 +1,6 @@
 """Whole nodes on an unreliable network in virtual time; one seed determines everything.
 
-    python -m tests.simulation.node_world --schedules 1000000 --seed 7
+    python -m tests.simulation.node_world --schedules 1000000 --seed 7 [--rings several]
 
 A schedule starts some nodes, lets others join with tickets, sends requests at random times, and
 injects all kinds of faults for a while: nodes are killed, lose power, pause, leave, restart with
@@ -8,7 +8,7 @@ their key, are partitioned in one direction or both, get long delays, see their 
 a bug, and are removed. Then all faults end, and within `schedule.BOUND` every request has ended in
 the right text or in a `MeshError`, all members follow one plan, its ring is formed, nothing old is
 left over, and each node answers a fresh request. Invariants at all times are in `plans` and
-`checks`.
+`checks`. With ``--rings``, the mesh serves several models and replicas, see `several`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
@@ -33,10 +33,15 @@ from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.trust.identity import agreement_key, show
 from tests.simulation.machines import Machines, process_here, time_of_day
 from tests.simulation.schedule import Schedule
+from tests.simulation.several import SeveralSchedule, SharedSchedule
 from tests.simulation.world import World
 
 NAME = "tests.simulation.node_world"
 PART = 50  # schedules between two lines of progress
+RINGS: Mapping[str, type[Schedule]] = {
+    "one": Schedule, "several": SeveralSchedule, "shared": SharedSchedule,
+}  # fmt: skip
+"""What the mesh serves: one model, several on nodes of their own, or several on the same nodes."""
 
 
 class Ear(logging.Handler):
@@ -123,7 +128,7 @@ def simulate(seed: int, make: Callable[[World, int], Schedule] = Schedule) -> Wo
         return runner.run(run())
 
 
-def run_some(seeds: Sequence[int], level: str) -> list[str]:
+def run_some(seeds: Sequence[int], rings: str, level: str) -> list[str]:
     """Run schedules; return a history for each that goes wrong, or of all with debug logs."""
     logging.getLogger("meshllm").propagate = False
     logging.getLogger("meshllm").setLevel(level)
@@ -131,9 +136,11 @@ def run_some(seeds: Sequence[int], level: str) -> list[str]:
     gc.freeze()  # what was imported: collecting it takes longer than what the worlds leave
     with shortcuts():
         for seed in seeds:
-            world = simulate(seed)
+            world = simulate(seed, RINGS[rings])
             if world.wrong:
-                again = f"again: python -m {NAME} --schedules 1 --seed {seed} --show"
+                again = (
+                    f"again: python -m {NAME} --rings {rings} --schedules 1 --seed {seed} --show"
+                )
                 told.append("\n".join([*world.history, f"seed {seed}: {world.wrong}", again]))
             elif level == "DEBUG":
                 print("\n".join([*world.history, f"seed {seed}: all is well"]))
@@ -145,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--schedules", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--rings", choices=RINGS, default="one", help="what the mesh serves")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run them")
     parser.add_argument("--keep-going", action="store_true", help="also after one that goes wrong")
     parser.add_argument("--show", action="store_true", help="print all histories, with debug logs")
@@ -152,7 +160,7 @@ def main() -> None:
     start, bad = perf_counter(), 0
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     parts = [seeds[at : at + PART] for at in range(0, len(seeds), PART)]
-    run = partial(run_some, level="DEBUG" if arguments.show else "ERROR")
+    run = partial(run_some, rings=arguments.rings, level="DEBUG" if arguments.show else "ERROR")
     with Pool(arguments.jobs) as pool:
         for done, told in enumerate(pool.imap_unordered(run, parts), start=1):
             for history in told:
