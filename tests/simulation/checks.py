@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import combinations
 
 from meshllm.node.node import MeshNode
+from meshllm.protocol.ring.handover import HandoverState
 from tests.simulation.machines import Process
 from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
@@ -43,6 +44,9 @@ class Checks:
         if nodes[one].ring_member.group != nodes[other].ring_member.group:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
+            return False
+        handovers = [nodes[each].service._handover.state for each in (one, other)]
+        if handovers == [HandoverState.PREPARING] * 2:  # the rings of both serve meanwhile
             return False
         hears = [nodes[b].me in nodes[a].links.by_peer for a, b in ((one, other), (other, one))]
         return all(hears) and world.network.is_open(one, other)
