@@ -10,7 +10,8 @@ epoch and digest, and the links of a ring compare both. Invariants of every hist
   their makers were not connected, and never without faults;
 - no plan names a node that its maker knows to be removed;
 - a node never goes back to a plan of lower precedence than one that it followed in the same run, in
-  the same ring;
+  the same ring; with several rings, `may_rejoin`, there may be none in between, and the node may
+  rejoin a ring that still serves;
 - the spans of every followed plan tile the layers;
 - an answer was computed by the nodes, in the order and with the spans of one plan, which each of
   them followed at some time meanwhile.
@@ -63,6 +64,7 @@ class Plans:
 
     def __init__(self, fault: Callable[[str], None]) -> None:
         self._fault = fault
+        self.may_rejoin = False
         self._by_view: dict[Hashable, Plan | None] = {}
         self._last: dict[tuple[Process, RingRuntime], Plan] = {}
         self._until: dict[tuple[NodeId, bytes], float] = {}
@@ -123,10 +125,12 @@ class Plans:
         me, before = runtime._me, runtime.plan
         if before is not None:
             self._until[me, before.encode()] = asyncio.get_running_loop().time()
-        if plan is None:
-            return
         process = process_here()
         assert process is not None
+        if plan is None:
+            if self.may_rejoin:
+                self._last.pop((process, runtime), None)
+            return
         if process.is_gone:  # a timer of a node that has ended
             return
         last = self._last.get((process, runtime))
