@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from meshllm.cli.app import app
+from meshllm.cli.app import command_tree
 from meshllm.cli.commands.help import topics
 from meshllm.config import keys
 from meshllm.model.modules.kernel_choice import LinearKernel
@@ -17,7 +17,7 @@ from tests.security.__main__ import ATTACKS
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {"README": (ROOT / "README.md").read_text("utf-8"), **topics()}
-TREE: Any = typer.main.get_command(app)
+TREE = command_tree()
 OTHERS = {"--unix-socket", "--help", "--interrupt_requests"}  # of curl; every command; an engine
 
 

@@ -6,38 +6,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.completion import completion_init  # type: ignore[attr-defined]  # no __all__ there
 from typer.core import TyperGroup
 
 from meshllm import __version__
-from meshllm.cli.chat.chat import EXAMPLES as CHAT_EXAMPLES
-from meshllm.cli.chat.chat import chat
-from meshllm.cli.chat.outlined import OptionalOutline
-from meshllm.cli.commands import config, key, model, transport
-from meshllm.cli.commands.bench import EXAMPLES as BENCH_EXAMPLES
-from meshllm.cli.commands.bench import bench
-from meshllm.cli.commands.help import EXAMPLES as HELP_EXAMPLES
-from meshllm.cli.commands.help import show_help
-from meshllm.cli.commands.identity import EXAMPLES as ID_EXAMPLES
-from meshllm.cli.commands.identity import identity
-from meshllm.cli.commands.relay import EXAMPLES as RELAY_EXAMPLES
-from meshllm.cli.commands.relay import relay
-from meshllm.cli.commands.usage import EXAMPLES as USAGE_EXAMPLES
-from meshllm.cli.commands.usage import usage
-from meshllm.cli.doctor.doctor import EXAMPLES as DOCTOR_EXAMPLES
-from meshllm.cli.doctor.doctor import doctor
-from meshllm.cli.node.node import EXAMPLES as NODE_EXAMPLES
-from meshllm.cli.node.node import node
-from meshllm.cli.node.provide import EXAMPLES as PROVIDE_EXAMPLES
-from meshllm.cli.node.provide import provide
-from meshllm.cli.node.serve import EXAMPLES as SERVE_EXAMPLES
-from meshllm.cli.node.serve import serve
-from meshllm.cli.ring import ring
-from meshllm.cli.terminal import render
-from meshllm.config import load
+from meshllm.cli.shared.deferred import DeferredCommand, keep_values
 from meshllm.errors import MeshError, UserError
 
 EXAMPLES = """\b
@@ -52,6 +28,30 @@ Each setting can be a flag, a variable MESHLLM_NAME or a line of config.toml;
 
 `meshllm help` also lists the pages of the manual, such as `meshllm help concepts`.
 """
+
+
+COMMANDS = (
+    ("chat", "chat.chat:chat", "Ask one question or hold a conversation."),
+    ("node", "node.node:node", "Run a node that holds layers and serves requests."),
+    ("serve", "node.serve:serve", "Serve the OpenAI-compatible API on TCP."),
+    (
+        "provide",
+        "node.provide:provide",
+        "Provide the models of an engine with OpenAI's API to a mesh.",
+    ),
+    ("usage", "commands.usage:usage", "Show requests and tokens of the API on TCP."),
+    ("id", "commands.identity:identity", "Print the id of this node."),
+    ("doctor", "doctor.doctor:doctor", "Check this machine, its node and the links to its peers."),
+    ("relay", "commands.relay:relay", "Run a relay for nodes behind NATs."),
+    ("bench", "commands.bench:bench", "Benchmark rings, or one engine, or replay a trace."),
+    ("help", "commands.help:show_help", "Show the help of a command or a page of the manual."),
+    ("ring", "ring.ring:app", "Show, plan and manage the ring."),
+    ("key", "commands.key:app", "Create, list and revoke keys of the API."),
+    ("model", "commands.model:app", "List, inspect, verify, download and serve models."),
+    ("transport", "commands.transport:app", "List the transports between nodes."),
+    ("config", "commands.config:app", "Show and change settings, and see where they come from."),
+)
+"""Name, place in `meshllm.cli` and summary of each command, in the order of the help."""
 
 
 _WORDING = {
@@ -82,7 +82,16 @@ def limit_spinning() -> None:
 
 
 class Boundary(TyperGroup):
-    """Reports every error: two lines for an expected one, a short report for a bug."""
+    """Reports every error: two lines for an expected one, a short report for a bug.
+
+    It has the commands of `COMMANDS`, and flags and counts only, whose values need no conversion.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, place, summary in COMMANDS:
+            self.add_command(DeferredCommand(name, f"meshllm.cli.{place}", summary))
+        keep_values(self)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run the command and exit with its exit code."""
@@ -106,21 +115,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command(epilog=CHAT_EXAMPLES, cls=OptionalOutline)(chat)
-app.command(epilog=NODE_EXAMPLES)(node)
-app.command(epilog=SERVE_EXAMPLES)(serve)
-app.command(epilog=PROVIDE_EXAMPLES)(provide)
-app.add_typer(ring.app, name="ring")
-app.add_typer(key.app, name="key")
-app.command(epilog=USAGE_EXAMPLES)(usage)
-app.command("id", epilog=ID_EXAMPLES)(identity)
-app.command(epilog=DOCTOR_EXAMPLES)(doctor)
-app.add_typer(model.app, name="model")
-app.add_typer(transport.app, name="transport")
-app.command(epilog=RELAY_EXAMPLES)(relay)
-app.add_typer(config.app, name="config")
-app.command(epilog=BENCH_EXAMPLES)(bench)
-app.command("help", epilog=HELP_EXAMPLES)(show_help)
 
 
 @app.callback(invoke_without_command=True)
@@ -141,11 +135,20 @@ def root(
     if version:
         _print_version(verbose > 0)
     elif context.invoked_subcommand is None:
+        from meshllm.cli.terminal import render
+
         render.out(context.get_help())
     elif verbose:
         from meshllm.log import setup
 
         setup(verbose)
+
+
+def command_tree() -> TyperGroup:
+    """Import all commands, for what reads them, such as the generator of man pages."""
+    tree: Any = typer.main.get_command(app)
+    tree.commands = {name: each.load() for name, each in tree.commands.items()}
+    return cast("TyperGroup", tree)
 
 
 def main() -> None:
@@ -161,6 +164,8 @@ def main() -> None:
 
 
 def _print_version(everything: bool) -> None:
+    from meshllm.cli.terminal import render
+
     render.out(f"meshllm {__version__}")
     if everything:
         import platform
@@ -184,6 +189,8 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _report(error: BaseException, *, debug: bool) -> int:
+    from meshllm.cli.terminal import render
+
     if debug:
         traceback.print_exception(error)
     match error:
@@ -213,6 +220,8 @@ def _bug(error: BaseException) -> MeshError:
 
 
 def _wants_traceback(words: Sequence[str]) -> bool:
+    from meshllm.config import load
+
     try:
         return "--debug" in words or load({}).settings.debug
     except MeshError:

@@ -10,10 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from meshllm.api.v1.documented import with_fields
-from meshllm.cli.app import app
+from meshllm.cli.app import command_tree
 from meshllm.cli.commands.help import topics
 from meshllm.cli.roff import escape, page
 from meshllm.cli.shared.options import help_of
@@ -92,7 +90,7 @@ complete --command meshllm --no-files --arguments "(__meshllm_complete get-args)
 
 def generate() -> dict[str, str]:
     """Return every page and completion script by its path in the repository."""
-    tree: Any = typer.main.get_command(app)
+    tree = command_tree()
     pages = {"man/man1/meshllm.1": _root_page(tree)}
     pages |= {
         f"man/man1/meshllm-{name}.1": _page(name, child) for name, child in tree.commands.items()

@@ -1,3 +1,3 @@
 """`meshllm chat`."""
 
-__all__ = ["chat", "outlined"]
+__all__ = ["chat"]

@@ -9,7 +9,7 @@ import typer
 
 from meshllm.cli.chat.backends import choose
 from meshllm.cli.chat.conversation import Conversation, request_of, with_system
-from meshllm.cli.chat.outlined import check_outline, mode_of, outlined
+from meshllm.cli.chat.outlined import OptionalOutline, check_outline, mode_of, outlined
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.cli.shared.answer import as_fields, stream
 from meshllm.cli.shared.local import Opener, import_heavy, open_local
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_BYTES = 1 << 20
 
+COMMAND = OptionalOutline
 EXAMPLES = """\b
 Examples:
   meshllm chat
