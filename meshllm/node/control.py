@@ -367,8 +367,8 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
 
 
 def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
-    """Return what a ring waits for."""
-    if ring.own is not None and ring.plan is not None:
+    """Return what a ring waits for, in the words of its own status where there is one."""
+    if ring.own is not None and ring.own.reason:
         return ring.own.reason
     if ring.is_unused and not nodes:
         return "nobody uses it: a request loads it, on nodes of a model that is not used either"

@@ -585,6 +585,21 @@ def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
     assert (further.measured.tokens, first.measured) == (5, None)
 
 
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_a_ring_gives_one_reason_wherever_it_is_shown(node: Owned, *, is_planned: bool) -> None:
+    (ring,) = node.view.rings
+    plan = ring.plan if is_planned else None
+    own = OwnRing(node.view.agreement, reason="1 of 2 members are ready")
+    waits = replace(ring, plan=plan, is_served=False, lacks_bytes=1 << 30, own=own)
+    node.see(plan=plan, is_served=False, reason=own.reason, rings=(waits,))
+
+    status = node.control.status()
+
+    (shown,) = status.rings
+    assert shown.status
+    assert [status.ring.reason, shown.reason, shown.status.reason] == [own.reason] * 3
+
+
 async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:
     (ring,) = node.view.rings
     other = replace(ring.group, id=GroupId(b"other"))
