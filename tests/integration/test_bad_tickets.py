@@ -135,8 +135,9 @@ def test_a_bad_ticket_admits_nobody_and_a_good_one_does(
         async with town(tmp_path, LoopbackTransport()) as made:
             at = Entrance(made, await made.add("house"))
             text = await kind(at)
-            with pytest.raises((NotAuthorised, UserError), match=words):
+            with pytest.raises((NotAuthorised, UserError), match=words) as raised:
                 await at.come(text)
+            assert raised.value.hint
             assert at.guest.credential is None
             assert at.guest.key.node not in at.house.peers
 

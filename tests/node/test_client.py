@@ -399,9 +399,10 @@ def test_a_rejection_is_reported(run: Run) -> None:
         text = ticket(a, uses=1)
         async with client(town, text):
             pass
-        with pytest.raises(NotAuthorised, match="used up"):
+        with pytest.raises(NotAuthorised, match="used up") as raised:
             async with open_mesh_client(text, town.folder / "other", town.transport):
                 pass
+        assert "`meshllm ring ticket --role client`" in str(raised.value.hint)
 
     run(story)
 

@@ -135,14 +135,15 @@ def run_node(
 
 def _check_early(options: "NodeOptions") -> None:
     """Raise errors that can be found without torch; the node checks again."""
+    from meshllm.node.membership.bootstrap import check_ticket
     from meshllm.node.membership.state_store import StateStore
-    from meshllm.protocol.trust.ticket import parse_ticket
 
+    store = StateStore.open(options.state)
     if options.join is not None:
-        parse_ticket(options.join)
+        check_ticket(store, options.join)
     for address in options.advertise:
         _check_dialable(address, options.transports)
-    with StateStore.open(options.state).locked():
+    with store.locked():
         return
 
 

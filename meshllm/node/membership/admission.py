@@ -12,7 +12,7 @@ from meshllm.protocol.trust.credential import Credential, Removals, check, issue
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import TicketProof, guest_psk
 
-_ANOTHER = "a member can make another one"  # in the message: a guest is told no hint
+REMOVED = "The node was permanently removed from the mesh"
 
 
 class MemberAdmission:
@@ -53,19 +53,19 @@ class MemberAdmission:
         for invitation in self._store.invitations():
             if invitation.role is proof.role and proof.proves(invitation.secret):
                 if peer in self.removals:
-                    raise NotAuthorised("The node was permanently removed from the mesh")
+                    raise NotAuthorised(REMOVED)
                 own, role = self._credential, invitation.role
                 granted = issue(self._store.key, own, peer, role, limits=invitation.limits)
                 is_late = not invitation.is_open(time.time(), peer)
                 is_late = is_late or self._is_closed(invitation)
                 if is_late or not await self._run(self._store.use, invitation, peer):
                     raise NotAuthorised(
-                        f"The ticket has expired or is used up; {_ANOTHER}",
+                        "The ticket has expired or is used up",
                         hint="make another one with `meshllm ring ticket`",
                     )
                 return granted
         raise NotAuthorised(
-            f"Ticket rejected: used up, expired, or issued by another node; {_ANOTHER}",
+            "Ticket rejected: used up, expired, or issued by another node",
             hint="make another one with `meshllm ring ticket`",
         )
 

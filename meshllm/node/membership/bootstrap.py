@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
+from meshllm.node.membership.admission import REMOVED
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import GuestBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -54,20 +55,38 @@ async def enter(
         UserError: the ticket is invalid, for a client, or no transport can dial the inviter.
         NotAuthorised: the inviter rejects it, or it has expired.
     """
+    ticket = check_ticket(store, options.join) if options.join else None
     incarnation = store.next_incarnation()
-    ticket = parse_ticket(options.join) if options.join else None
     hints = ((ticket.inviter, ticket.addresses),) if ticket else ()
-    if ticket is None or store.has_used(ticket) or ticket.inviter == store.key.node:
+    if ticket is None or _is_redeemed(store, ticket):
         credential = store.credential or store.found()
         return Membership(credential, incarnation, None, (*hints, *store.peers.items()))
+    link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
+    credential = store.join(_better(store.credential, granted(link)), ticket)
+    return Membership(credential, incarnation, link, hints)
+
+
+def check_ticket(store: StateStore, text: str) -> Ticket:
+    """Parse a ticket for a node; one that has admitted this node is not needed any more.
+
+    Raises:
+        UserError: the ticket is invalid, or for a client.
+        NotAuthorised: it has expired.
+    """
+    ticket = parse_ticket(text)
+    if _is_redeemed(store, ticket):
+        return ticket
     if ticket.role is not Role.NODE:
         raise UserError(
             "The ticket is for a client",
             hint="use it with `meshllm chat --join`, or `meshllm serve --join`",
         )
-    link = await dial_inviter(store, ticket, transports, incarnation, discovery=options.discovery)
-    credential = store.join(_better(store.credential, granted(link)), ticket)
-    return Membership(credential, incarnation, link, hints)
+    _refuse_late(ticket)
+    return ticket
+
+
+def _is_redeemed(store: StateStore, ticket: Ticket) -> bool:
+    return store.has_used(ticket) or ticket.inviter == store.key.node
 
 
 async def dial_inviter(
@@ -103,19 +122,20 @@ async def dial_inviter(
             _refuse_late(ticket)
             addresses = (*ticket.addresses, *heard.get(ticket.inviter, ()))
             try:
-                return await dialer.dial(
-                    addresses,
-                    Purpose.MESH,
-                    expect=ticket.inviter,
-                    removals={},
-                    local=Local.YES,
-                )
+                with _advised(ticket):
+                    return await dialer.dial(
+                        addresses,
+                        Purpose.MESH,
+                        expect=ticket.inviter,
+                        removals={},
+                        local=Local.YES,
+                    )
             except LinkLost as error:
                 closed = closed + 1 if isinstance(error, HandshakeClosed) else 0
                 if closed == MAX_CLOSED:
                     raise NotAuthorised(
                         "Ticket rejected: expired, used up, or issued for another mesh",
-                        hint="make another one with `meshllm ring ticket`",
+                        hint=_advice(ticket),
                     ) from error
                 if str(error) != logged:
                     logged = str(error)
@@ -146,9 +166,24 @@ def _refuse_unreachable(
 
 def _refuse_late(ticket: Ticket) -> None:
     if 0 < ticket.expires_s <= time.time():
-        raise NotAuthorised(
-            "The ticket has expired", hint="make another one with `meshllm ring ticket`"
-        )
+        raise NotAuthorised("The ticket has expired", hint=_advice(ticket))
+
+
+@contextmanager
+def _advised(ticket: Ticket) -> Iterator[None]:
+    """Add a hint to a refusal, which comes from the inviter without one."""
+    try:
+        yield
+    except NotAuthorised as error:
+        raise NotAuthorised(str(error), hint=_advice(ticket, str(error))) from error
+
+
+def _advice(ticket: Ticket, refusal: str = "") -> str:
+    """Return what may be done about a refusal."""
+    if REMOVED in refusal:
+        return "enter as a new node, with another ticket and `--state FOLDER`"
+    role = "" if ticket.role is Role.NODE else " --role client"
+    return f"ask a member for another one, of `meshllm ring ticket{role}`"
 
 
 def _better(own: Credential | None, granted: Credential) -> Credential:

@@ -164,6 +164,21 @@ def test_an_invalid_ticket_or_state_is_refused_before_loading(
     assert node.options is None
 
 
+@pytest.mark.parametrize("command", [("node",), ("provide", "--url", "http://x/v1")])
+def test_an_expired_ticket_is_refused_before_loading(
+    meshllm: Invoke, node: FakeNode, command: tuple[str, ...]
+) -> None:
+    late = replace(parse_ticket(TICKET), expires_s=1).encode()
+
+    result = meshllm(*command, "--join", late)
+
+    assert (result.exit_code, node.options) == (5, None)
+    assert result.stderr == (
+        "error: The ticket has expired\n"
+        "hint: ask a member for another one, of `meshllm ring ticket`\n"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_makes_the_node_leave(
     meshllm: Invoke, node: FakeNode, number: signal.Signals

@@ -11,12 +11,13 @@ import pytest
 from meshllm.errors import NotAuthorised, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import bootstrap as module
-from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, enter
+from meshllm.node.membership.bootstrap import MAX_CLOSED, REDIAL_S, Membership, check_ticket, enter
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, BeaconCode
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.trust.credential import Credential, Role, check, remove
+from meshllm.protocol.trust.ticket import parse_ticket
 from meshllm.testing.clock import run_virtual
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.mesh_members import House, Town, town
@@ -99,8 +100,9 @@ def test_a_ticket_is_used_once_by_one_node(run: Run) -> None:
         assert (again.credential, again.link) == (first.credential, None)
         assert again.hints[0] == (a.me, (a.address,))
         other = guest(town, "other")
-        with pytest.raises(NotAuthorised, match="used up"):
+        with pytest.raises(NotAuthorised, match="used up") as raised:
             await come(town, other, text)
+        assert raised.value.hint == "ask a member for another one, of `meshllm ring ticket`"
         assert other.credential is None
 
     run(story)
@@ -160,8 +162,9 @@ def test_a_rejection_is_reported_at_once(run: Run) -> None:
         removal = remove(a.store.key, a.credential.mesh, store.key.node, 1)
         a.links.act(a.machine.remove(removal, 0.0))
         began = asyncio.get_running_loop().time()
-        with pytest.raises(NotAuthorised, match="permanently removed"):
+        with pytest.raises(NotAuthorised, match="permanently removed") as raised:
             await come(town, store, ticket(a))
+        assert "another ticket and `--state FOLDER`" in str(raised.value.hint)
         assert asyncio.get_running_loop().time() - began < REDIAL_S
 
     run(story)
@@ -171,8 +174,13 @@ def test_an_expired_ticket_is_not_sent(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await town.add("a")
         await a.close()
+        late = ticket(a, lasts_s=-5)
+        with pytest.raises(NotAuthorised, match="has expired") as raised:
+            await come(town, guest(town), late)
+        assert "`meshllm ring ticket`" in str(raised.value.hint)
         with pytest.raises(NotAuthorised, match="has expired"):
-            await come(town, guest(town), ticket(a, lasts_s=-5))
+            check_ticket(guest(town), late)
+        assert check_ticket(a.store, late) == parse_ticket(late)  # its own: it is in the mesh
 
     run(story)
 
