@@ -14,7 +14,7 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from hmac import compare_digest
 from pathlib import Path
@@ -294,7 +294,7 @@ _RECORD = (
 
 def _connect(path: Path) -> sqlite3.Connection:
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        _create(path)
         database = sqlite3.connect(
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -310,6 +310,16 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.close()
         raise UserError(f"`{path}` cannot be used: {error}") from None
     return database
+
+
+def _create(path: Path) -> None:
+    """Create the file for its owner alone, unless it exists.
+
+    An existing one must not be opened here: closing it would drop the locks of this process, also
+    those of SQLite, and another process would then delete the log that this one writes to.
+    """
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _add_column(database: sqlite3.Connection, column: str, kind: str) -> None:

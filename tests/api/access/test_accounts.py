@@ -1,5 +1,7 @@
 import sqlite3
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -135,6 +137,25 @@ def test_processes_share_the_file(accounts: Accounts, tmp_path: Path) -> None:
     found = accounts.find(key)
     assert found
     assert found.state(NOW) == "revoked"
+
+
+def test_a_key_revoked_by_another_process_is_so_where_the_file_was_opened_twice(
+    accounts: Accounts, tmp_path: Path
+) -> None:
+    key, state = accounts.create("laptop", KeyLimits(), NOW), tmp_path / "state"
+    script = f"""if True:
+        from pathlib import Path
+        from meshllm.api.access.accounts import Accounts
+        with Accounts.open(Path({str(state)!r})) as accounts:
+            accounts.revoke("laptop", {NOW})
+    """
+
+    with Accounts.open(state) as second:  # as a node with a door does
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+        found = [each.find(key) for each in (accounts, second)]
+
+        assert [each and each.state(NOW) for each in found] == ["revoked", "revoked"]
+        assert (state / f"{FILE}-wal").exists()
 
 
 def test_the_connection_is_closed_at_the_end(tmp_path: Path) -> None:
