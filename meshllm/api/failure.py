@@ -70,17 +70,18 @@ class Refused(UserError):
 _TOO_LONG = "context_length_exceeded"
 _PROMPTS = {"/v1/completions": "prompt", "/v1/embeddings": "input", "/v1/responses": "input"}
 """The field of the prompt, where it is not `messages`."""
-_LATER = Failure(503, SERVER, "service_unavailable", retry_s=RETRY_S)
+LATER = Failure(503, SERVER, "service_unavailable", retry_s=RETRY_S)
+"""Nothing can answer now, but soon."""
 _FAILURES: dict[type[MeshError], Failure] = {
     ContextTooLong: Failure(400, INVALID, _TOO_LONG, "messages"),
     BodyTooLarge: Failure(413, INVALID, "request_too_large"),
     BodyTooSlow: Failure(408, INVALID, "request_timeout"),
     UserError: Failure(400, INVALID, None),
     Busy: Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S),
-    Leaving: _LATER,
-    LinkLost: _LATER,
-    TimedOut: _LATER,
-    NotAuthorised: _LATER,
+    Leaving: LATER,
+    LinkLost: LATER,
+    TimedOut: LATER,
+    NotAuthorised: LATER,
     MeshError: Failure(500, SERVER, "internal_error"),
 }
 

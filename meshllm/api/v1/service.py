@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
-from meshllm.api.failure import INVALID, RETRY_S, Failure, Refused
+from meshllm.api.failure import INVALID, LATER, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
 from meshllm.errors import MeshError
 from meshllm.merge import merge
@@ -78,11 +78,13 @@ class Service:
         ]
 
     async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
-        """Return a model by name; raise `Refused` if it is not served, or not to this key."""
+        """Return a model by name; raise `Refused` if it is not served, yet or to this key."""
         served = await self.models(key)
         if found := find_model(served, name):
             return found
-        listed = ", ".join(f"`{each.name}`" for each in served) or "nothing yet"
+        if not await self.node.models():  # such as while a node that has just started loads
+            raise Refused("No model is served yet", LATER, hint="see `meshllm ring status`")
+        listed = ", ".join(f"`{each.name}`" for each in served) or "nothing to this key"
         raise Refused(
             f"The model `{name[:100]}` is not served here",
             Failure(404, INVALID, "model_not_found", "model"),
