@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from meshllm.api.metrics import exposition
+from meshllm.api.metrics import METRICS, exposition
 from meshllm.api.port import NodePort
 from meshllm.api.respond import Stream, read, read_body
 from meshllm.errors import MeshError, UserError
@@ -19,7 +19,6 @@ from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.status import SCHEMA, Models, NewTicket, PlanTerms, RevokedKeys, Stopped, to_json
 
 NDJSON = "application/x-ndjson"
-METRICS = "text/plain; version=0.0.4"  # Prometheus, exposition formats
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from meshllm.status import LinkStatus, MeshStatus, NodeState, NodeStatus, RingState, RingStatus
 
+METRICS = "text/plain; version=0.0.4"
+"""The media type of the format."""
+
 _PARTS = (
     ("compute", "Time of the forward pass"),
     ("serialise", "Time to convert between bytes and tensors"),

@@ -1,4 +1,4 @@
-"""`/owner/*`: what the page shows to the owner of a door: keys, usage, and plans to try out."""
+"""`/owner/*`: what the owner of a door sees on TCP: keys, usage, metrics, and plans to try out."""
 
 import asyncio
 import sqlite3
@@ -9,12 +9,13 @@ from typing import Any, Literal, TypeVar, get_args
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.accounts import Accounts, Grouping, KeyLimits
 from meshllm.api.access.gate import AccessPolicy, owner_guard
 from meshllm.api.failure import ERRORS, on_error
+from meshllm.api.metrics import METRICS, exposition
 from meshllm.api.port import DoorPort
 from meshllm.api.respond import read
 from meshllm.errors import LinkLost, MeshError, UserError
@@ -65,6 +66,7 @@ def owner_views(node: DoorPort, accounts: Accounts, policy: AccessPolicy) -> Sta
             Route("/keys", views.create_key, methods=["POST"]),
             Route("/keys/revoke", views.revoke_key, methods=["POST"]),
             Route("/usage", views.usage),
+            Route("/metrics", views.metrics),
             Route("/plan", views.plan, methods=["POST"]),
         ],
         middleware=[owner_guard(policy, accounts)],
@@ -102,6 +104,9 @@ class _OwnerViews:
         by = _grouping(request.query_params.get("by", "day"))
         found = await _off_loop(self.accounts.usage, by)
         return _reply({"by": by, "usage": [{by: name, **asdict(used)} for name, used in found]})
+
+    async def metrics(self, _: Request) -> Response:
+        return PlainTextResponse(exposition(await self.node.mesh_status()), media_type=METRICS)
 
     async def plan(self, request: Request) -> Response:
         return _reply(to_json(await self.node.try_plan(await read(request, PlanTerms))))

@@ -10,6 +10,7 @@ import pytest
 from meshllm.api.access.accounts import Accounts, KeyLimits, KeyUsage
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.metrics import exposition
 from meshllm.api.page.owner import owner_views
 from meshllm.api.v1.service import Service
 from meshllm.status import PlannedRing, PlanTerms, from_json
@@ -20,6 +21,7 @@ VIEWS = [
     ("POST", "/owner/keys"),
     ("POST", "/owner/keys/revoke"),
     ("GET", "/owner/usage"),
+    ("GET", "/owner/metrics"),
     ("POST", "/owner/plan"),
 ]
 FILE_KEY = "f" * 20
@@ -148,6 +150,15 @@ async def test_usage_is_shown(owned: httpx2.AsyncClient, accounts: Accounts, by:
     (row,) = found.json()["usage"]
     assert row[by] in ("2026-11-25", "ci", "fox")
     assert (row["requests"], row["cached"], row["written"]) == (3, 4, 20)
+
+
+async def test_the_metrics_can_be_scraped_on_tcp(
+    owned: httpx2.AsyncClient, accounts: Accounts, door: FakeNode
+) -> None:
+    said = await owned.get("/owner/metrics", headers=owner(accounts))
+
+    assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert said.text == exposition(door.status())
 
 
 async def test_an_unknown_grouping_is_refused(
