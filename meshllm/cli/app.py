@@ -54,6 +54,7 @@ COMMANDS = (
 """Name, place in `meshllm.cli` and summary of each command, in the order of the help."""
 
 
+_OF_ALL = {"-v", "--verbose", "--debug"}
 _WORDING = {
     "Value error, ": "",
     "Input should be a valid integer, unable to parse string as an integer": "not a whole number",
@@ -191,7 +192,7 @@ def _first(error: BaseException) -> BaseException:
 def _report(error: BaseException, *, debug: bool) -> int:
     from meshllm.cli.terminal import render
 
-    if debug:
+    if debug and not isinstance(error, typer.TyperException):
         traceback.print_exception(error)
     match error:
         case MeshError():
@@ -205,11 +206,18 @@ def _report(error: BaseException, *, debug: bool) -> int:
             words = error.format_message().removesuffix(".")
             for theirs, ours in _WORDING.items():
                 words = words.replace(theirs, ours)
-            render.error(UserError(words, hint=f"see `{command} --help`"))
+            render.error(UserError(words, hint=_advice(error, command)))
             return error.exit_code
         case _:
             render.error(_bug(error))
             return 1
+
+
+def _advice(error: typer.TyperException, command: str) -> str:
+    option = getattr(error, "option_name", None)  # of one that the command does not have
+    if option in _OF_ALL:
+        return f"write it before the command, as in `meshllm {option} ...`"
+    return f"see `{command} --help`"
 
 
 def _bug(error: BaseException) -> MeshError:

@@ -124,6 +124,16 @@ def test_version_with_v_lists_dependencies(meshllm: Invoke) -> None:
         (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
         (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
         (
+            ("serve", "-v"),
+            "No such option: -v",
+            "write it before the command, as in `meshllm -v ...`",
+        ),
+        (
+            ("chat", "--debug"),
+            "No such option: --debug",
+            "write it before the command, as in `meshllm --debug ...`",
+        ),
+        (
             ("chat", "--nodes", "x"),
             "Invalid value for '--nodes': not a whole number",
             "see `meshllm chat --help`",
