@@ -6,6 +6,7 @@ from starlette.types import ASGIApp
 
 from meshllm.api import failure, mesh
 from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
+from meshllm.api.health import Health
 from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
 from meshllm.api.request_id import RequestIds
@@ -28,14 +29,18 @@ def public_application(
 ) -> ASGIApp:
     """Build the application for everybody who may use the model: `/v1/*`, and the page at `/`.
 
-    The files of the page are the same for everybody and need no key, what it shows does. Without a
-    ``policy`` the application is for the owner, who needs no key. ``owner`` is the application of
-    the owner's views, which checks its keys by itself.
+    `/health` and the files of the page are the same for everybody and need no key, what the page
+    shows does. Without a ``policy`` the application is for the owner, who needs no key. ``owner``
+    is the application of the owner's views, which checks its keys by itself.
     """
     is_public = policy is not None and policy.needs_key
     handlers = dict.fromkeys(failure.ERRORS, failure.on_error)
     application = Starlette(
-        routes=[*page.file_routes(), *([Mount("/owner", owner)] if owner else [])],
+        routes=[
+            *page.file_routes(),
+            Health(service.node).route(),
+            *([Mount("/owner", owner)] if owner else []),
+        ],
         middleware=site_guards(policy) if policy else [],
         exception_handlers=handlers,
     )
