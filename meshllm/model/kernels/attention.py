@@ -7,7 +7,9 @@ one row and the query heads that share one key head (GQA).
 Two vectors of bfloat16 are loaded as one of words, whose lower and higher halves are its even and
 odd numbers: converting these to float32 takes an instruction each. So a vector holds every other
 number of a row; where it is stored, two are interleaved again. On CPUs with the instruction for
-pairs of bfloat16, scores are computed from the words themselves.
+pairs of bfloat16, scores are computed from the words themselves. Others add the products in the
+order of that instruction, odd numbers first, so the bits are those of any CPU, except that the
+instruction takes denormals (below 2^-126) for 0.
 """
 
 from collections.abc import Iterator, Mapping
@@ -119,7 +121,8 @@ def _function(each: int, width: int, width_out: int, dtype: torch.dtype) -> tupl
     lanes = gcd(LANES, width, width_out)
     held = next(n for n in (4, 2, 1) if each % n == 0 and (n == 1 or n * width <= _HELD * lanes))
     is_half = dtype == torch.bfloat16
-    has_dot = is_half and has_cpu_feature(PAIRS_FEATURE) and width % (2 * LANES) == 0
+    has_dot = is_half and lanes == LANES and width % (2 * LANES) == 0
+    has_dot = has_dot and has_cpu_feature(PAIRS_FEATURE)
     shape = _Shape(each, held, lanes, width // lanes, width_out // lanes, is_half, has_dot)
     return JitFunction(_FIELDS, shape.write), held
 
@@ -223,10 +226,14 @@ class _AttentionEmitter:
 
     def _score_parts(self, start: ir.Value) -> list[ir.Value]:
         """Load a query or key as `_product` takes it."""
-        parts = range(self.shape.parts)
-        if not self.shape.has_dot:
-            return self._load(start, parts)
-        return [self._words(start, part) for part, _ in self._pairs(parts)]
+        code, found, parts = self.code, list[ir.Value](), range(self.shape.parts)
+        for part, count in self._pairs(parts):
+            if count == 1:
+                found += self._load(start, range(part, part + 1))
+                continue
+            words = self._words(start, part)
+            found += [words] if self.shape.has_dot else [code.high(words), code.low(words)]
+        return found
 
     def _product(self, query: list[ir.Value], key: list[ir.Value]) -> ir.Value:
         """Multiply and add up parts, lane by lane."""

@@ -76,6 +76,22 @@ def test_it_is_attention(
     assert torch.allclose(attended, reference(query, key, value, window), atol=2e-6)
 
 
+@pytest.mark.parametrize("widths", [(64, 8), (64, 24), (32, 4), (192, 128), (64, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_may_have_another_width_than_keys(
+    widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, heads, 37, widths[0]).to(dtype) for heads in (4, 2))
+    value = torch.randn(1, 2, 37, widths[1]).to(dtype)
+
+    attended = decode_attention(query[:, :, -3:], key, value, widths[0] ** -0.5)
+
+    expected = reference(query[:, :, -3:].float(), key.float(), value.float())
+    limit = 1e-5 if dtype == torch.float32 else 0.02
+    assert (attended.float() - expected).abs().max() < limit
+
+
 @pytest.mark.parametrize("heads", ODD, ids=str)
 def test_only_the_output_is_rounded(heads: Heads) -> None:
     query, key, value = drawn(heads, 3, 150, torch.bfloat16)
