@@ -74,6 +74,8 @@ FORM_S = 20.0  # s until the ring of an entry must serve
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
 LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
 FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
+_EARLY_S = 1.0  # more than the rounding error by which a timer may be early
+_CHECK_S = LINK_S + _EARLY_S
 
 logger = logging.getLogger(__name__)
 
@@ -535,7 +537,7 @@ class RingMember:
             self._load_until[stage.node] = self._now() + latest
             if stage.node != self._machine.me:
                 loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
-        loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
+        loop.call_later(_CHECK_S, self._check_linked, plan, context=self._context)
 
     def _fetches(self, plan: Plan, node: NodeId) -> bool:
         """Return whether a node lacks weights of its span, and fetches them from others."""
@@ -560,7 +562,7 @@ class RingMember:
             logger.warning("node %s does not link to its neighbour", self._name(node))
             self._put_out(node)
         loop = asyncio.get_running_loop()
-        loop.call_later(LINK_S, self._check_linked, plan, context=self._context)
+        loop.call_later(_CHECK_S, self._check_linked, plan, context=self._context)
 
     def _put_out(self, node: NodeId) -> None:
         self._faults.put_out(node, self._now())
@@ -575,7 +577,7 @@ class RingMember:
     def _publish_faults(self) -> None:
         """Publish them now, and again when they are forgiven."""
         self.publish()
-        after = FAULTS_S + 1.0  # a timer may be early, by a rounding error
+        after = FAULTS_S + _EARLY_S
         asyncio.get_running_loop().call_later(after, self.publish, context=self._context)
 
     async def _own_ring(self) -> "tuple[EntryNode, Plan, ModelRuntime]":

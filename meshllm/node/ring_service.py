@@ -367,12 +367,13 @@ class RingService:
         due = self._handover.deadline
         if due is not None and due != self._due:
             self._due = due
-            self.call_later(due - now, self._hand_over_due)
+            self.call_later(due - now, self._hand_over_due, due)
 
-    def _hand_over_due(self) -> None:
+    def _hand_over_due(self, due: float) -> None:
         """Hand over at a deadline; the timer may be early by a rounding error, and is set again."""
-        self._due = None
-        self._hand_over()
+        if due == self._due:
+            self._due = None
+            self._hand_over()
 
     # Moving between rings.
 

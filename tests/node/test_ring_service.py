@@ -1,0 +1,79 @@
+"""When a node looks again at a plan that settles."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshllm.names import Span
+from meshllm.node.ring_service import SETTLE_S, RingService
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
+from meshllm.protocol.ring.handover import Handover, Outlook
+from tests.builders.offers import A
+
+PLANS = [Plan(epoch, "toy", Ends.ENTRY, (PlanStage(A, Span(0, 4)),)) for epoch in range(1, 4)]
+
+
+class SettlingNode:
+    """A service whose plan is set, on a clock that is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.followed = 100.0, list[Plan | None]()
+        self.timers = list[tuple[float, Callable[[], None]]]()
+        self.agreement = SimpleNamespace(plan=None, lacking=0, has_lost=lambda _: False)
+        monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=self._time))
+        service = self.service = object.__new__(RingService)
+        service._handover, service._due = Handover(), None
+        service.call_later = self._call_later
+        service.planner = SimpleNamespace(agreement=self.agreement)  # type: ignore[assignment]
+        service.member = SimpleNamespace(  # type: ignore[assignment]
+            runtime=SimpleNamespace(follow=self.followed.append),
+            plan=None,
+            sessions=0,
+            publish=lambda: None,
+            outlook=lambda plan, settle_s: Outlook(plan, None, settle_s),
+        )
+
+    def agree(self, plan: Plan) -> None:
+        self.agreement.plan = plan
+        self.service._hand_over()
+
+    def fire(self, now: float) -> None:
+        """Fire the timers that are set, at a time."""
+        self.now, timers, self.timers = now, self.timers, []
+        for _, call in timers:
+            call()
+
+    def _time(self) -> float:
+        return self.now
+
+    def _call_later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> None:
+        self.timers.append((self.now + delay_s, lambda: callback(*args)))
+
+
+def test_a_timer_that_fires_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = SettlingNode(monkeypatch)
+    node.agree(PLANS[0])
+
+    node.fire(100.0 + SETTLE_S - 1e-9)
+    assert node.followed == []
+    node.fire(100.0 + SETTLE_S)
+
+    assert node.followed == [PLANS[0]]
+    assert node.timers == []
+
+
+def test_plans_that_keep_changing_leave_one_live_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = SettlingNode(monkeypatch)
+    for number, plan in enumerate(PLANS):
+        node.now = 100.0 + number * SETTLE_S / 4
+        node.agree(plan)
+
+    node.fire(100.0 + SETTLE_S)  # those of the earlier plans have come, too
+    assert len(node.timers) == 1
+    node.fire(100.0 + 2 * SETTLE_S)
+
+    assert node.followed == [PLANS[-1]]
+    assert node.timers == []
