@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.errors import LinkLost
 from meshllm.names import NodeId
-from meshllm.node.requests.replica_choice import MARGIN, MAX_KNOWN, ReplicaChoice, Tried
+from meshllm.node.requests.replica_choice import MARGIN, MAX_KNOWN, ReplicaChoice, Tried, _beginning
 from meshllm.request import Request, Turn
 from tests.builders.offers import A, B, C, node
 
@@ -74,10 +74,28 @@ def test_a_chat_that_moved_stays_where_it_moved_to() -> None:
 
 def test_the_oldest_beginning_is_forgotten() -> None:
     choice = ReplicaChoice()
-    for number in range(MAX_KNOWN + 5):
-        choice.choose(RINGS, Request(raw=str(number)), Tried())
+    requests = [Request(raw=str(number)) for number in range(MAX_KNOWN + 1)]
+    for each in requests:
+        choice.choose(RINGS, each, Tried())
 
     assert len(choice._known) == MAX_KNOWN
+    assert _beginning(requests[0]) not in choice._known
+    assert _beginning(requests[-1]) in choice._known
+
+
+def test_the_same_question_to_two_models_stays_where_each_went() -> None:
+    choice, others = ReplicaChoice(), (node(5), node(6))
+    one, two = (Request(raw="hello", model=name) for name in ("one", "two"))
+    first = choice.choose(RINGS, one, Tried())
+    with ExitStack() as stack:
+        for _ in range(MARGIN):
+            stack.enter_context(choice.asking(first, Tried()))
+        moved = choice.choose(RINGS, one, Tried())
+
+    choice.choose(others, two, Tried())
+
+    assert moved != first
+    assert choice.choose(RINGS, one, Tried()) == moved
 
 
 def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> None:
