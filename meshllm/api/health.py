@@ -12,6 +12,8 @@ from meshllm.errors import MeshError
 
 KEPT_S = 1.0
 """For how long a result is kept: who asks needs no key, and a client's node asks its mesh."""
+PATIENCE_S = 2.0
+"""For how long the node may look for models; a client's node waits longer for a mesh."""
 
 
 class Health:
@@ -29,10 +31,10 @@ class Health:
 
     async def _respond(self, _: Request) -> Response:
         async with self._lock:  # one question at a time
-            now = asyncio.get_running_loop().time()
-            if now >= self._until:
+            loop = asyncio.get_running_loop()
+            if loop.time() >= self._until:
                 self._serves = await self._can_answer()
-                self._until = now + KEPT_S
+                self._until = loop.time() + KEPT_S
         if self._serves:
             return JSONResponse({"status": "ok"})
         headers = {"retry-after": str(RETRY_S)}
@@ -40,6 +42,7 @@ class Health:
 
     async def _can_answer(self) -> bool:
         try:
-            return bool(await self._node.models())
-        except MeshError:  # such as a mesh that a client does not reach
+            async with asyncio.timeout(PATIENCE_S):
+                return bool(await self._node.models())
+        except (MeshError, TimeoutError):  # such as of a client that does not reach its mesh
             return False

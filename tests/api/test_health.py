@@ -62,3 +62,19 @@ async def test_the_node_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) 
 
     assert [each.status_code for each in said] == [200] * 20
     assert count == 1
+
+    monkeypatch.setattr("meshllm.api.health.KEPT_S", 0.0)
+    assert len(await asked(FakeNode(), count=3)) == count - 1
+
+
+async def test_a_node_that_takes_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(FakeNode, "models", models)
+    monkeypatch.setattr("meshllm.api.health.PATIENCE_S", 0.0)
+
+    said = await asked(FakeNode(), count=5)
+
+    assert [each.status_code for each in said] == [503] * 5
