@@ -70,19 +70,15 @@ class Service:
 
     async def models(self, key: ApiKey | None) -> Sequence[ModelStatus]:
         """List the models that a key may use."""
-        allowed = set(key.limits.models) if key else set()
-        return [
-            each
-            for each in await self.node.models()
-            if not allowed or allowed & {each.name, *each.aliases}
-        ]
+        return _allowed(key, await self.node.models())
 
     async def model(self, key: ApiKey | None, name: str) -> ModelStatus:
         """Return a model by name; raise `Refused` if it is not served, yet or to this key."""
-        served = await self.models(key)
+        of_all = await self.node.models()
+        served = _allowed(key, of_all)
         if found := find_model(served, name):
             return found
-        if not await self.node.models():  # such as while a node that has just started loads
+        if not of_all:  # such as while a node that has just started loads
             raise Refused("No model is served yet", LATER, hint="see `meshllm ring status`")
         listed = ", ".join(f"`{each.name}`" for each in served) or "nothing to this key"
         raise Refused(
@@ -213,3 +209,9 @@ def _trusting(key: ApiKey | None, asked: Request) -> Request:
         text = f"The key does not trust the node `{strangers[0][:100]}`"
         raise WrongField("meshllm.trust", text, hint=f"it trusts {', '.join(trusted)}")
     return asked if asked.trusted is not None else replace(asked, trusted=trusted)
+
+
+def _allowed(key: ApiKey | None, models: Sequence[ModelStatus]) -> Sequence[ModelStatus]:
+    """Return the models that a key may use."""
+    allowed = set(key.limits.models) if key else set()
+    return [each for each in models if not allowed or allowed & {each.name, *each.aliases}]
