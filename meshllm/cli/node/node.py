@@ -137,7 +137,10 @@ def _check_early(options: "NodeOptions") -> None:
     """Raise errors that can be found without torch; the node checks again."""
     from meshllm.node.membership.bootstrap import check_ticket
     from meshllm.node.membership.state_store import StateStore
+    from meshllm.protocol.trust.ticket import parse_ticket
 
+    if options.join is not None:
+        parse_ticket(options.join)  # before anything is written
     store = StateStore.open(options.state)
     if options.join is not None:
         check_ticket(store, options.join)

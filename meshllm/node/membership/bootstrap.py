@@ -17,7 +17,7 @@ from meshllm.node.net.endpoints import by_scheme
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink
 from meshllm.node.options import NodeOptions
-from meshllm.protocol.trust.credential import Credential, Role
+from meshllm.protocol.trust.credential import TOO_FAR, Credential, Role
 from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
 from meshllm.transport.contract import Transport
@@ -175,13 +175,15 @@ def _advised(ticket: Ticket) -> Iterator[None]:
     try:
         yield
     except NotAuthorised as error:
-        raise NotAuthorised(str(error), hint=_advice(ticket, str(error))) from error
+        raise NotAuthorised(str(error), hint=error.hint or _advice(ticket, str(error))) from error
 
 
 def _advice(ticket: Ticket, refusal: str = "") -> str:
     """Return what may be done about a refusal."""
     if REMOVED in refusal:
         return "enter as a new node, with another ticket and `--state FOLDER`"
+    if TOO_FAR in refusal:
+        return "ask a node that joined earlier for a ticket"
     role = "" if ticket.role is Role.NODE else " --role client"
     return f"ask a member for another one, of `meshllm ring ticket{role}`"
 

@@ -23,6 +23,8 @@ from meshllm.protocol.trust.identity import NodeKey, short, verify
 MAX_CHAIN = 16  # certificates, one per invitation
 MAX_SPARED = 256  # members spared by one removal: 8 KiB of a record
 SALT_BYTES = 16
+TOO_FAR = "invitations away from the founder"
+"""Ends the refusal of a node that is `MAX_CHAIN` of them away."""
 
 _HEAD = Struct("<16s 16s")  # mesh, salt; the certificates follow
 _CERTIFICATE = Struct("<32s B Q 32s 64s")
@@ -187,7 +189,7 @@ def issue(
         raise NotAuthorised("A client cannot invite", hint="ask a node of the mesh for a ticket")
     if len(own.chain) == MAX_CHAIN:
         raise NotAuthorised(
-            f"Node `{short(key.node)}` is {MAX_CHAIN} invitations away from the founder",
+            f"Node `{short(key.node)}` is {MAX_CHAIN} {TOO_FAR}",
             hint="let a node that joined earlier invite",
         )
     certificate = Certificate(subject, role, expires_s, key.node, limits=limits)
