@@ -214,8 +214,8 @@ def _report(error: BaseException, *, debug: bool) -> int:
 
 
 def _advice(error: typer.TyperException, command: str) -> str:
-    option = getattr(error, "option_name", None)  # of one that the command does not have
-    if option in _OF_ALL:
+    option = getattr(error, "option_name", None)
+    if option in _OF_ALL and error.format_message().startswith("No such option"):
         return f"write it before the command, as in `meshllm {option} ...`"
     return f"see `{command} --help`"
 

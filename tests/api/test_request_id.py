@@ -79,24 +79,17 @@ async def test_each_response_has_a_new_id(
     assert all(each.startswith("req_") and len(each) == 36 for each in ids)
 
 
-@pytest.mark.parametrize(
-    ("path", "host", "status"),
-    [
-        ("/v1/models", "localhost", 401),
-        ("/owner/keys", "localhost", 401),
-        ("/owner/none", "localhost", 401),
-    ],
-)
-async def test_a_refused_key_has_an_id(tmp_path: Path, path: str, host: str, status: int) -> None:
+@pytest.mark.parametrize("path", ["/v1/models", "/owner/keys", "/owner/none"])
+async def test_a_refused_key_has_an_id(tmp_path: Path, path: str) -> None:
     policy = AccessPolicy(needs_key=True)
     with Accounts.open(tmp_path / "state") as accounts:
         owner = owner_views(FakeNode(), accounts, policy)
         app = public_application(Service(FakeNode(), accounts), policy, owner)
         transport = httpx2.ASGITransport(app)
-        async with httpx2.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             said = await client.get(path, headers=MINE)
 
-    assert (said.status_code, said.headers["x-request-id"]) == (status, "trace 7/a")
+    assert (said.status_code, said.headers["x-request-id"]) == (401, "trace 7/a")
 
 
 async def test_pages_of_allowed_origins_may_read_the_id() -> None:

@@ -313,13 +313,13 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _create(path: Path) -> None:
-    """Create the file for its owner alone, unless it exists.
+    """Create the file for its owner alone, unless it exists; called by one thread.
 
     An existing one must not be opened here: closing it would drop the locks of this process, also
     those of SQLite, and another process would then delete the log that this one writes to.
     """
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    with suppress(FileExistsError):  # of a link, the file that it names
+        os.close(os.open(path.resolve(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _add_column(database: sqlite3.Connection, column: str, kind: str) -> None:

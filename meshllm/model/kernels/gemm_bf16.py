@@ -45,7 +45,7 @@ _GEMV = "*weights", "*bias", "*rows", "*products", "outputs", "steps", "tiles", 
 _DOT_GEMV = *_GEMV, "count"
 _GEMM = (
     *("*weights", "*bias", "*rows", "*products", "*scratch", "outputs", "pairs", "part"),
-    *("parts", "tiles", "room", "threads"),
+    *("parts", "tiles", "room"),
 )
 
 

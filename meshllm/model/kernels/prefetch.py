@@ -5,7 +5,7 @@ Theory of operation
 Each thread claims a run of adjacent blocks of weights, so that it reads one long stream. Where
 threads take turns at blocks of 32 KiB, the hardware prefetcher of each starts again at every block,
 beyond which it has fetched what another thread reads: two threads of an AMD EPYC of the Zen 4 kind
-read bf16 weights 1.4 times as fast in runs of half a MiB.
+read bf16 weights 1.2 to 1.6 times as fast in runs of half a MiB (`python -m tests.bench.step`).
 
 A single row is bound by memory bandwidth. Of many rows only some fit their sums in registers, so a
 kernel makes several passes over each block of weights. Without prefetch the first pass would wait
@@ -42,8 +42,6 @@ _BYTES = 64 << 20  # of memory that is read to measure: more than most CPU cache
 _PART = 2 << 20  # bytes that are read at a time
 _ROUNDS = 3
 _GAIN = 0.95  # of the time; with a smaller gain, prefetches are left out
-
-
 _RUN = 1 << 19  # bytes that a thread reads in a stream, if a matrix is that large
 _RUNS = 4  # of each thread at least, so that a delayed one delays the others little
 
