@@ -226,14 +226,15 @@ async def test_the_model_recommends_what_the_request_does_not_set(
 ) -> None:
     hot = Sampling(temperature=1.5, top_k=9, seed=3)
     _, expected = await events_of(ring, replace(ASKED, sampling=hot))
-    monkeypatch.setattr(await ring.model.text(), "defaults", {"temperature": 1.5, "top_k": 9})
+    defaults = {"temperature": 1.5, "top_k": 9, "top_p": 1.0}
+    monkeypatch.setattr(await ring.model.text(), "defaults", defaults)
     seeded = replace(ASKED, sampling=Sampling(seed=3))
 
     _, recommended = await events_of(ring, replace(seeded, unset=("temperature", "top_k")))
     _, greedy = await events_of(ring, seeded)
     _, partly = await events_of(
-        ring, replace(seeded, sampling=replace(hot, top_k=1), unset=("temperature",))
-    )
+        ring, replace(seeded, sampling=replace(hot, top_p=1e-6), unset=("temperature", "top_k"))
+    )  # the first of the likeliest tokens, where a `top_k` of 1 keeps all that are equal
 
     assert recommended.tokens == expected.tokens
     assert expected.tokens != greedy.tokens == partly.tokens
