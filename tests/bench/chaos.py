@@ -125,7 +125,8 @@ class Ring:
         if self.prompt:
             text = {"ids": random.Random(seed).choices(range(1000, 2000), k=self.prompt)}
         sampling = {"temperature": self.temperature, "seed": seed}
-        return ask(self.ingress, {**text, "max_tokens": self.tokens, "sampling": sampling})
+        rest = {"max_tokens": self.tokens, "sampling": sampling, "ignores_end": True}
+        return ask(self.ingress, {**text, **rest})
 
     def rank(self, role: str) -> str:
         """Return the name of the node with a role."""
@@ -177,6 +178,13 @@ def recomputed(nodes: list[Node]) -> int:
     return sum(node.status()["sessions"]["recomputed"] for node in nodes)
 
 
+def left_after(striking: Future[float] | None, count: int) -> tuple[float, str]:
+    """Return after how many seconds a node had left, and why the fault did not happen."""
+    if striking is None:
+        return 0.0, f"the answer ended after {count} tokens, before the fault"
+    return striking.result(), ""
+
+
 def disturb(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcome:
     """Ask, let a fault happen, and compare the answer."""
     ground, victim, fault = ring.ground, ring.rank(case.role), case.fault
@@ -189,7 +197,6 @@ def disturb(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcome
     pause, last, error = 0.0, 0.0, ""
     struck, resumed = 0.0, 0.0
     striking: Future[float] | None = None
-    left_s = 0.0
     try:
         for tokens in ring.answer(case.seed):
             now = time.monotonic()
@@ -201,8 +208,8 @@ def disturb(ring: Ring, case: Case, right: list[int], pool: Executor) -> Outcome
                 striking = pool.submit(ground.strike, fault, victim, ring.restart)
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
-    if striking:
-        left_s = striking.result()
+    left_s, missed = left_after(striking, len(got))
+    error = error or missed
     rows = recomputed(others) - before
     took = phases([history(node) for node in others], struck, resumed)
     if fault in ENDS_PROCESS:
