@@ -448,6 +448,11 @@ class RingMember:
         """Publish that this node started or stopped serving."""
         self.publish()
 
+    def broke(self, plan: Plan) -> None:
+        """Look which node of a ring has ended."""
+        for stage in plan.stages:
+            self._links.probe(stage.node)
+
     def times(self, plan: Plan) -> RingTimes | None:
         """Predict the times of the ranks of a plan from the latest offers."""
         agreement, charter = self.agreement, self.charter

@@ -54,7 +54,10 @@ class Place:
             silent=self.silent,
             profiles=self.profiles, charter=None,
         )  # fmt: skip
-        self.links = SimpleNamespace(by_peer=dict[bytes, Any](), act=lambda _: None, dial_ring=dial)
+        self.probed: list[bytes] = []
+        self.links = SimpleNamespace(
+            by_peer=dict[bytes, Any](), act=lambda _: None, dial_ring=dial, probe=self.probed.append
+        )
         self.ring_member = RingMember(
             cast("Any", machine), cast("Any", self.links), lambda: "nobody", keep_s=60.0
         )
@@ -122,6 +125,15 @@ def test_a_change_is_published_once() -> None:
         ]  # fmt: skip
         assert {state.followed for state in place.told} == {PLAN.encode()}
         assert place.ring_member.sessions == 3
+
+    run(story)
+
+
+def test_all_nodes_of_a_broken_ring_are_probed() -> None:
+    async def story() -> None:
+        place = Place()
+        place.ring_member.broke(PLAN)
+        assert place.probed == [ENTRY, STAGE]
 
     run(story)
 

@@ -82,16 +82,23 @@ class NodeDialer:
         return winner
 
     async def _targets(self, addresses: Sequence[str], local: Local) -> list[str]:
-        """Choose the addresses to try; those that a user named are tried without a limit."""
+        """Choose the addresses to try; those that a user named are tried without a limit.
+
+        Raises:
+            LinkLost: all of them were tried too often.
+        """
         known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
         found = await asyncio.gather(
             *(resolve(each, local) for each in known), return_exceptions=True
         )
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = asyncio.get_running_loop().time()
-        return [
+        due = [
             place for place in places if local is Local.YES or self.limit.take(target(place), now)
         ]
+        if places and not due:
+            raise LinkLost(f"Nobody has answered at `{places[0]}`; it is not dialled again so soon")
+        return due
 
     def _transport(self, address: str) -> Transport | None:
         return self.transports.get(address.partition(":")[0])

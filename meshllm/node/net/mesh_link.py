@@ -225,6 +225,10 @@ class MeshLinks:
         """Send a message about a request; drop it if there is no link."""
         self._post(peer, message)
 
+    def probe(self, peer: NodeId) -> None:
+        """Send a beat ahead of time to a peer that may have ended."""
+        self.act(self._machine.probe(peer, self._now()))
+
     def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
         """Dial a member at addresses where it may be, each `peer_address.permitted`."""
         now = self._now()

@@ -75,6 +75,9 @@ class _Rank:
         """Let the ring check whether all ranks serve."""
         self._ring.changed()
 
+    def broke(self, plan: Plan) -> None:
+        """Ignore it: the ranks of one process end together."""
+
     def times(self, plan: Plan) -> RingTimes | None:
         """Return None: ranks of one process share its cores."""
         return None

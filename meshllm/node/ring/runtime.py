@@ -62,6 +62,9 @@ class RuntimeHost(Protocol):
     def at_work(self) -> None:
         """Called when this node has begun or ceased to serve in a ring."""
 
+    def broke(self, plan: Plan) -> None:
+        """Called when the ring of a plan has ended."""
+
     def times(self, plan: Plan) -> RingTimes | None:
         """Return the measured times of the ranks of a plan; None if not all are known."""
 
@@ -412,6 +415,7 @@ class RingRuntime:
         finally:  # in the background: closing waits for the peer, which the next plan need not
             for link in links:
                 self._discard(link)
+        self._host.broke(plan)
         self._act(self._machine.broke(str(reason), self._now()))
 
     async def _run(self, node: EntryNode | StageNode) -> MeshError:

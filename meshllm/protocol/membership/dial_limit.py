@@ -1,8 +1,11 @@
 """A limit on failed dials of one target, whichever peers name it.
 
 Peers choose their addresses, so several of them could make this node call a stranger's server again
-and again. A target has `BURST` attempts, then one in each `PAUSE_S`; an answer restores them.
+and again. A target has `BURST` attempts, then one in each `PAUSE_S`, until a node proves there who
+it is: such a target belongs to the mesh, and a node that restarts is dialled as soon as it is back.
 """
+
+from typing import Any
 
 BURST = 4
 PAUSE_S = 10.0
@@ -15,17 +18,28 @@ class DialLimit:
     def __init__(self) -> None:
         self._tried: dict[str, tuple[float, float]] = {}
         """Attempts left, and the time of the last one."""
+        self._answered: dict[str, None] = {}
+        """Targets where a node has answered, oldest first."""
 
     def take(self, target: str, now: float) -> bool:
         """Count an attempt; return whether it may be made."""
+        if target in self._answered:
+            return True
         left, at = self._tried.pop(target, (float(BURST), now))
         left = min(float(BURST), left + (now - at) / PAUSE_S)
         is_allowed = left >= 1
         self._tried[target] = left - 1 if is_allowed else left, now
-        if len(self._tried) > MAX_TARGETS:
-            del self._tried[next(iter(self._tried))]
+        _shorten(self._tried)
         return is_allowed
 
     def answered(self, target: str) -> None:
-        """Note that a node answered there."""
+        """Note that a node answered there, and proved who it is."""
         self._tried.pop(target, None)
+        self._answered.pop(target, None)
+        self._answered[target] = None
+        _shorten(self._answered)
+
+
+def _shorten(targets: dict[str, Any]) -> None:
+    if len(targets) > MAX_TARGETS:
+        del targets[next(iter(targets))]

@@ -26,6 +26,7 @@ BEAT = 0.5  # s; six beats per SILENCE
 FRESH = 1.5  # s; three beats: a link active within it is not replaced by another
 ITEMS_PER_S = 100.0  # per peer; 64 nodes that each publish once a second, and some slack
 MAX_CLIENTS = 64  # links of members in the role of a client
+PROBE_PAUSE = 0.1  # s between two beats ahead of time to one peer
 SUMMARY_PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_SUMMARY_PAUSE
 MAX_SUMMARY_PAUSE = 8.0  # s; bounds the cost of a difference that never resolves
 
@@ -63,6 +64,8 @@ class Contact:
     summary_pause: float = SUMMARY_PAUSE
     echo: tuple[int, float] | None = None
     """The peer's last stamp, and when it arrived."""
+    probe_due: float = 0.0
+    """Earliest time for the next beat ahead of time."""
 
     def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
         """Return the next beat for the peer."""
@@ -93,6 +96,12 @@ class Contact:
         self.summary_due = now + self.summary_pause
         self.summary_pause = min(2 * self.summary_pause, MAX_SUMMARY_PAUSE)
         return True
+
+    def may_probe(self, now: float) -> bool:
+        """Return whether a beat may be sent ahead of time, and count it."""
+        is_due = now >= self.probe_due
+        self.probe_due = now + PROBE_PAUSE if is_due else self.probe_due
+        return is_due
 
     def is_fresh(self, now: float) -> bool:
         """Return whether a message arrived within `FRESH`."""

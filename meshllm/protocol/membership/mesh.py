@@ -13,7 +13,9 @@ This repairs lost and reordered items, since every node keeps the same one of tw
 
 A node is alive while a path of links, each listed by both its ends, leads to it. Links are listed
 in the states, and only a node itself removes a link from its state: at once when the stream closes,
-or after `SILENCE`. No node can declare another dead. If an item of our own returns with a higher
+or after `SILENCE`. No node can declare another dead. A node whose ring broke, or that learns that
+a link to a peer was lost elsewhere, sends that peer a beat at once: if its process has ended, the
+host refuses the beat, which ends a link over UDP too. If an item of our own returns with a higher
 count than we remember, an earlier run of this node signed it; we sign another one above it.
 
 `link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
@@ -223,6 +225,13 @@ class Mesh:
         self._unlink(peer, now)
         return self._conclude([], now)
 
+    def probe(self, peer: NodeId, now: float) -> list[Action]:
+        """Send a beat ahead of time to a peer that may have ended."""
+        contact = self.links.get(peer)
+        if contact is None or not contact.may_probe(now):
+            return []
+        return [self._beat_for(peer, contact, self._replica.digest, now)]
+
     def refused(self, peer: NodeId, now: float) -> None:
         """Note that a dial failed."""
         self._dials.failed(peer, now)
@@ -320,6 +329,7 @@ class Mesh:
         items, own = list(items), Amendments(())
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
             own = effective_terms(self.me, records.valid, records.founder)
+        before = {item.author: _peers(self.states.get(item.author)) for item in items}
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers) if self._gossips(contact) else []
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
@@ -329,6 +339,9 @@ class Mesh:
             if other != peer and self._gossips(at):
                 actions += self._send(other, self._replica.for_peer(other, news))
         self._is_changed |= bool(news)
+        for author in {item.author for item in news if item.kind is Kind.STATE}:
+            for lost in sorted(before[author] - _peers(self.states.get(author))):
+                actions += self.probe(lost, now)
         removals = [item for item in news if item.kind is Kind.REMOVAL]
         actions += self._tell_clients(removals)
         return [*actions, *(self._expel(now) if removals else ())]
@@ -445,3 +458,8 @@ class Mesh:
         has_left = any(state and state.lifecycle is Lifecycle.LEFT for state in states)
         is_there = peer == self.me or peer in self.links
         return bool(self.profiles[peer].addresses) and not (has_left or is_there)
+
+
+def _peers(state: StateRecord | None) -> set[NodeId]:
+    """Return the nodes that a node is linked to, as it has published."""
+    return {peer for peer, _ in state.links} if state else set()

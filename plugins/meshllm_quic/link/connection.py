@@ -27,7 +27,7 @@ LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
 OPEN_S = 5.0
 """Timeout of the handshake."""
-REFUSED_S = 0.25
+REFUSED_S = 0.1
 REFUSED_ROUNDS = 3
 """Rounds of at least so many seconds, each with a PING, that a peer has to answer once its host
 refuses a datagram. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose

@@ -134,7 +134,30 @@ def test_a_silent_target_is_not_dialled_without_end() -> None:
                     ["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY
                 )
 
+        with pytest.raises(LinkLost, match="`loopback:void`; it is not dialled again so soon"):
+            await dialer.dial(["loopback:void"], Purpose.MESH, expect=HOST.node, removals=NOBODY)
+
     assert len(run(story).dialled) == BURST
+
+
+def test_a_node_that_was_away_for_long_is_dialled_as_soon_as_it_is_back() -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"loopback": net}, AS_MEMBER)
+
+        async def dial() -> SecureLink:
+            return await dialer.dial(
+                ["loopback:a"], Purpose.MESH, expect=HOST.node, removals=NOBODY
+            )
+
+        async with net.host("a"):
+            await dial()
+        for _ in range(2 * BURST):
+            with pytest.raises(LinkLost):
+                await dial()
+        async with net.host("a"):
+            assert (await dial()).peer == HOST.node
+
+    run(story)
 
 
 def test_the_first_to_answer_wins() -> None:

@@ -62,6 +62,7 @@ class Place:
         self.world, self.me = world, me
         self.told: list[tuple[bool, str]] = []
         self.blamed: list[NodeId] = []
+        self.broken: list[Plan] = []
         self.dialled: list[Link] = []
         world.places[me] = self
         self.known: RingTimes | None = None
@@ -74,6 +75,9 @@ class Place:
 
     def at_work(self) -> None:
         """Ignore it."""
+
+    def broke(self, plan: Plan) -> None:
+        self.broken.append(plan)
 
     def look(self) -> None:
         if plan := self.runtime.plan:
@@ -272,6 +276,8 @@ def test_the_rank_before_is_blamed_for_what_it_sends(world: World) -> None:
             await link.send([b""])  # no message is that short
             await until(lambda: b.blamed)
             assert (a.blamed, b.blamed) == ([], [A])
+            await until(lambda: a.broken and b.broken)
+            assert {*a.broken, *b.broken} == {BOTH}
 
     run_virtual(main())
 

@@ -12,12 +12,26 @@ def test_a_silent_target_is_tried_less_and_less() -> None:
     assert sum(tries) <= BURST + 100 / PAUSE_S
 
 
-def test_an_answer_restores_the_attempts() -> None:
+def test_a_target_is_tried_without_a_limit_once_a_node_answered_there() -> None:
     limit = DialLimit()
+    for _ in range(BURST + 1):
+        limit.take("a:1", now=0.0)
 
-    for _ in range(10 * BURST):
-        assert limit.take("a:1", now=0.0)
-        limit.answered("a:1")
+    limit.answered("a:1")
+
+    assert all(limit.take("a:1", now=0.0) for _ in range(10 * BURST))
+
+
+def test_the_oldest_answer_is_forgotten() -> None:
+    limit = DialLimit()
+    for number in (*range(MAX_TARGETS), 0, MAX_TARGETS):
+        limit.answered(f"a:{number}")
+
+    def is_limited(target: str) -> bool:
+        return not all(limit.take(target, now=0.0) for _ in range(BURST + 1))
+
+    assert is_limited("a:1")
+    assert not is_limited("a:0")
 
 
 def test_targets_are_counted_apart() -> None:

@@ -33,6 +33,7 @@ from meshllm.protocol.membership.link_table import (
     BEAT,
     FRESH,
     LINKS_INTERVAL,
+    PROBE_PAUSE,
     ROUND_TRIPS_INTERVAL,
     SILENCE,
 )
@@ -267,6 +268,29 @@ def test_new_items_are_forwarded_to_peers_that_the_author_does_not_list() -> Non
     assert items(first, LAST) == []
     assert said(first, CLIENT) == []
     assert first[-1] == Changed()
+
+
+def test_a_peer_that_may_have_ended_gets_a_beat_at_once() -> None:
+    node = linked(LAST)
+
+    beats = [node.probe(LAST.node, now) for now in (2.0, 2.0 + PROBE_PAUSE / 2, 2.0 + PROBE_PAUSE)]
+
+    assert [len(said(each, LAST)) for each in beats] == [1, 0, 1]
+    assert node.probe(FOUNDER.node, 3.0) == []
+
+
+def test_a_link_that_is_lost_elsewhere_is_probed_here() -> None:
+    node = linked(FOUNDER, LAST)
+    both = ((FOUNDER.node, 1), (MIDDLE.node, 1))
+    known = sign(LAST, PROFILE), sign(LAST, replace(STATE, links=both))
+    node.receive(LAST.node, Items(known), 2.0)
+
+    lost = replace(STATE, links=((MIDDLE.node, 1),))
+    actions = node.receive(LAST.node, Items((sign(LAST, lost, seq=2),)), 2.5)
+    again = node.receive(LAST.node, Items((sign(LAST, lost, seq=3),)), 3.0)
+
+    assert [type(message) for message in said(actions, FOUNDER)][-1] is MeshBeat
+    assert MeshBeat not in [type(message) for message in said(again, FOUNDER)]
 
 
 def test_two_nodes_that_list_each_other_are_alive() -> None:
