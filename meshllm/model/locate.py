@@ -1,6 +1,8 @@
 """The folder of a model, found without reading its files or importing torch."""
 
+import os
 import re
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +12,10 @@ BUILTIN = "builtin"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 16 << 20  # also of other small JSON files of a model
+GGUF = (
+    "GGUF is not read: use the original safetensors model, or run llama.cpp's server and "
+    "`meshllm provide` it"
+)
 
 _MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -25,17 +31,14 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
     if name == BUILTIN:
         return Path(str(resources.files("meshllm.model") / BUILTIN / "weights"))
     if is_own and is_folder(name):
-        return Path(name)
+        return _path(name)
     if not is_own and not is_repository(name):
         raise ModelMissing(
             f"The model of the mesh, `{name}`, is not a name of the Hugging Face hub",
             hint="say where this machine has it: `--model FOLDER`",
         )
     if is_own and not is_model_id(name):
-        raise ModelError(
-            f"There is no folder `{name}`, and it is not a model id",
-            hint="use `builtin`, a folder, or `org/name` from the Hugging Face hub",
-        )
+        raise _not_a_model(name)
     from huggingface_hub import constants, try_to_load_from_cache  # takes 0.2 s
 
     found = try_to_load_from_cache(name, CONFIG, revision=revision)
@@ -49,12 +52,12 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
 
 def is_folder(name: str) -> bool:
     """Return whether a name is that of a folder."""
-    return name != "" and Path(name).is_dir()
+    return name != "" and _path(name).is_dir()
 
 
 def is_model_id(name: str) -> bool:
-    """Return whether a name is ``org/name``, and not that of a folder."""
-    return name != BUILTIN and not is_folder(name) and is_repository(name)
+    """Return whether a name is ``org/name``, and not that of a folder or file."""
+    return name != BUILTIN and not _path(name).exists() and is_repository(name)
 
 
 def is_repository(name: str) -> bool:
@@ -67,3 +70,41 @@ def is_repository(name: str) -> bool:
     except HFValidationError:
         return False
     return _MODEL_ID.fullmatch(name) is not None
+
+
+def no_config(folder: Path) -> ModelError:
+    """Make the error for a folder without a config, with what is there instead."""
+    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+    if ggufs:
+        return ModelError(f"`{folder}` has no `{CONFIG}`, only `{ggufs[0]}`", hint=GGUF)
+    return ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder")
+
+
+def _path(name: str) -> Path:
+    """Return the path of a name, with the `~` that shells leave in ``--model=~/model``."""
+    is_home = name.startswith("~/")
+    return Path(os.path.expanduser(name) if is_home else name)  # noqa: PTH111  # never raises
+
+
+def _not_a_model(name: str) -> ModelError:
+    """Make the error for a name that is neither of a folder nor of the hub."""
+    if name and _path(name).is_file():
+        hint = GGUF if name.endswith(".gguf") else "name the folder that it is in"
+        return ModelError(f"`{name}` is a file, not a model folder", hint=hint)
+    close = get_close_matches(name.lower(), known := _known(), n=1)
+    return ModelError(
+        f"There is no folder `{name}`, and it is not a model id",
+        hint=f"did you mean `{known[close[0]]}`?"
+        if close
+        else "use `builtin`, a folder, or `org/name` from the Hugging Face hub",
+    )
+
+
+def _known() -> dict[str, str]:
+    """Return the names of models on this machine, by what a user may write for them."""
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*--*")
+    ids = ["/".join(each.name.split("--")[1:]) for each in folders]
+    short = {each.rpartition("/")[2].lower(): each for each in ids}
+    return {BUILTIN: BUILTIN} | short | {each.lower(): each for each in ids}

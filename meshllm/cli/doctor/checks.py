@@ -20,11 +20,12 @@ from meshllm.cli.shared.client import START, socket_path
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import Settings, cache_path, state_path
-from meshllm.errors import LinkLost, MeshError
+from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model import device
 from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
 from meshllm.model.parity.verdict import known_verdicts
+from meshllm.model.text.tokenizer import Text
 from meshllm.names import Quant
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import show
@@ -206,6 +207,10 @@ def check_model(name: str) -> Finding:
         return Finding("warn", "model", f"{name}: `{kind}` was not verified", advice)
     if not verdict.equal:
         return Finding("fail", "model", f"{name}: `{kind}` cannot be split: {verdict.reason}")
+    try:
+        Text.load(source.folder)
+    except ModelError as error:
+        return Finding("warn", "model", f"{error}; it cannot be the entry", error.hint or "")
     return Finding("ok", "model", f"{name}: `{kind}` is bit-equal when split")
 
 

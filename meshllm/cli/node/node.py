@@ -21,7 +21,7 @@ from meshllm.cli.shared.options import check_draft, inference_config, takes
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
-from meshllm.errors import UserError
+from meshllm.errors import ModelMissing, UserError
 from meshllm.log import event, setup
 from meshllm.names import Span
 
@@ -146,8 +146,25 @@ def _check_early(options: "NodeOptions") -> None:
         check_ticket(store, options.join)
     for address in options.advertise:
         _check_dialable(address, options.transports)
+    _check_models(options, founds=options.join is None and store.credential is None)
     with store.locked():
         return
+
+
+def _check_models(options: "NodeOptions", *, founds: bool) -> None:
+    """Raise `ModelError` for a name of no model, and for one that a founder does not have.
+
+    Other nodes of a mesh that exists may send a model that this machine lacks.
+    """
+    from meshllm.model.locate import find_folder
+
+    names = () if options.model is None else (options.model, *options.more_models)
+    for name in names:
+        try:
+            find_folder(name)
+        except ModelMissing:
+            if founds and name == options.model:
+                raise
 
 
 def _check_dialable(address: str, transports: Sequence[str]) -> None:

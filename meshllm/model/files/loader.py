@@ -34,7 +34,7 @@ from meshllm.errors import ModelError
 from meshllm.local_files import check_regular, read_regular
 from meshllm.model.device import CPU
 from meshllm.model.lean import lean
-from meshllm.model.locate import INDEX
+from meshllm.model.locate import GGUF, INDEX
 from meshllm.model.pages import prefer_huge_pages
 from meshllm.model.split.skeleton import Skeleton, quiet
 
@@ -52,6 +52,7 @@ _DTYPES = {
     "F16": torch.float16,
 }
 
+PICKLED = "pickled weights can run code and are never read: convert them to safetensors"
 _MIXED_UP = "config and weights belong to different models"
 
 
@@ -316,12 +317,11 @@ def _refuse_missing(model: Any, missing: set[str], folder: Path) -> None:
 
 def _no_weights(folder: Path) -> ModelError:
     """Make the error for missing weights, with what is there instead of safetensors files."""
-    others = sorted(path.name for kind in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(kind))
-    if others:
-        return ModelError(
-            f"`{folder}` has no safetensors weights, only `{others[0]}`",
-            hint="pickled weights can run code and are never read: convert them to safetensors",
-        )
+    for kind, hint in (("*.bin", PICKLED), ("*.pt", PICKLED), ("*.gguf", GGUF)):
+        if others := sorted(path.name for path in folder.glob(kind)):
+            return ModelError(
+                f"`{folder}` has no safetensors weights, only `{others[0]}`", hint=hint
+            )
     return ModelError(
         f"`{folder}` has neither `{SINGLE}` nor `{INDEX}`",
         hint="fetch the weights with `meshllm model pull`",

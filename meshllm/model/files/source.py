@@ -15,16 +15,24 @@ from typing import Any
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichever httpx it uses
+    HfHubHTTPError,
     HTTPError,
     StrictDataclassError,
 )
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
 from meshllm.errors import ModelError
 from meshllm.local_files import check_regular, check_within, read_regular
 from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, select
-from meshllm.model.locate import CONFIG, INDEX, MAX_CONFIG_BYTES, find_folder, is_model_id
-from meshllm.model.split.skeleton import Part, build, quiet, strip
+from meshllm.model.locate import (
+    CONFIG,
+    INDEX,
+    MAX_CONFIG_BYTES,
+    find_folder,
+    is_model_id,
+    no_config,
+)
+from meshllm.model.split.skeleton import Part, build, check_causal, quiet, strip
 from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
 
@@ -73,14 +81,17 @@ def open_folder(name: str, folder: Path) -> Source:
     """Read the config of a model.
 
     Raises:
-        ModelError: there is no config, or transformers cannot run its model without remote code.
+        ModelError: there is no config, or transformers has no causal language model for it
+            without remote code.
     """
     path, raw = folder / CONFIG, _read_config(folder)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"Model type `{model_type}` of `{name}` is unknown to transformers",
-            hint="it needs remote code, which is never run" if "auto_map" in raw else None,
+            hint="it needs remote code, which is never run"
+            if "auto_map" in raw
+            else f"this is version {__version__} of it; a newer one may know the type",
         )
     if (layers := _most_layers(raw)) > MAX_LAYERS:
         raise ModelError(f"`{path}` has {layers} layers, more than {MAX_LAYERS}")
@@ -94,6 +105,7 @@ def open_folder(name: str, folder: Path) -> Source:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
         raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from None
+    check_causal(config)
     # A stored value may name a kernel repository, whose code would be fetched and run.
     config._attn_implementation = None
     config._experts_implementation = None
@@ -142,9 +154,17 @@ def _download(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
     except (OSError, HTTPError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}",
-            hint="set `HF_TOKEN` for a private or gated model; unset `HF_HUB_OFFLINE`",
+            f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}", hint=_advice(error)
         ) from None
+
+
+def _advice(error: Exception) -> str:
+    """Return what to do about a failed download."""
+    if constants.HF_HUB_OFFLINE:
+        return "unset `HF_HUB_OFFLINE`, or use `builtin`"
+    if isinstance(error, HfHubHTTPError):
+        return "check the name; set `HF_TOKEN` for a private or gated model"
+    return "check the internet connection, and the space on the disk"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -160,11 +180,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 if is_small:
                     check_within(each, folder)
     except FileNotFoundError:
-        raise ModelError(f"`{folder}` has no `{CONFIG}`", hint="choose a model folder") from None
+        raise no_config(folder) from None
     except OSError as error:
         raise ModelError(f"`{error.filename}` cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"`{path}` cannot be read: {error}") from None
+        raise ModelError(f"`{path}` cannot be read: {error}", hint="fetch it again") from None
     if not isinstance(raw, dict):
         raise ModelError(f"`{path}` cannot be read: it is not a JSON object")
     return raw

@@ -92,6 +92,11 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
     return Skeleton(model, examine(model, layers), layers)
 
 
+def check_causal(config: Any) -> None:
+    """Raise `ModelError` if transformers has no causal language model for a config."""
+    _choose(config)
+
+
 def strip(skeleton: Skeleton, part: Part) -> None:
     """Replace by stubs what a part does not hold; either end keeps both sides of a tie."""
     part.check(skeleton.layers)
@@ -116,7 +121,7 @@ def _choose(config: Any) -> tuple[Any, Any]:
     except KeyError:
         raise ModelError(
             f"Model type `{config.model_type}` is not a causal language model of transformers",
-            hint="choose a model that `AutoModelForCausalLM` supports",
+            hint="`meshllm model families` lists those that are",
         ) from None
     takes_text = kind.config_class is config.sub_configs.get("text_config")
     return kind, config.get_text_config() if takes_text else config

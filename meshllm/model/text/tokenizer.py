@@ -268,6 +268,9 @@ def quieten() -> None:
     transformers.set_verbosity_error()
 
 
+_FETCH_TOKENIZER = "copy the tokenizer files of the original model into the folder"
+
+
 def _load(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
@@ -281,12 +284,17 @@ def _load(folder: Path) -> Any:
     except Exception as error:
         # The tokenizers library raises bare Exception for an invalid file.
         if type(error) is Exception or isinstance(error, _UNREADABLE):
-            raise ModelError(f"The tokenizer in `{folder}` is missing or damaged") from error
+            raise ModelError(
+                f"The tokenizer in `{folder}` is missing or damaged", hint=_FETCH_TOKENIZER
+            ) from error
         raise
     # Without its file transformers still makes a tokenizer of a known class, with no vocabulary.
     names = tokenizer.vocab_files_names.values()
     if names and not any((folder / name).is_file() for name in names):
-        raise ModelError(f"The tokenizer in `{folder}` is missing: none of {', '.join(names)}")
+        raise ModelError(
+            f"The tokenizer in `{folder}` is missing: none of {', '.join(names)}",
+            hint=_FETCH_TOKENIZER,
+        )
     # The caller checks the length of a prompt; a tokenizer would only warn.
     tokenizer.model_max_length = sys.maxsize
     return tokenizer

@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from meshllm.cli.doctor.finding import Finding
 from meshllm.config import Settings
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
+from meshllm.model.locate import find_folder
 from meshllm.model.parity.verdict import known_verdicts
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import show
@@ -218,6 +220,18 @@ def test_the_model_is_found_and_can_be_split(home: Path, monkeypatch: pytest.Mon
     assert checks.check_model("missing").verdict == "fail"
     monkeypatch.setattr(checks, "known_verdicts", dict)
     assert checks.check_model("builtin").verdict == "warn"
+
+
+def test_a_model_without_a_tokenizer_cannot_be_the_entry(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_folder("builtin"), folder)
+    (folder / "tokenizer.json").unlink()
+
+    finding = checks.check_model(str(folder))
+
+    assert finding.verdict == "warn"
+    assert finding.found.startswith(f"The tokenizer in `{folder}` is missing")
+    assert finding.found.endswith("it cannot be the entry")
 
 
 def test_the_weights_are_hashed_and_missing_parts_counted(

@@ -24,6 +24,7 @@ from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
@@ -240,6 +241,21 @@ def test_an_address_no_transport_can_dial_is_refused(meshllm: Invoke, node: Fake
     assert (path.exit_code, "has more than a host and a port" in path.stderr) == (2, True)
 
 
+def test_a_founder_needs_its_model_before_it_prints_a_ticket(
+    meshllm: Invoke, node: FakeNode, home: Path
+) -> None:
+    typo = meshllm("node", "--model", "builtn")
+    absent = meshllm("node", "--model", "no/model")
+
+    assert (typo.exit_code, absent.exit_code, node.options) == (4, 4, None)
+    assert typo.stdout == absent.stdout == ""
+    assert typo.stderr.endswith("hint: did you mean `builtin`?\n")
+
+    StateStore.open(home / "state" / "meshllm").found()
+    assert meshllm("node", "--model", "no/model").exit_code == 0  # other nodes may have it
+    assert meshllm("node", "--model", "builtn").exit_code == 4
+
+
 def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path) -> None:
     path = home / "ticket"
     path.write_text("old")
@@ -303,6 +319,7 @@ def test_a_node_holds_what_is_lacking_whatever_the_settings_name(
     meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLLM_MODEL", "org/a,org/b")
+    StateStore.open(Path("here")).found()
 
     meshllm("node", "--state", "here")
     named = node.options

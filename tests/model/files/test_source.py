@@ -7,7 +7,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+import transformers
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -174,6 +176,23 @@ def test_a_hub_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
         ModelError, match=r"Cannot fetch `org/llama` .*: no route to host$"
     ) as caught:
         resolve("org/llama", download=True)
+    assert "internet connection" in str(caught.value.hint)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError) as caught:
+        resolve("org/llama", download=True)
+    assert "unset `HF_HUB_OFFLINE`" in str(caught.value.hint)
+
+
+def test_a_refusal_of_the_hub_suggests_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_options: object) -> str:
+        request = httpx2.Request("GET", "https://hub.example")
+        raise RepositoryNotFoundError("404", response=httpx2.Response(404, request=request))
+
+    monkeypatch.setattr(source, "snapshot_download", refuse)
+
+    with pytest.raises(ModelError) as caught:
+        resolve("org/llama", download=True)
     assert "HF_TOKEN" in str(caught.value.hint)
 
 
@@ -200,7 +219,18 @@ def test_an_unknown_type_is_refused(tmp_path: Path, model_type: object) -> None:
 
     with pytest.raises(ModelError, match=r"Model type `.*` of `x` is unknown") as caught:
         open_folder("x", tmp_path)
-    assert caught.value.hint is None
+    assert transformers.__version__ in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "clip"])
+def test_a_type_that_is_no_causal_language_model_is_refused(
+    tmp_path: Path, model_type: str
+) -> None:
+    write_config(tmp_path, model_type=model_type)
+
+    with pytest.raises(ModelError, match=f"Model type `{model_type}` is not a causal") as caught:
+        open_folder("x", tmp_path)
+    assert "meshllm model families" in str(caught.value.hint)
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
