@@ -21,6 +21,7 @@ _INVISIBLE = (
 )
 _UNSAFE = re.compile(f"[{_CONTROL}]")
 _UNCLEAR = re.compile(f"[{_CONTROL}{_INVISIBLE}]")
+ACCEPT_SILENCE_S = 60.0  # s between two lines that say that connections wait
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -69,10 +70,37 @@ def _visible(match: re.Match[str]) -> str:
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscriptable in 3.11
-    """A class of its own, so `setup` replaces no other handler; clears a progress line first."""
+    """A class of its own, so `setup` replaces no other handler; clears a progress line first.
+
+    asyncio reports each of thousands of attempts to accept a connection while no file can be
+    opened, and retries of closed sockets: one line a minute is shown.
+    """
+
+    _silent_until = 0.0
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        if record.name == "asyncio":
+            text = record.getMessage()
+            if text.startswith("Exception in callback") and "._start_serving(" in text:
+                return False
+            if text.startswith("socket.accept() out of system resource"):
+                if record.created < self._silent_until:
+                    return False
+                self._silent_until = record.created + ACCEPT_SILENCE_S
+                record = _not_accepting(record)
+        return bool(super().handle(record))
 
     def format(self, record: logging.LogRecord) -> str:
         return ("\r\x1b[K" if self.stream.isatty() else "") + super().format(record)
+
+
+def _not_accepting(record: logging.LogRecord) -> logging.LogRecord:
+    """Return the report of asyncio, with a traceback, as a line for users."""
+    error = record.exc_info[1] if record.exc_info else None
+    reason = error.strerror if isinstance(error, OSError) else "out of resources"
+    text = f"connections wait: {reason}; raise the limit of open files (`ulimit -n`)"
+    changed = {"name": "meshllm", "msg": text, "args": (), "exc_info": None, "exc_text": None}
+    return logging.makeLogRecord(record.__dict__ | changed)
 
 
 class _Fields(dict[str, Field]):

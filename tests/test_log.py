@@ -1,5 +1,7 @@
 """Log records on stderr, and their format."""
 
+import asyncio
+import errno
 import json
 import logging
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.log import escape, escape_answer, event, is_json, setup
+from meshllm.log import ACCEPT_SILENCE_S, escape, escape_answer, event, is_json, setup
 
 logger = logging.getLogger("meshllm.node")
 
@@ -163,3 +165,34 @@ def test_pieces_are_escaped_as_the_whole_is(pieces: list[str]) -> None:
 
     assert "".join(map(escape_answer, pieces)) == whole
     assert all(c in "\n\t" or c.isprintable() or ord(c) > 0x9F for c in whole)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_lack_of_files_is_one_line_a_minute(
+    capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    setup(0, json=as_json)
+    loop = asyncio.new_event_loop()
+    error = OSError(errno.EMFILE, "Too many open files")
+    context = {"message": "socket.accept() out of system resource", "exception": error}
+
+    for _ in range(1000):  # as the loop does for each attempt
+        loop.call_exception_handler(context)
+    closed = {"message": "Exception in callback X._start_serving(<function>)", "exception": error}
+    loop.call_exception_handler(closed)
+    (line,) = capsys.readouterr().err.splitlines()
+    loop.call_exception_handler({"message": "Exception in callback f()", "exception": error})
+    loop.close()
+
+    assert "connections wait: Too many open files; raise the limit of open files" in line
+    assert "Exception in callback f()" in capsys.readouterr().err
+
+
+def test_the_lack_of_files_is_repeated_after_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    setup(0)
+    fields = {"name": "asyncio", "levelname": "ERROR", "levelno": logging.ERROR}
+    for created in (100.0, 100.0 + ACCEPT_SILENCE_S / 2, 100.0 + ACCEPT_SILENCE_S):
+        record = {**fields, "msg": "socket.accept() out of system resource", "created": created}
+        logging.getLogger("asyncio").handle(logging.makeLogRecord(record))
+
+    assert len(capsys.readouterr().err.splitlines()) == 2

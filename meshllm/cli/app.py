@@ -1,5 +1,6 @@
 """The root command and the one place where errors are reported; imports nothing heavy."""
 
+import errno
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ from typer.core import TyperGroup
 
 from meshllm import __version__
 from meshllm.cli.shared.deferred import DeferredCommand, keep_values
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import MeshError, OutOfMemory, UserError
 
 EXAMPLES = """\b
 Examples:
@@ -162,6 +163,9 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before typer handles it
         sys.exit(130)
+    except MemoryError:  # not even the report of an error had enough
+        os.write(2, b"error: Not enough memory\nhint: free memory, or raise its limit\n")
+        sys.exit(OutOfMemory.exit_code)
 
 
 def _print_version(everything: bool) -> None:
@@ -209,8 +213,24 @@ def _report(error: BaseException, *, debug: bool) -> int:
             render.error(UserError(words, hint=_advice(error, command)))
             return error.exit_code
         case _:
-            render.error(_bug(error))
-            return 1
+            lack = _lack(error) or _bug(error)
+            render.error(lack)
+            return lack.exit_code
+
+
+def _lack(error: BaseException) -> MeshError | None:
+    """Return the error to show for one that says what the machine lacks."""
+    match error:
+        case MemoryError():
+            return OutOfMemory("Not enough memory", hint="free memory, or raise its limit")
+        case OSError(errno=errno.EMFILE | errno.ENFILE):
+            hint = "raise the limit of open files: `ulimit -n`"
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            hint = "free space on that disk"
+        case _:
+            return None
+    place = f": `{error.filename}`" if error.filename else ""
+    return MeshError(f"{error.strerror}{place}", hint=hint)
 
 
 def _advice(error: typer.TyperException, command: str) -> str:

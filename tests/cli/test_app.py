@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import platform
@@ -299,6 +300,51 @@ def test_an_interrupt_before_the_command_runs_exits_130(monkeypatch: pytest.Monk
         app.main()
 
     assert left.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files", "/proc/1/stat"),
+            "error: Too many open files: `/proc/1/stat`\nhint: raise the limit of open files",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "error: No space left on device\nhint: ",
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_not_a_bug(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, error: OSError, shown: str
+) -> None:
+    monkeypatch.setattr(chat, "_request", _raising(error))
+
+    result = meshllm("chat", "hi")
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith(shown)
+
+
+def test_a_lack_of_memory_is_reported(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "_request", _raising(MemoryError()))
+
+    result = meshllm("chat", "hi")
+
+    assert result.exit_code == 4
+    assert result.stderr.startswith("error: Not enough memory\nhint: ")
+
+
+def test_a_report_that_lacks_memory_itself_is_made_shorter(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "app", _raising(MemoryError()))
+
+    with pytest.raises(SystemExit) as left:
+        app.main()
+
+    assert left.value.code == 4
+    assert capfd.readouterr().err.startswith("error: Not enough memory\n")
 
 
 def _raising(error: BaseException) -> object:

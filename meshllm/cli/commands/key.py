@@ -170,10 +170,16 @@ def _read_key() -> str:
 
 @contextmanager
 def _accounts(chosen: Settings) -> "Iterator[Accounts]":
+    import sqlite3
+
     from meshllm.api.access.accounts import Accounts
 
     with Accounts.open(state_path(chosen)) as accounts:
-        yield accounts
+        try:
+            yield accounts
+        except sqlite3.Error as error:  # such as a full disk
+            text = f"The keys in `{state_path(chosen)}` cannot be changed: {error}"
+            raise MeshError(text, hint="free space on its disk") from None
 
 
 def _row(key: "ApiKey", now: float) -> tuple[object, ...]:

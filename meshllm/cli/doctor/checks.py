@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from meshllm.transport.registry import Registry
 SLOW_MS = 100.0  # a longer round trip takes more time than a token of a small model
 SILENCE_S = 3.0  # s of silence after which a peer counts as lost
 DRIVER = Path("/proc/driver/nvidia")  # exists with a GPU, whether torch can use it or not
+FREE_BYTES = 4 << 20  # on the disk of the state folder; its files have less than 1 MiB
 LOW_MEMORY_BYTES = 1 << 30  # with less free memory no useful span fits
 
 
@@ -73,7 +75,12 @@ def check_state(folder: Path) -> Iterator[Finding]:
     """Check the permissions of the state folder and the key; create and repair nothing."""
     key = folder / "node.key"
     if not folder.exists():
-        yield Finding("ok", "state", f"{folder} is created on first use")
+        nearest = next(each for each in folder.parents if each.exists())
+        if os.access(nearest, os.W_OK | os.X_OK):
+            yield Finding("ok", "state", f"{folder} is created on first use")
+        else:
+            found = f"{folder} cannot be created: {nearest} cannot be written"
+            yield Finding("fail", "state", found, "choose one with `--state`")
         return
     open_ones = [path for path in (folder, key) if path.exists() and _is_open(path)]
     for path in open_ones:
@@ -82,6 +89,9 @@ def check_state(folder: Path) -> Iterator[Finding]:
         yield Finding("fail", "state", found, f"run `chmod {wanted} {path}`")
     if not os.access(folder, os.W_OK | os.X_OK):
         yield Finding("fail", "state", f"{folder} cannot be written", "choose one with `--state`")
+    elif (free := shutil.disk_usage(folder).free) < FREE_BYTES:
+        found = f"the disk of {folder} has {bytes_of(free)} left"
+        yield Finding("fail", "state", found, "free space: keys and tickets cannot be stored")
     elif not open_ones:
         yield Finding("ok", "state", f"{folder} is private")
         yield _check_key(key)

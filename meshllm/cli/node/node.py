@@ -2,9 +2,10 @@
 
 import logging
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -56,6 +57,7 @@ Transports = Annotated[
 
 SWITCH_S = 0.0005  # s a thread may hold the GIL; the default delays a beat or a token by 5 ms
 
+OPEN_FILES = 65_536  # connections, mostly; the usual limit of 1024 is for programs with select()
 _POLL_S = 0.02
 _GOING = frozenset({"leaving", "left", "down"})  # states of a node that leaves, seen from itself
 _PASSED_ON = ("join", "name", "policy", "members", "replicas", "discovery", "context")
@@ -114,12 +116,11 @@ def run_node(
     make_provider: Callable[[], "Provider"] | None = None,
 ) -> None:
     """Run a node until it stops; one that provides an engine holds no layers."""
-    is_json = config.settings.log_format == "json"
-    verbosity = invocation.find_root().params.get("verbose") or 0
-    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)  # now: errors are records
+    set_up(invocation, config)
     options = _options(config)
     _check_early(options)
-    chosen, notify = config.settings, _log if is_json else _say
+    chosen = config.settings
+    notify = _log if chosen.log_format == "json" else _say
     with ExitStack() as stack:  # errors of a door are shown before torch is loaded
         door = chosen.serve and stack.enter_context(opened_door(chosen, chosen.serve))
         if make_provider is None:
@@ -131,6 +132,18 @@ def run_node(
 
         provider = make_provider() if make_provider else None
         asyncio.run(_run(options, notify, ticket_file, door or None, provider))
+
+
+def set_up(invocation: typer.Context, config: Config) -> None:
+    """Set up the log, in which errors are records from now on, and the limit of open files."""
+    is_json = config.settings.log_format == "json"
+    verbosity = invocation.find_root().params.get("verbose") or 0
+    setup(max(verbosity, 1) if is_json else verbosity, json=is_json)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if 0 <= soft < more:  # infinity is negative
+        with suppress(ValueError, OSError):  # macOS allows less than its hard limit says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
 
 
 def _check_early(options: "NodeOptions") -> None:

@@ -7,7 +7,7 @@ import typer
 
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
 from meshllm.cli.node.door import opened_door
-from meshllm.cli.node.node import SETTINGS, Transports, run_node
+from meshllm.cli.node.node import SETTINGS, Transports, run_node, set_up
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 from meshllm.cli.shared.options import takes
 from meshllm.cli.terminal import render
@@ -73,6 +73,7 @@ def serve(
         why = "a client holds no layers" if ticket else "a node is already running"
         hint = "omit it" if ticket else "omit it, or choose another folder with `--state`"
         _refuse(given, [each for each in _OF_NODE if each != "join" or not ticket], why, hint)
+        set_up(invocation, config)
         import asyncio
 
         serving = _serve_mesh(config.settings, ticket, address) if ticket else None

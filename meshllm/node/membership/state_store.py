@@ -4,6 +4,7 @@ All files are in one folder of mode 0700, with mode 0600. They are replaced atom
 crash, a file has its old or its new content.
 """
 
+import errno
 import fcntl
 import json
 import logging
@@ -368,15 +369,22 @@ def _invitation(fields: Content) -> Invitation:
 def _draft(path: Path, data: bytes) -> Path:
     """Write a private temporary file next to ``path``."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(open_own(draft, os.O_TRUNC), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(open_own(draft, os.O_TRUNC), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     return draft
 
 
 def _unusable(folder: Path, error: OSError) -> UserError:
+    is_full = error.errno in {errno.ENOSPC, errno.EDQUOT}
     return UserError(
         f"State folder `{folder}` cannot be used: {error.strerror}",
-        hint="choose a folder that only you can write to: `--state FOLDER`",
+        hint="free space on its disk, or choose another folder: `--state FOLDER`"
+        if is_full
+        else "choose a folder that only you can write to: `--state FOLDER`",
     )

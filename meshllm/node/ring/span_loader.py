@@ -166,8 +166,9 @@ class SpanLoader:
             if not is_out_of_memory(error):
                 raise
             weights = sum(self._shape.layer_bytes[part.span.start : part.span.stop])
+            reason = f": {error}" if str(error) else ""  # Python's own has no text
             raise OutOfMemory(
-                f"Not enough memory for layers {part.span} of `{self._shape.name}`: {error}",
+                f"Not enough memory for layers {part.span} of `{self._shape.name}`{reason}",
                 hint="offer less with `--memory`, or free memory",
                 needed_bytes=weights,
             ) from error

@@ -1,4 +1,5 @@
 import json
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,18 @@ def test_only_the_key_goes_to_stdout(meshllm: Invoke, home: Path) -> None:
     assert found
     assert found.name == "laptop"
     assert "cannot be shown again" in result.stderr
+
+
+def test_a_full_disk_is_reported(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Accounts, "create", fail)
+
+    result = meshllm("key", "create", "laptop")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be changed: database or disk is full\nhint: free space" in result.stderr
 
 
 def test_limits_are_stored(meshllm: Invoke) -> None:

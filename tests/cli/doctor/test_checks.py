@@ -1,6 +1,7 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,25 @@ def test_a_folder_that_cannot_be_written_fails(home: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "access", lambda *_: False)
 
     assert [each.verdict for each in checks.check_state(home)] == ["fail"]
+
+
+def test_a_missing_folder_that_cannot_be_created_fails(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: path != home)
+
+    (found,) = checks.check_state(home / "a" / "b")
+
+    assert (found.verdict, f"{home} cannot be written" in found.found) == ("fail", True)
+
+
+def test_a_full_disk_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.chmod(0o700)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+
+    (found,) = checks.check_state(home)
+
+    assert (found.verdict, "4.0 KiB left" in found.found) == ("fail", True)
 
 
 def test_a_folder_without_a_key_is_ok(home: Path) -> None:

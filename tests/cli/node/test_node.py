@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import stat
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from meshllm.api.port import NodePort
-from meshllm.cli.node.node import SWITCH_S, _report
+from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _report
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
@@ -254,6 +255,32 @@ def test_a_founder_needs_its_model_before_it_prints_a_ticket(
     StateStore.open(home / "state" / "meshllm").found()
     assert meshllm("node", "--model", "no/model").exit_code == 0  # other nodes may have it
     assert meshllm("node", "--model", "builtn").exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((256, 4096), [4096]),
+        ((256, 1 << 20), [OPEN_FILES]),
+        ((256, -1), [OPEN_FILES]),
+        ((1 << 20, -1), []),
+        ((-1, -1), []),
+    ],
+)
+def test_as_many_files_as_allowed_are_opened(
+    meshllm: Invoke,
+    node: FakeNode,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    raised: list[int],
+) -> None:
+    hard = resource.RLIM_INFINITY if limits[1] < 0 else limits[1]
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits[0], hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
+
+    assert meshllm("node").exit_code == 0
+    assert asked == [(each, hard) for each in raised]
 
 
 def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path) -> None:

@@ -310,10 +310,12 @@ def test_a_crash_while_writing_leaves_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(UserError, match="No space left"):
+    with pytest.raises(UserError, match="No space left") as caught:
         store.join(found(HOST, bytes(16)))
 
     assert again(store).credential == founded
+    assert str(caught.value.hint).startswith("free space on its disk")
+    assert not list(store.folder.glob(f".*.{os.getpid()}"))
 
 
 def test_only_a_member_can_invite(store: StateStore) -> None:
