@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from meshllm.model.steps import cuda_graph
 from meshllm.model.steps.attention import decode_attention
@@ -57,8 +56,15 @@ class Traffic(TorchDispatchMode):
 
 
 def _devices(*values: Any) -> set[torch.device]:
-    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
-    return {tensor.device for tensor in tensors if tensor.dim()}
+    devices = set[torch.device]()
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            devices |= {each.device} if each.dim() else set()
+        elif isinstance(each, (list, tuple)):  # what operators take; `tree_leaves` is slow
+            devices |= _devices(*each)
+        elif isinstance(each, dict):
+            devices |= _devices(*each.values())
+    return devices
 
 
 @contextmanager
@@ -118,7 +124,8 @@ def _tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor
 def _again(forward: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     output = forward().clone()
 
-    def replay() -> None:
-        output.copy_(forward())
+    def replay() -> None:  # whose transfers were recorded at the capture
+        with _disable_current_modes():
+            output.copy_(forward())
 
     return replay, output

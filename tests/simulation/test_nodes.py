@@ -6,7 +6,7 @@ That these tests can fail is shown in `test_node_mutants`.
 import asyncio
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, permutations
 from unittest.mock import patch
 
 import pytest
@@ -155,6 +155,7 @@ class OneMove(OneLoss):
     async def run(self) -> None:
         world = self.world
         world.capacity = {0: 4, 1: 4, 2: 4}
+        world.network.delay_s = dict.fromkeys(permutations(range(3), 2), HOP_S)
         world.ring_size = 2
         for number in (0, 1):
             world.start(number)
@@ -225,6 +226,7 @@ def moved(change: Callable[[World], None]) -> OneMove:
 
 
 LOAD_S = 5.0
+HOP_S = 0.02  # so that answers take some time, and are few
 PAUSE_S = 1.0  # of virtual time; links, and rows of a toy model
 
 
