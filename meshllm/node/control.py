@@ -352,7 +352,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.charter.shape.name,
         group.replica,
         RingState.SERVING if ring.is_served else state,
-        "" if ring.is_served else _waits_for(view, ring, standbys),
+        "" if ring.is_served else _waits_for(ring, standbys),
         own is not None,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
@@ -366,7 +366,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
     )
 
 
-def _waits_for(view: NodeView, ring: RingView, nodes: Sequence[NodeId]) -> str:
+def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
     """Return what a ring waits for, in the words of its own status where there is one."""
     if ring.own is not None and ring.own.reason:
         return ring.own.reason

@@ -96,8 +96,8 @@ class Architecture:
         """KV cache of one layer per token, in bytes."""
         return 2 * self.kv_heads * self.head_width * ITEM_BYTES
 
-    def operators(self, rows: int, before: int = 0) -> Iterator[Operator]:
-        """Yield the operators of one layer for ``rows`` rows of one session after ``before``.
+    def operators(self, rows: int) -> Iterator[Operator]:
+        """Yield the operators of one layer for the first ``rows`` rows of one session.
 
         As in LLM-Viewer (Yuan et al., 2024), each is bound by its own computation or memory.
         """
@@ -106,8 +106,8 @@ class Architecture:
         keys = self.kv_heads * self.head_width
         for inputs, outputs in ((self.hidden, queries + 2 * keys), (queries, self.hidden)):
             yield self._linear(rows, inputs, outputs, per_weight)
-        attended = rows * before + rows * (rows + 1) / 2
-        cache = (before + rows) * keys * ITEM_BYTES
+        attended = rows * (rows + 1) / 2
+        cache = rows * keys * ITEM_BYTES
         for _ in ("scores", "values"):
             yield Operator(2 * attended * queries, cache + rows * queries * ITEM_BYTES)
         # A router that spreads rows evenly leaves this many experts without any.

@@ -141,7 +141,7 @@ def variants(asked: Asked, count: int) -> list[Asked]:
 async def read_fields(
     request: Request,
     kind: type[T],
-    apart: Collection[str] = (),
+    apart: Collection[str],
     harmless: Collection[str] = HARMLESS,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:
@@ -152,7 +152,7 @@ async def read_fields(
 def build_fields(
     found: object,
     kind: type[T],
-    apart: Collection[str] = (),
+    apart: Collection[str],
     harmless: Collection[str] = HARMLESS,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:

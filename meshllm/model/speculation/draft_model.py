@@ -88,7 +88,7 @@ def find_draft(source: Source, target: Source) -> Draft:
 class ModelDrafting:
     """A loaded draft model; used on one thread."""
 
-    def __init__(self, draft: Draft, device: torch.device = CPU) -> None:
+    def __init__(self, draft: Draft, device: torch.device) -> None:
         self.context = draft.shape.context
         self._vocabulary = draft.vocabulary
         self._drafters: WeakSet[ModelDrafter] = WeakSet()  # that have filled a cache

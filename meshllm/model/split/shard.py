@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from meshllm.errors import ModelError
-from meshllm.model.device import CPU
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import pin_frequencies
 from meshllm.model.split.skeleton import Part, Skeleton
@@ -37,8 +36,8 @@ class Shard:
         self,
         skeleton: Skeleton,
         part: Part,
-        device: torch.device = CPU,
-        quant: Quant = Quant.NONE,
+        device: torch.device,
+        quant: Quant,
     ) -> None:
         self.span = part.span
         self.embed = part.embed

@@ -45,7 +45,7 @@ from meshllm.model.steps.execution import (
 from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.replay import CHECKS, Replay
 from meshllm.model.steps.trace import NotReplayable, Tracer
-from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt, try_steps
+from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt
 
 REPLAYED_BYTES = 600_000_000
 """Largest size of the matrices of a layer with which steps are replayed.
@@ -298,8 +298,8 @@ class NotInvariant(Exception):
 def choose_steps(
     shard: Shard,
     counts: Sequence[int],
-    trial: Trial = try_steps,
-    whole: nn.Module | None = None,
+    trial: Trial,
+    whole: nn.Module | None,
 ) -> tuple[Steps, Execution]:
     """Choose how steps of one row and of each of ``counts`` run; if empty, stock steps.
 

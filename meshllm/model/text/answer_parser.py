@@ -8,9 +8,7 @@ from meshllm.request import Piece
 class AnswerParser:
     """The parsers of one answer; without any, all text is content."""
 
-    def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None
-    ) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         """Begin an answer."""
         self._reasoning = reasoning
         self._tools = tools

@@ -81,7 +81,7 @@ def prepare(transports: Sequence[Transport], key: NodeKey, relays: Sequence[str]
 
 @asynccontextmanager
 async def open_endpoints(
-    options: NodeOptions, key: NodeKey, given: Transport | None = None
+    options: NodeOptions, key: NodeKey, given: Transport | None
 ) -> AsyncIterator[Endpoints]:
     """Listen with every transport of the options, or only with the ``given`` one.
 

@@ -187,7 +187,7 @@ class ModelRuntime:
         lend: Callable[[int], bool],
         *,
         is_urgent: bool,
-        has_caches: bool = False,
+        has_caches: bool,
     ) -> None:
         """Load this node's span of a plan that may follow, beside what it holds.
 

@@ -109,7 +109,7 @@ class EntryNode:
         ends: EntryRunners,
         config: EntryConfig,
         worker: Worker,
-        neighbours: Neighbours | None = None,
+        neighbours: Neighbours | None,
     ) -> None:
         self._ends = ends
         self._config = config

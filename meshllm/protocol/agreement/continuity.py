@@ -33,7 +33,7 @@ def continuations(
     if not kept or len(kept) == len(plan.stages):
         return
     options = [
-        [None] if stays else [*_neighbours(plan, stages, kept), *spare[:MOST_SPARE]]
+        [None] if stays else [*_neighbours(stages, kept), *spare[:MOST_SPARE]]
         for stays, stages in groups
     ]
     for chosen in islice(product(*options), MOST_TRIED):
@@ -47,7 +47,7 @@ def continuations(
             yield stages
 
 
-def _neighbours(plan: Plan, gap: Sequence[PlanStage], kept: Sequence[PlanStage]) -> list[NodeId]:
+def _neighbours(gap: Sequence[PlanStage], kept: Sequence[PlanStage]) -> list[NodeId]:
     """Return who holds the layers next to a gap; a client's entry without layers stays so."""
     start, stop = gap[0].span.start, gap[-1].span.stop
     return [

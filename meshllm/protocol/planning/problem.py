@@ -215,7 +215,7 @@ def memory_for(plan: Plan, node: NodeId, shape: ModelSizes, *, sessions: int, re
 
 
 def least_memory(
-    shape: ModelSizes, span: Span, *, is_entry: bool, sessions: int, reserve: int = 0
+    shape: ModelSizes, span: Span, *, is_entry: bool, sessions: int, reserve: int
 ) -> int:
     """Return the least memory with which a node can hold a span and its caches."""
     layers = slice(span.start, span.stop)

@@ -299,7 +299,7 @@ class HandshakeListener:
         self,
         own: Own,
         fresh: Fresh,
-        guests: Iterable[bytes] = (),
+        guests: Iterable[bytes],
         *,
         now_s: float,
         removals: Removals,
