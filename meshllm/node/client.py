@@ -316,7 +316,7 @@ async def open_mesh_client(
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
-        store, is_first = stack.enter_context(_free_keyring(ticket, state))
+        store, is_first = stack.enter_context(_free_store(ticket, state))
         instance, link = store.next_incarnation(), None
         prepare(transports, store.key)
         if (credential := store.credential) is None:
@@ -343,7 +343,7 @@ async def open_mesh_client(
 
 
 @contextmanager
-def _free_keyring(ticket: Ticket, state: Path) -> Iterator[tuple[StateStore, bool]]:
+def _free_store(ticket: Ticket, state: Path) -> Iterator[tuple[StateStore, bool]]:
     """Lock a key that no other process uses; yield it, and whether it is the ticket's first.
 
     A mesh accepts one link per key, and the node of this folder may run at the same time.

@@ -11,7 +11,6 @@ from meshllm.node.client import MeshClient
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Event, Request
 from meshllm.status import (
-    LossCounts,
     Measured,
     MeshStatus,
     ModelStatus,
@@ -114,8 +113,5 @@ class ClientControl:
             counts.served,
             counts.failed,
             counts.tokens,
-            tuple(
-                LossCounts(cause, count, round(paused_s, 3))
-                for cause, (count, paused_s) in sorted(counts.losses.items())
-            ),
+            counts.loss_counts,
         )

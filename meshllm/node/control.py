@@ -37,7 +37,6 @@ from meshllm.request import Event, Request
 from meshllm.status import (
     Change,
     LinkStatus,
-    LossCounts,
     Measured,
     MeasuredTimes,
     Members,
@@ -106,10 +105,7 @@ class NodeControl:
                 served=counts.served,
                 failed=counts.failed,
                 tokens=counts.tokens,
-                losses=tuple(
-                    LossCounts(cause, count, round(paused_s, 3))
-                    for cause, (count, paused_s) in sorted(counts.losses.items())
-                ),
+                losses=counts.loss_counts,
                 recomputed=view.recomputed,
             ),
             listening=view.addresses,

@@ -100,7 +100,6 @@ class MeshNode:
         self.me = store.key.node
         name = options.name or platform.node() or "node"
         self.name = name.encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
-        self.version = __version__
         self.since = time.monotonic()
         self.incarnation = own.incarnation
         self.machine = Mesh(
@@ -125,7 +124,7 @@ class MeshNode:
         self.router.trusted = options.trust
         self.router.limits_of = self._limits_of
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_leaving = self._is_scheduled = False
+        self._is_scheduled = False
         self._options, self._own, self._preparation = options, own, preparation
         profile = Profile(
             self.name,
@@ -165,6 +164,11 @@ class MeshNode:
         return self.service.agreement
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it finishes its requests, to leave the mesh."""
+        return self.ring_member.is_leaving
+
+    @property
     def trouble(self) -> str:
         """A condition that needs the owner's attention; empty if there is none."""
         return self._offer.hang or self.charter_editor.ambiguous
@@ -193,7 +197,7 @@ class MeshNode:
         return NodeView(
             self.me,
             self.name,
-            self.version,
+            __version__,
             self.mesh,
             self.incarnation,
             since_s=time.monotonic() - self.since,
@@ -279,7 +283,7 @@ class MeshNode:
         The ring serves until the other nodes have agreed on a plan without this node.
         """
         if not self.is_leaving:
-            self.is_leaving = self.ring_member.is_leaving = True
+            self.ring_member.is_leaving = True
             self.ring_member.publish()
             self._jobs.create_task(self._drain())
 

@@ -95,8 +95,9 @@ class NodeView:
     trouble: str
     """The error that keeps it from serving its span; may be empty."""
     sessions: int
+    """Running on the ranks of this node."""
     recomputed: int
-    """Running on this rank."""
+    """See `RingMember.recomputed`."""
     counts: Counts
     group: GroupId = FIRST_GROUP
     """The ring in which it takes part."""

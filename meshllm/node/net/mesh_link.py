@@ -203,7 +203,7 @@ class MeshLinks:
         for action in actions:
             match action:
                 case SendToPeer(peer, message):
-                    self._post(peer, message)
+                    self.post(peer, message)
                 case DeliverRequest(peer, message):
                     role = self._machine.links[peer].role
                     self._host.deliver_request(peer, message, is_client=role is Role.CLIENT)
@@ -221,9 +221,10 @@ class MeshLinks:
                     assert_never(action)
         self._timer.reset()
 
-    def post(self, peer: NodeId, message: RequestMessage) -> None:
-        """Send a message about a request; drop it if there is no link."""
-        self._post(peer, message)
+    def post(self, peer: NodeId, message: Message) -> None:
+        """Send a message; drop it if there is no link."""
+        if line := self._lines.get(peer):
+            line.post(message)
 
     def probe(self, peer: NodeId) -> None:
         """Send a beat ahead of time to a peer that may have ended."""
@@ -241,7 +242,7 @@ class MeshLinks:
 
     def adopt(self, link: SecureLink) -> None:
         """Run a mesh link that was dialled elsewhere."""
-        self._begin(self._dialled, link)
+        self._begin(self._carry, link, dialled=True)
 
     async def dial_ring(self, peer: NodeId) -> SecureLink:
         """Open a ring link to a member.
@@ -281,9 +282,6 @@ class MeshLinks:
                 logger.exception("bug in a link")
 
         self._jobs.create_task(supervised())
-
-    async def _dialled(self, link: SecureLink) -> None:
-        await self._carry(link, dialled=True)
 
     async def _accept(self, listener: Listener) -> None:
         handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
@@ -358,10 +356,6 @@ class MeshLinks:
         peer = line.link.peer
         if self._lines.get(peer) is line:  # else it was closed, and its reader not yet cancelled
             self.act(self._machine.receive(peer, message, self._now()))
-
-    def _post(self, peer: NodeId, message: Message) -> None:
-        if line := self._lines.get(peer):
-            line.post(message)
 
     def _drop(self, peer: NodeId, why: CloseReason | None) -> None:
         if line := self._lines.pop(peer, None):

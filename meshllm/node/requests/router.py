@@ -84,6 +84,7 @@ from meshllm.request import (
     Piece,
     Request,
 )
+from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
 MAX_PER_CLIENT = 2  # concurrent requests of one client
@@ -166,6 +167,14 @@ class Counts:
     last_tokens: int = 0
     by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
     """The same for each of the rings that answered last."""
+
+    @property
+    def loss_counts(self) -> tuple[LossCounts, ...]:
+        """The losses, for the status."""
+        return tuple(
+            LossCounts(cause, count, round(paused_s, 3))
+            for cause, (count, paused_s) in sorted(self.losses.items())
+        )
 
     def count(self, answer: Answer, ring: GroupId | None) -> None:
         """Count an answer that has ended, of a ring or of a provider."""

@@ -432,10 +432,8 @@ def _manifest(reader: Reader) -> tuple[bytes, ...]:
 
 
 def _keys(reader: Reader) -> tuple[ModelKey, ...]:
-    data = reader.sized(MAX_HELD * MODEL_KEY_BYTES)
-    reader.bounded("bytes at the end of its models", len(data) % MODEL_KEY_BYTES, 0, 0)
-    starts = range(0, len(data), MODEL_KEY_BYTES)
-    return tuple(ModelKey(data[at : at + MODEL_KEY_BYTES]) for at in starts)
+    most = MAX_HELD * MODEL_KEY_BYTES
+    return tuple(map(ModelKey, _parts(reader, "models", MODEL_KEY_BYTES, most)))
 
 
 def _node_ids(reader: Reader) -> tuple[NodeId, ...]:
