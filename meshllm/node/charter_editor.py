@@ -1,6 +1,5 @@
 """Changes of the mesh's charter by this node: by its options, and by `meshllm model serve`."""
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from meshllm.node.founding import amend, names_in, resolve_names, serve, stop
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.charter import Charter, differing
 from meshllm.protocol.membership.mesh import Mesh
 
@@ -108,7 +108,7 @@ class CharterEditor:
 
     def _differing(self, wanted: Charter) -> tuple[str, ...]:
         """Publish a charter; return the names of what differs in that of the mesh then."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self._links.act(self._machine.publish(charter=wanted, now=now))
         found = self._machine.charter
         return tuple(differing(wanted, found)) if found is not None else ()

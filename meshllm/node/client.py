@@ -34,6 +34,7 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.model_list import models_from_json
 from meshllm.node.requests.router import MAX_PER_CLIENT, MAX_WAITING, RequestRouter
 from meshllm.node.supervisor import Supervisor
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.client_quota import places
 from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
@@ -69,7 +70,7 @@ class MeshClient:
             store.key,
             credential,
             dialer.own.instance,
-            now=asyncio.get_running_loop().time(),
+            now=loop_time(),
             wall_s=time.time(),
         )
         self.machine = machine
@@ -126,12 +127,12 @@ class MeshClient:
         """
         async with self._asking:
             until = self._told_at + MODELS_S
-            if _now() >= until:
+            if loop_time() >= until:
                 await self._ask_models()
         return self._models
 
     async def _ask_models(self) -> None:
-        begin, node = _now(), None
+        begin, node = loop_time(), None
         try:
             async with asyncio.timeout(ASK_S):
                 while self._told_at < begin:
@@ -169,7 +170,7 @@ class MeshClient:
         Raises:
             PeerFault: the state folder is corrupt.
         """
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         self.machine.restore(load_records(self._store), now)
         self._check()
 
@@ -269,7 +270,7 @@ class MeshClient:
         """Handle a message of a node about a request."""
         _ = is_client
         if isinstance(message, ModelList):
-            self._models, self._told_at = models_from_json(message.body), _now()
+            self._models, self._told_at = models_from_json(message.body), loop_time()
             self._told.set()
         else:
             self.router.receive(peer, message, is_client=False)
@@ -373,10 +374,6 @@ async def _ended(running: asyncio.Future[None], failed: asyncio.Future[None]) ->
     await asyncio.gather(running, return_exceptions=True)
     if not failed.cancel():
         failed.exception()  # mark as retrieved
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _transports_for(ticket: Ticket) -> tuple[Transport, ...]:

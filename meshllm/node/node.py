@@ -52,6 +52,7 @@ from meshllm.node.requests.router import RequestRouter
 from meshllm.node.ring_member import RingMember
 from meshllm.node.ring_service import RingService
 from meshllm.node.supervisor import Supervisor
+from meshllm.node.timer import loop_time
 from meshllm.node.view import LinkView, NodeView
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
@@ -103,9 +104,9 @@ class MeshNode:
         self.since = time.monotonic()
         self.incarnation = own.incarnation
         self.machine = Mesh(
-            store.key, own.credential, own.incarnation, now=self.now(), wall_s=time.time()
+            store.key, own.credential, own.incarnation, now=loop_time(), wall_s=time.time()
         )
-        self.machine.restore(load_records(store), self.now())
+        self.machine.restore(load_records(store), loop_time())
         side = Own(store.key, own.incarnation, own.credential)
         here = Machine(machine_secret(), own.credential.mesh)
         dialer = NodeDialer(endpoints.schemes, side, here)
@@ -216,7 +217,7 @@ class MeshNode:
                     tuple(each.issuer for each in contact.credential.chain),
                     contact.instance,
                     contact.round_trip_us,
-                    heard_s=max(0.0, self.now() - contact.heard),
+                    heard_s=max(0.0, loop_time() - contact.heard),
                     ahead_s=contact.ahead_s,
                     statistics=links[peer].statistics,
                     address=links[peer].address,
@@ -269,7 +270,7 @@ class MeshNode:
 
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
-        self.links.act(self.machine.remove(removal, self.now()))
+        self.links.act(self.machine.remove(removal, loop_time()))
         save_records(self.store, self._records())  # on disk before the caller returns
 
     def revoke(self, tags: tuple[bytes, ...]) -> None:
@@ -368,7 +369,7 @@ class MeshNode:
         """Log why a peer closed the link; stop if another process uses the same key."""
         logger.info("node %s closed the link: %s", short(peer), why.name.lower())
         is_duplicate = why is CloseReason.DUPLICATE and not self.links.by_peer
-        heard, now = self.machine.heard, self.now()
+        heard, now = self.machine.heard, loop_time()
         if error := self._duplicate_identity.dropped(
             peer, is_duplicate=is_duplicate, now=now, heard=heard
         ):
@@ -409,7 +410,7 @@ class MeshNode:
                 self._beacon.addresses = addresses
 
     def _send(self, profile: Profile) -> None:
-        self.links.act(self.machine.publish(profile=profile, now=self.now()))
+        self.links.act(self.machine.publish(profile=profile, now=loop_time()))
 
     async def _redial(self) -> None:
         """Dial the known addresses of members: often while no node is linked, else rarely.
@@ -446,15 +447,15 @@ class MeshNode:
 
         Without requests it does not wait for long.
         """
-        idle_since = self.now()
+        idle_since = loop_time()
         try:
             async with asyncio.timeout(DRAIN_S):
                 # Polled: it happens once in the life of a node, not worth an event per session.
                 while True:
                     if self.router.counts.active or self.ring_member.sessions:
-                        idle_since = self.now()
+                        idle_since = loop_time()
                     elif (
-                        not self.service.is_handing_over or self.now() >= idle_since + IDLE_DRAIN_S
+                        not self.service.is_handing_over or loop_time() >= idle_since + IDLE_DRAIN_S
                     ):
                         break
                     await asyncio.sleep(0.05)
@@ -490,11 +491,6 @@ class MeshNode:
             self.stopped.set_result(None)
         else:
             self.stopped.set_exception(error)
-
-    @staticmethod
-    def now() -> float:
-        """Return the time of the event loop, in seconds."""
-        return asyncio.get_running_loop().time()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A timer for a moving deadline."""
+"""The clock of the event loop, and a timer for a moving deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,6 +6,11 @@ from contextvars import copy_context
 from typing import Self
 
 AFTER_ERROR_S = 0.5  # s; a heartbeat
+
+
+def loop_time() -> float:
+    """Return the time of the event loop, in seconds."""
+    return asyncio.get_running_loop().time()
 
 
 class DeadlineTimer:
@@ -50,6 +55,6 @@ class DeadlineTimer:
         except Exception:  # raised again, for the supervisor
             # The deadline may be the same: without a pause this would be a busy loop.
             if (deadline := self._deadline()) is not None:
-                self._arm(max(deadline, asyncio.get_running_loop().time() + AFTER_ERROR_S))
+                self._arm(max(deadline, loop_time() + AFTER_ERROR_S))
             raise
         self.reset()

@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 
 from meshllm.model.pauses import pausing
+from meshllm.node.timer import loop_time
 from meshllm.protocol.ring.hang import HangLimits
 
 SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says more exactly
@@ -71,7 +72,7 @@ class Worker:
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Submit a step: a function that reports its outcome by itself, exceptions included."""
-        self._last_used = asyncio.get_running_loop().time()
+        self._last_used = loop_time()
         step = _Step(partial(function, *args), Future())
         self._steps.append(step)
         self._latest = ref(step.outcome)
@@ -114,7 +115,7 @@ class Worker:
         If cancelled, a function that has begun still runs to its end.
         """
         work = partial(function, *args, **kwargs)
-        self._last_used = asyncio.get_running_loop().time()
+        self._last_used = loop_time()
         future = self._executor.submit(self._pausable, work)
         self._latest = ref(future)  # weak: its result may be model weights
         return await asyncio.wrap_future(future)

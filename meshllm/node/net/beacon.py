@@ -40,6 +40,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.node.net.peer_address import Local, is_literal, own_hosts, permitted
+from meshllm.node.timer import loop_time
 from meshllm.protocol.trust.announcement import (
     announce,
     is_announcement,
@@ -256,7 +257,7 @@ class Beacon(asyncio.DatagramProtocol):
 
     def _answer_guest(self, data: bytes) -> None:
         """Answer the query of a guest; rate-limited against floods of invalid datagrams."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if self.addresses and data.startswith(MAGIC) and now >= self._looked + ANSWER_S:
             self._looked = now
             codes = (GuestBeacons(psk, self._me) for psk in self._guests())
@@ -264,7 +265,7 @@ class Beacon(asyncio.DatagramProtocol):
                 self._answer(asked)
 
     def _answer(self, code: BeaconCode, to: NodeId | None = None) -> None:
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if self.addresses and now >= self._answered + ANSWER_S:
             self._answered = now
             self.send(code, to)

@@ -14,6 +14,7 @@ from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
 from meshllm.node.net.peer_address import Local, Machine, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
 from meshllm.protocol.trust.credential import Removals
 from meshllm.protocol.trust.handshake import Own, Purpose
@@ -92,7 +93,7 @@ class NodeDialer:
             *(resolve(each, local) for each in known), return_exceptions=True
         )
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         due = [
             place for place in places if local is Local.YES or self.limit.take(target(place), now)
         ]

@@ -17,7 +17,7 @@ from meshllm.names import NodeId
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
-from meshllm.node.timer import DeadlineTimer
+from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
@@ -158,14 +158,13 @@ class _MeshLink:
         return next((str(each) for each in outcomes if isinstance(each, MeshError)), "closed")
 
     async def _read(self, receive: Callable[[Message], None]) -> None:
-        clock = asyncio.get_running_loop().time
-        budget = ReadBudget(self.link.role, clock())
+        budget = ReadBudget(self.link.role, loop_time())
         while True:
             _, buffer = await self.link.receive()
             message = decode(buffer)
             receive(message)
             is_gossip = not isinstance(message, RequestMessage)
-            if pause_s := budget.pause(len(buffer), clock(), is_gossip=is_gossip):
+            if pause_s := budget.pause(len(buffer), loop_time(), is_gossip=is_gossip):
                 async with self._turn:  # meanwhile nothing is decrypted, and the peer has to wait
                     await asyncio.sleep(pause_s)
 
@@ -232,7 +231,7 @@ class MeshLinks:
 
     def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
         """Dial a member at addresses where it may be, each `peer_address.permitted`."""
-        now = self._now()
+        now = loop_time()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
         is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
         if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
@@ -269,7 +268,7 @@ class MeshLinks:
     async def leave(self) -> None:
         """Announce that this node leaves, and close all links."""
         lines = list(self._lines.values())
-        self.act(self._machine.leave(self._now()))
+        self.act(self._machine.leave(loop_time()))
         await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
 
     def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -311,7 +310,7 @@ class MeshLinks:
             link = await self._dial_peer(addresses, Purpose.MESH, peer, local)
         except MeshError as error:
             logger.debug("cannot reach node %s: %s", short(peer), error)
-            self._machine.refused(peer, self._now())
+            self._machine.refused(peer, loop_time())
             self._timer.reset()
         else:
             await self._carry(link, dialled=True)
@@ -332,7 +331,7 @@ class MeshLinks:
         """Report a link to the machine and run it until it is lost."""
         peer, line = link.peer, _MeshLink(link, self._turn)
         actions = self._machine.linked(
-            peer, link.instance, link.credential, dialled=dialled, now=self._now()
+            peer, link.instance, link.credential, dialled=dialled, now=loop_time()
         )
         for action in actions:
             if isinstance(action, Drop) and action.is_newcomer and action.peer == peer:
@@ -350,12 +349,12 @@ class MeshLinks:
             logger.info("lost the link to node %s: %s", short(peer), reason)
             del self._lines[peer]
             self._host.lost(peer)
-            self.act(self._machine.unlinked(peer, self._now()))
+            self.act(self._machine.unlinked(peer, loop_time()))
 
     def _receive(self, line: _MeshLink, message: Message) -> None:
         peer = line.link.peer
         if self._lines.get(peer) is line:  # else it was closed, and its reader not yet cancelled
-            self.act(self._machine.receive(peer, message, self._now()))
+            self.act(self._machine.receive(peer, message, loop_time()))
 
     def _drop(self, peer: NodeId, why: CloseReason | None) -> None:
         if line := self._lines.pop(peer, None):
@@ -371,8 +370,4 @@ class MeshLinks:
             await line.part(why)
 
     def _expire(self) -> None:
-        self.act(self._machine.expire(self._now(), time.time()))
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+        self.act(self._machine.expire(loop_time(), time.time()))

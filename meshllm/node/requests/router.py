@@ -60,6 +60,7 @@ from meshllm.node.requests.request_json import (
     event_to_lines,
     request_from_json,
 )
+from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import ClientQuota, places
 from meshllm.protocol.membership.codec import (
@@ -203,10 +204,10 @@ class _Pause:
     @property
     def is_late(self) -> bool:
         """Whether rings came and went without an event for too long; none loads now."""
-        return _now() - self.heard > QUIET_S and self.ring.loads_until <= _now()
+        return loop_time() - self.heard > QUIET_S and self.ring.loads_until <= loop_time()
 
     @property
-    def now(self) -> RingPlan | None:
+    def current(self) -> RingPlan | None:
         """The ring of the latest attempt."""
         entry = self.tried.entry
         return self.ring.ring_at(entry, self.model) if entry is not None else None
@@ -214,19 +215,19 @@ class _Pause:
     def attempt(self) -> None:
         """Note the ring of an attempt, unless the answer has paused since an earlier loss."""
         if self.since is None:
-            self.before = self.now
+            self.before = self.current
 
     def begin(self) -> None:
         """Begin, unless the answer has paused since an earlier loss."""
         if self.since is None:
-            self.since = _now()
+            self.since = loop_time()
 
     def end(self, event: Event) -> Interruption | None:
         """End with an event that has text."""
         if self.since is None or not isinstance(event, Piece | Answer):
             return None
-        seconds, self.since = _now() - self.since, None
-        cause, text = self.ring.explain(self.before, self.now)
+        seconds, self.since = loop_time() - self.since, None
+        cause, text = self.ring.explain(self.before, self.current)
         self.attempt()
         return Interruption(cause, text, round(seconds, 3))
 
@@ -309,7 +310,7 @@ class RequestRouter:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
         failover, tried = Failover(request), Tried()
-        pause = _Pause(self._ring, request.model, tried, _now())
+        pause = _Pause(self._ring, request.model, tried, loop_time())
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
@@ -317,7 +318,7 @@ class RequestRouter:
                 async with answering as events:
                     pause.attempt()
                     async for event in events:
-                        pause.heard = _now()
+                        pause.heard = loop_time()
                         if new := failover.take(event):
                             for each in self._noted(new, pause):
                                 yield each
@@ -420,7 +421,7 @@ class RequestRouter:
         """
         match message:
             case Generate(request_id, data):
-                if self._strikes.is_out(peer, _now()):
+                if self._strikes.is_out(peer, loop_time()):
                     raise PeerFault(f"{MAX_STRIKES} invalid requests within {WINDOW_S:.0f} s")
                 self._open(peer, request_id, data, is_client=is_client)
             case AnswerEvent():
@@ -428,8 +429,8 @@ class RequestRouter:
             case CancelRequest(request_id):
                 if task := self._served.get((peer, request_id)):
                     _cancel(task)
-            case AskModels() if not self._lists.is_out(peer, _now()):  # else it asks too often
-                self._lists.strike(peer, _now())
+            case AskModels() if not self._lists.is_out(peer, loop_time()):  # else it asks too often
+                self._lists.strike(peer, loop_time())
                 self._send(peer, ModelList(self.list_models()))
 
     def lost(self, peer: NodeId) -> None:
@@ -506,9 +507,9 @@ class RequestRouter:
         return self._replicas.choose(trusted or entries, request, tried)
 
     async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:
-        since = _now()
+        since = loop_time()
         until = since + RING_S
-        while until > _now():
+        while until > loop_time():
             try:
                 async with asyncio.timeout_at(until):
                     return await self._ring.entries(model)
@@ -591,7 +592,7 @@ class RequestRouter:
                 return request_from_json(data)
             return await self._off_loop(request_from_json, data)
         except UserError:
-            self._strikes.strike(peer, _now())
+            self._strikes.strike(peer, loop_time())
             raise
 
     def _noted(self, event: Event, pause: _Pause) -> Iterator[Event]:
@@ -600,7 +601,7 @@ class RequestRouter:
             self._note(interruption)
             yield interruption
         if isinstance(event, Answer):
-            self.counts.count(event, pause.now[0] if pause.now else None)
+            self.counts.count(event, pause.current[0] if pause.current else None)
         yield event
 
     def _note(self, interruption: Interruption) -> None:
@@ -626,7 +627,3 @@ def _check_length(data: bytes, longest: int) -> None:
             f"The request is {len(data)} bytes long; the limit is {longest}",
             hint="the limit follows from the context length of the mesh",
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

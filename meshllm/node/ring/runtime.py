@@ -17,7 +17,7 @@ from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
-from meshllm.node.timer import DeadlineTimer
+from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
@@ -171,7 +171,7 @@ class RingRuntime:
     @property
     def history(self) -> list[tuple[str, float]]:
         """The latest states of this rank, oldest first, and how many seconds ago they began."""
-        now = self._now()
+        now = loop_time()
         return [(state.name.lower(), now - since) for state, since in self._machine.history]
 
     @property
@@ -192,13 +192,13 @@ class RingRuntime:
     @property
     def missing(self) -> NodeId | None:
         """The neighbour that keeps the ring from opening; None if none does, or not for long."""
-        return self._machine.missing(self._now())
+        return self._machine.missing(loop_time())
 
     def follow(self, plan: Plan | None) -> None:
         """Serve this plan from now on."""
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
-            self._act(self._machine.follow(plan, self._now()))
+            self._act(self._machine.follow(plan, loop_time()))
 
     def prepare(self, plan: Plan | None, *, is_urgent: bool = False) -> None:
         """Load the span of a plan that may follow, beside what this node serves.
@@ -213,11 +213,11 @@ class RingRuntime:
 
     def reload(self) -> None:
         """Try again to load a span that could not be loaded."""
-        self._act(self._machine.reload(self._now()))
+        self._act(self._machine.reload(loop_time()))
 
     def formed(self, *, is_formed: bool) -> None:
         """Update whether all nodes of the plan in force have loaded."""
-        self._act(self._machine.formed(self._now(), is_formed=is_formed))
+        self._act(self._machine.formed(loop_time(), is_formed=is_formed))
 
     def narrow(self) -> None:
         """Form the ring again if a rank has less room for caches than this one works with."""
@@ -249,7 +249,7 @@ class RingRuntime:
 
     def take(self, link: _IdleLink, peer: NodeId, hello: Hello) -> None:
         """Take over a link after its first message."""
-        self._act(self._machine.arrived(peer, hello, self._idle(link), self._now()))
+        self._act(self._machine.arrived(peer, hello, self._idle(link), loop_time()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -272,7 +272,7 @@ class RingRuntime:
         self._timer.reset()
 
     def _expire(self) -> None:
-        self._act(self._machine.expire(self._now()))
+        self._act(self._machine.expire(loop_time()))
 
     # Jobs, one at a time.
 
@@ -381,27 +381,27 @@ class RingRuntime:
         except MeshError as error:
             logger.warning("cannot load layers of %s: %s", plan.stages, error)
             self._store = None  # frees memory for the next try
-            self._act(self._machine.unloadable(error, self._now()))
+            self._act(self._machine.unloadable(error, loop_time()))
         else:
-            self._act(self._machine.loaded(self._now()))
+            self._act(self._machine.loaded(loop_time()))
 
     async def _dial(self, node: NodeId) -> None:
         try:
             link = _IdleLink(await self._host.dial(node))
         except MeshError as error:
-            self._act(self._machine.failed(str(error), self._now()))
+            self._act(self._machine.failed(str(error), loop_time()))
             return
         number = self._idle(link)
         try:
             await link.send(encode(self._hello), contract.Channel.CONTROL)
         except MeshError as error:
             self._close(number)
-            self._act(self._machine.failed(str(error), self._now()))
+            self._act(self._machine.failed(str(error), loop_time()))
         except asyncio.CancelledError:
             self._close(number)
             raise
         else:
-            self._act(self._machine.dialled(number, self._now()))
+            self._act(self._machine.dialled(number, loop_time()))
 
     async def _serve(self, plan: Plan, *numbers: int | None) -> None:
         """Serve until a neighbour is lost."""
@@ -416,7 +416,7 @@ class RingRuntime:
             for link in links:
                 self._discard(link)
         self._host.broke(plan)
-        self._act(self._machine.broke(str(reason), self._now()))
+        self._act(self._machine.broke(str(reason), loop_time()))
 
     async def _run(self, node: EntryNode | StageNode) -> MeshError:
         model, span = self._model, self._span
@@ -462,7 +462,7 @@ class RingRuntime:
         nodes = [stages[rank - 1].node, stages[(rank + 1) % len(stages)].node][: len(links)]
         machines = [NeighbourLink(self._hello, peer=node) for node in nodes]
         for machine in machines[1:]:
-            machine.open(self._now())  # the next rank got a Hello when it was dialled
+            machine.open(loop_time())  # the next rank got a Hello when it was dialled
         return [
             RingLink(link, machine, partial(self._host.faulty, node))
             for link, machine, node in zip(links, machines, nodes, strict=True)
@@ -542,7 +542,7 @@ class RingRuntime:
         return number
 
     def _gone(self, number: int) -> None:
-        self._act(self._machine.gone(number, self._now()))
+        self._act(self._machine.gone(number, loop_time()))
 
     def _close(self, number: int) -> None:
         if link := self._links.pop(number, None):
@@ -553,10 +553,6 @@ class RingRuntime:
         task = asyncio.create_task(_closed(link))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 async def arrive(

@@ -42,7 +42,7 @@ from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
 from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.wire import fault_code
-from meshllm.node.timer import DeadlineTimer
+from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.scoped import ScopedDrafting
@@ -211,7 +211,7 @@ class EntryNode:
                         raise output
                     yield output
             finally:
-                self._act(session, generation.machine.finish(FinishReason.CANCELLED, self._now()))
+                self._act(session, generation.machine.finish(FinishReason.CANCELLED, loop_time()))
                 await generation.closed.wait()
 
     @asynccontextmanager
@@ -248,14 +248,14 @@ class EntryNode:
     def _open(self, task: GenerationTask, order: GenerationRequest, key: ResumeKey) -> Generation:
         if self._lost:
             raise self._lost
-        session, now = task.session, self._now()
+        session, now = task.session, loop_time()
         start = self._start(order, now)
         if start.base and start.base.is_claimed:
             task = replace(task, keep_from=None)  # no other prompt may continue from it
         machine = Entry(task, self._pace(order, start.base))
         speculator = None
         if self._speculation:
-            clock = asyncio.get_running_loop().time
+            clock = asyncio.get_running_loop().time  # for the compute thread
             shared = self._speculation
             shared = _within(shared, order.prefix_scope)
             if order.forced:  # every draft is right
@@ -303,8 +303,8 @@ class EntryNode:
                 generation.logits_request.receive(message)
             return
         if isinstance(message, Data):
-            generation.gauge.returned(self._now(), message.pos + message.rows)
-        self._act(message.session, generation.machine.receive(message, self._now()))
+            generation.gauge.returned(loop_time(), message.pos + message.rows)
+        self._act(message.session, generation.machine.receive(message, loop_time()))
 
     def _act(self, session: SessionId, actions: list[Action]) -> None:
         generation = self._sessions.get(session)
@@ -341,7 +341,7 @@ class EntryNode:
         assert self._neighbours is not None  # a ring of one forwards nothing
         message = action.message
         if isinstance(message, Data) and not message.flags & (Flags.PREFILL | Flags.REFILL):
-            generation.gauge.left(self._now(), message.pos + message.rows, size(message))
+            generation.gauge.left(loop_time(), message.pos + message.rows, size(message))
             is_lone = message.rows == 1 and self.sessions == 1 and not generation.embeds
             if is_lone and self._neighbours.helps and self._head and self._head.control.asks():
                 generation.logits_request = LogitsRequest(message.gen, message.pos)
@@ -376,7 +376,7 @@ class EntryNode:
                 prompt,
                 cache,
                 machine.capacity,
-                self._now(),
+                loop_time(),
                 chunks=machine.kept_chunks,
                 lost=machine.lost,
                 is_lost=self._lost is not None,
@@ -446,13 +446,13 @@ class EntryNode:
         match result:
             case CacheMiss():
                 logger.info("prefix lost, restarting from the first token: %s", result)
-                self._act(session, generation.machine.missed(self._now()))
+                self._act(session, generation.machine.missed(loop_time()))
             case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
                 if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
-                self._act(session, generation.machine.computed(blob, self._now()))
+                self._act(session, generation.machine.computed(blob, loop_time()))
 
     def _picked(
         self,
@@ -470,9 +470,9 @@ class EntryNode:
             return
         if sample.job.pos > generation.known_tokens:
             generation.gauge.computed(sample.watch.spent)
-        generation.gauge.tokens(self._now(), len(result.tokens))
+        generation.gauge.tokens(loop_time(), len(result.tokens))
         actions = generation.machine.picked(
-            result.tokens, self._now(), result.steps, stop=result.is_last
+            result.tokens, loop_time(), result.steps, stop=result.is_last
         )
         self._act(session, actions)
 
@@ -480,7 +480,7 @@ class EntryNode:
         if isinstance(error, PeerFault) and self._neighbours:
             self._neighbours.blame()
         generation.cause = error if isinstance(error, MeshError) else None
-        self._act(session, generation.machine.failed(fault_code(error), str(error), self._now()))
+        self._act(session, generation.machine.failed(fault_code(error), str(error), loop_time()))
 
     def _end(self, reason: MeshError) -> None:
         """Interrupt the generations in progress; their Close cannot come back."""
@@ -499,13 +499,9 @@ class EntryNode:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def _expire(self) -> None:
-        self._prefixes.expire(self._now())
+        self._prefixes.expire(loop_time())
         for session, generation in list(self._sessions.items()):
-            self._act(session, generation.machine.expire(self._now()))
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+            self._act(session, generation.machine.expire(loop_time()))
 
 
 def _within(shared: Speculation, scope: PrefixScope) -> Speculation:

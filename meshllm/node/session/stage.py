@@ -23,7 +23,7 @@ from meshllm.node.session.activation_codec import ActivationEncoder, SessionEnco
 from meshllm.node.session.resume import CacheMiss, crop_cache, refill
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
-from meshllm.node.timer import DeadlineTimer
+from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.session.messages import Blob, Forward, Logits, SessionMessage
@@ -102,7 +102,7 @@ class StageNode:
             async with self._jobs, self._timer, self._steps:
                 reason = await self._neighbours.run(self._receive)
         finally:  # what still runs on the compute thread only writes rows that are cropped later
-            ended = self._machine.interrupt(self._now())
+            ended = self._machine.interrupt(loop_time())
             self._changes += [each for each in ended if isinstance(each, Keep | Free)]
             with self._changing:
                 while self._changes:
@@ -113,10 +113,10 @@ class StageNode:
 
     def _receive(self, message: SessionMessage) -> None:
         self._machine.round_trip_us = self._neighbours.round_trip_us
-        self._act(self._machine.receive(message, self._now()))
+        self._act(self._machine.receive(message, loop_time()))
 
     def _expire(self) -> None:
-        self._act(self._machine.expire(self._now()))
+        self._act(self._machine.expire(loop_time()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -156,7 +156,7 @@ class StageNode:
                     self._neighbours.blame()
                 actions = self._machine.failed(job.session, fault_code(result), str(result))
             case blob:
-                actions = self._machine.computed(job.session, blob, self._now(), watch.spent)
+                actions = self._machine.computed(job.session, blob, loop_time(), watch.spent)
         self._act(actions)
 
     def _wants_logits(self, job: Compute) -> bool:
@@ -290,7 +290,3 @@ class StageNode:
         blob = held.encoder.seal(rows, took_us, is_step=job.is_step)
         watch.serialised()
         return blob
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
