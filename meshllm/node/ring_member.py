@@ -42,6 +42,7 @@ from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.provider import Provider
+from meshllm.node.timer import loop_time
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import find_group, groups_of
@@ -224,7 +225,7 @@ class RingMember:
             is_loaded=own.is_loaded,
             may_change=own.may_change,
             obstacle=own.obstacle,
-            faulty=self._faults.out(self._now()),
+            faulty=self._faults.out(loop_time()),
             offers=self.provider.offers if self.provider else (),
             group=own.group,
             used=self._used(),
@@ -233,7 +234,7 @@ class RingMember:
         )
         if state != self._state:
             self._state = state
-            self._links.act(self._machine.publish(state=state, now=self._now()))
+            self._links.act(self._machine.publish(state=state, now=loop_time()))
         for each in self.members:
             each.check_formed()
         news, self._changed = self._changed, asyncio.Event()
@@ -476,7 +477,7 @@ class RingMember:
     def faulty(self, node: NodeId) -> None:
         """Count a fault of a neighbour; after several it is left out for a while."""
         logger.warning("node %s sent invalid data to this one", self._name(node))
-        self._faults.strike(node, self._now())
+        self._faults.strike(node, loop_time())
         self._publish_faults()
 
     async def dial(self, node: NodeId) -> SecureLink:
@@ -539,7 +540,7 @@ class RingMember:
             latest = LOAD_S + size / (
                 FETCH_BYTES_PER_S if self._fetches(plan, stage.node) else LOAD_BYTES_PER_S
             )
-            self._load_until[stage.node] = self._now() + latest
+            self._load_until[stage.node] = loop_time() + latest
             if stage.node != self._machine.me:
                 loop.call_later(latest, self._check_loaded, plan, stage.node, context=self._context)
         loop.call_later(_CHECK_S, self._check_linked, plan, context=self._context)
@@ -570,7 +571,7 @@ class RingMember:
         loop.call_later(_CHECK_S, self._check_linked, plan, context=self._context)
 
     def _put_out(self, node: NodeId) -> None:
-        self._faults.put_out(node, self._now())
+        self._faults.put_out(node, loop_time())
         self._publish_faults()
 
     def _has_loaded(self, plan: Plan, node: NodeId) -> bool:
@@ -634,7 +635,7 @@ class RingMember:
 
     def _note_use(self, model: ModelKey) -> None:
         is_known = model in self._asked
-        self._asked[model] = self._now()
+        self._asked[model] = loop_time()
         if not is_known:
             self.publish()
             loop = asyncio.get_running_loop()
@@ -644,9 +645,9 @@ class RingMember:
         """Publish that a model is not used any more, unless it was asked for again."""
         busy = [at.charter for at in self.members if at._busy]
         if self._awaited[model] or any(own and own.key == model for own in busy):
-            self._asked[model] = self._now()
+            self._asked[model] = loop_time()
         loop, until = asyncio.get_running_loop(), self._asked[model] + self._keep_s
-        if until > self._now():
+        if until > loop_time():
             loop.call_at(until, self._forget_use, model, context=self._context)
             return
         del self._asked[model]
@@ -658,7 +659,7 @@ class RingMember:
             self._first._note_use(own.key)
         loop = asyncio.get_running_loop()
         if self._busy and self._busy_since is None:
-            self._busy_since = since = self._now()
+            self._busy_since = since = loop_time()
             self._set_calm(is_calm=False)
             loop.call_later(BUSY_S, self._yield, since, context=self._context)
         elif not self._busy:
@@ -678,7 +679,3 @@ class RingMember:
         if is_calm is not self._is_calm:
             self._is_calm = is_calm
             self.publish()
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

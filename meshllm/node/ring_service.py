@@ -35,6 +35,7 @@ from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.planner import Planner
 from meshllm.node.ring_member import PROVIDES, RingMember
+from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
 from meshllm.protocol.agreement.agreement import Agreement
@@ -353,7 +354,7 @@ class RingService:
 
     def _hand_over(self) -> None:
         """Follow the plan that was agreed on, or prepare for it, see `Handover`."""
-        agreement, member, now = self.agreement, self.member, asyncio.get_running_loop().time()
+        agreement, member, now = self.agreement, self.member, loop_time()
         if (runtime := member.runtime) is None:
             return
         outlook = member.outlook(agreement.plan if agreement else None, self._settle_s())
@@ -385,14 +386,14 @@ class RingService:
             return
         self._target = target
         if target not in {None, self.member.group}:
-            latest = asyncio.get_running_loop().time() + MOVE_S
+            latest = loop_time() + MOVE_S
             self.call_later(SETTLE_S, self._move, target, latest)
 
     def _move(self, target: GroupId, latest: float) -> None:
         """Move to another group; if that may wait, only when no session is in progress."""
         if target != self._target or self.member.is_leaving:
             return
-        is_late = asyncio.get_running_loop().time() >= latest
+        is_late = loop_time() >= latest
         if target in self.further or (self.member.sessions and not is_late):
             self.call_later(SETTLE_S, self._move, target, latest)
             return
@@ -433,7 +434,7 @@ class RingService:
 
     def _end(self, patience_s: float) -> bool:
         """End a further ring if no session is in progress or it is late; return whether it ends."""
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         if self._latest is None:
             self._latest = now + MOVE_S
         if self.member.sessions and now < self._latest + patience_s and not self._is_stopped:

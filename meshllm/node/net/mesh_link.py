@@ -227,7 +227,7 @@ class MeshLinks:
 
     def probe(self, peer: NodeId) -> None:
         """Send a beat ahead of time to a peer that may have ended."""
-        self.act(self._machine.probe(peer, self._now()))
+        self.act(self._machine.probe(peer, loop_time()))
 
     def hint(self, peer: NodeId, addresses: Sequence[str], local: Local = Local.LITERAL) -> None:
         """Dial a member at addresses where it may be, each `peer_address.permitted`."""
