@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.initialization import no_init_weights
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.utils import logging
 
@@ -20,6 +21,8 @@ from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
 
 warm_up_onemkl()  # on import: before any model runs, stock ones too
+
+_ANATOMIES = dict[tuple[type, str], Anatomy]()  # by class and config: a third of a build
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
         if part is not None:
             part.dtype = dtype
     try:
-        with quiet(), ExitStack() as contexts:
+        with quiet(), no_init_weights(), ExitStack() as contexts:  # nothing on meta has values
             for context in kind.get_init_context(dtype, False, False, None):
                 contexts.enter_context(context)
             model = kind(config).eval()
@@ -89,7 +92,10 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
         raise ModelError(
             f"A `{config.model_type}` cannot be built from its config: {error}"
         ) from error
-    return Skeleton(model, examine(model, layers), layers)
+    key = kind, config.to_json_string()
+    if key not in _ANATOMIES:
+        _ANATOMIES[key] = examine(model, layers)
+    return Skeleton(model, _ANATOMIES[key], layers)
 
 
 def check_causal(config: Any) -> None:
