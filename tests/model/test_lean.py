@@ -21,7 +21,9 @@ def run(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, str]:
+    """What one process reports, which loads a model and then uses the compiler."""
     code = f"""
         import sys
         from meshllm.cli.shared.local import import_heavy
@@ -41,59 +43,50 @@ def test_a_model_is_loaded_and_run_without_a_compiler() -> None:
         cache = runner.new_cache()
         runner.prefill(tokens, cache)
         runner.step(tokens[:, :2], cache)
-        print(*{UNUSED} & set(sys.modules))
-    """
+        print("run", {UNUSED} & set(sys.modules))
 
-    assert run(code) == []
+        from meshllm.model.parity.families import read_table, tiny_config
+        from meshllm.model.split import skeleton
+        def look(kind):
+            skeleton._ANATOMIES.clear()
+            built = skeleton.build(tiny_config(kind, read_table()), torch.bfloat16)
+            shapes = {{name: tuple(t.shape) for name, t in built.model.state_dict().items()}}
+            return shapes, built.anatomy
+        kinds = "qwen3", "qwen3_moe", "mamba", "gpt2"
+        without = [look(kind) for kind in kinds]
+        print("meta", "torch._dynamo" in sys.modules)
 
-
-def test_the_compiler_can_be_used_afterwards() -> None:
-    code = """
-        from meshllm.cli.shared.local import import_heavy
-        import_heavy()
-        import torch
-        from transformers.masking_utils import TransformGetItemToIndex
-        with TransformGetItemToIndex():
-            print(*torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
-    """
-
-    assert run(code) == ["2.0", "2.0"]
-
-
-def test_other_names_come_from_the_real_module() -> None:
-    code = """
-        import sys
         from meshllm.model.lean import lean
         with lean():
             from torch._dynamo import reset
             from torch.fx.experimental.symbolic_shapes import ShapeEnv
-            print(reset.__module__, ShapeEnv.__module__, "sympy" in sys.modules)
+        print("names", reset.__module__, ShapeEnv.__module__, "sympy" in sys.modules)
+        print("compiled", without == [look(kind) for kind in kinds])
+
+        from transformers.masking_utils import TransformGetItemToIndex
+        with TransformGetItemToIndex():
+            print("used", torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
     """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
 
-    assert run(code) == ["torch._dynamo", "torch.fx.experimental.symbolic_shapes", "True"]
+
+def test_a_model_is_loaded_and_run_without_a_compiler(found: dict[str, str]) -> None:
+    assert found["run"] == "set()"
 
 
-def test_models_on_meta_are_the_same_without_a_compiler() -> None:
-    code = """
-        import sys
-        from meshllm.model.lean import lean
-        with lean():
-            from meshllm.model.capacity import shape_of
-        import torch
-        from meshllm.model.parity.families import read_table, tiny_config
-        from meshllm.model.split.skeleton import build
-        def look(kind):
-            skeleton = build(tiny_config(kind, read_table()), torch.bfloat16)
-            shapes = {name: tuple(t.shape) for name, t in skeleton.model.state_dict().items()}
-            return shapes, skeleton.anatomy
-        kinds = "qwen3", "qwen3_moe", "mamba", "gpt2"
-        without = [look(kind) for kind in kinds]
-        print("torch._dynamo" in sys.modules)
-        import torch._dynamo
-        print(without == [look(kind) for kind in kinds])
-    """
+def test_the_compiler_can_be_used_afterwards(found: dict[str, str]) -> None:
+    assert found["used"] == "[2.0, 2.0]"
 
-    assert run(code) == ["False", "True"]
+
+def test_other_names_come_from_the_real_module(found: dict[str, str]) -> None:
+    assert found["names"] == "torch._dynamo torch.fx.experimental.symbolic_shapes True"
+
+
+def test_models_on_meta_are_the_same_without_a_compiler(found: dict[str, str]) -> None:
+    assert (found["meta"], found["compiled"]) == ("False", "True")
 
 
 def test_transformers_is_scanned_once_per_machine(
@@ -115,9 +108,10 @@ def test_transformers_is_scanned_once_per_machine(
 
     first, second = run(code), run(code)
     (record,) = (tmp_path / "meshllm").glob("*.json")
+    written = record.read_text()
     record.write_text('{"pairs": 3}')
 
     assert first == ["True", *second[1:]]
     assert second[:3] == ["False", "gpt2", "transformers.utils.import_utils"]
     assert run(code) == first
-    assert run(code) == second
+    assert record.read_text() == written
