@@ -1,8 +1,9 @@
 """Speculative decoding does not change the text: any ring, drafter, delay, greedy or not."""
 
 import asyncio
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Quant, Span
 from meshllm.node.options import InferenceConfig
-from meshllm.node.ring.local_ring import RingOptions, open_local_ring
+from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import Ended, GenerationRequest
-from meshllm.protocol.drafting.drafter import Drafting
+from meshllm.protocol.drafting.drafter import Drafter, Drafting
 from meshllm.protocol.drafting.window import STEPS
 from meshllm.request import FinishReason, Sampling
 from meshllm.testing.clock import run_virtual
@@ -34,6 +35,48 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=request.param)
 
 
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """For what depends on no dtype."""
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
+
+
+class Changing:
+    """Drafting that is changed between answers, as a ring takes a while to form."""
+
+    def __init__(self, now: Drafting) -> None:
+        self.now = now
+
+    def begin(self) -> Drafter:
+        return self.now.begin()
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        self.now.keep(tokens)
+
+
+@asynccontextmanager
+async def opened(
+    source: Source, drafting: Drafting | None, nodes: int, shape: Shape | None = None
+) -> AsyncIterator[LocalRing]:
+    options = RingOptions(
+        nodes=nodes,
+        inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
+    )
+    async with open_local_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
+        yield ring
+
+
+async def told(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], Ended]:
+    outputs = [output async for output in ring.entry.generate(order)]
+    ended = outputs[-1]
+    assert isinstance(ended, Ended)
+    return [output.id for output in outputs if hasattr(output, "id")], ended
+
+
+def ordered(sampling: Sampling) -> GenerationRequest:
+    return GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+
+
 async def answer(
     source: Source,
     drafting: Drafting | None,
@@ -43,21 +86,27 @@ async def answer(
     shape: Shape | None = None,
     order: GenerationRequest | None = None,
 ) -> tuple[list[int], Ended]:
-    options = RingOptions(
-        nodes=nodes,
-        inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
-    )
-    order = order or GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
-    async with open_local_ring(source, options, LoopbackTransport(shape or Shape())) as ring:
-        outputs = [output async for output in ring.entry.generate(order)]
-    ended = outputs[-1]
-    assert isinstance(ended, Ended)
-    return [output.id for output in outputs if hasattr(output, "id")], ended
+    async with opened(source, drafting, nodes, shape) as ring:
+        return await told(ring, order or ordered(sampling))
 
 
-def computes_together(source: Source) -> bool:
+async def answers(
+    source: Source, draftings: Iterable[Drafting], sampling: Sampling, nodes: int
+) -> list[tuple[list[int], Ended]]:
+    """Answer once with each drafting, in one ring."""
+    first, *others = draftings
+    changing = Changing(first)
+    async with opened(source, changing, nodes) as ring:
+        found = [await told(ring, ordered(sampling))]
+        for changing.now in others:
+            found.append(await told(ring, ordered(sampling)))
+    return found
+
+
+@cache
+def computes_together(folder: Path) -> bool:
     """Whether this processor computes rows of this model batch-invariantly."""
-    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+    shard = load_shard(resolve(str(folder)), Span(0, 6), embed=True, head=True)
     return Runner(shard, STEPS).is_row_invariant
 
 
@@ -85,13 +134,13 @@ def test_good_and_bad_drafts_give_the_same_text(
     source: Source, sampling: Sampling, nodes: int
 ) -> None:
     text = plain_text(source, sampling)
-    for acceptance in (0.0, 0.6, 1.0):
-        oracle = Oracle((*PROMPT, *text), acceptance)
-        tokens, ended = asyncio.run(answer(source, oracle, sampling, nodes=nodes))
-        assert tokens == text, acceptance
-        if acceptance == 1.0 and computes_together(source):
-            assert ended.measured.tokens_per_step > 1
-    assert asyncio.run(answer(source, SuffixDrafting(), sampling, nodes=nodes))[0] == text
+    oracles = [Oracle((*PROMPT, *text), acceptance) for acceptance in (1.0, 0.6, 0.0)]
+
+    found = asyncio.run(answers(source, [*oracles, SuffixDrafting()], sampling, nodes))
+
+    assert [tokens for tokens, _ in found] == [text] * 4
+    if computes_together(source.folder):
+        assert found[0][1].measured.tokens_per_step > 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt_neox", "mixtral", "lfm2"])
@@ -112,69 +161,77 @@ def test_delays_change_no_token(source: Source, seed: int) -> None:
     assert tokens == text
 
 
-def test_good_drafts_save_steps(source: Source) -> None:
+def test_good_drafts_save_steps(bfloat16: Source) -> None:
     shape = Shape(delay_s=0.1)
-    text = plain_text(source, SAMPLINGS[0])
-    _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
+    text = plain_text(bfloat16, SAMPLINGS[0])
+    _, plain = run_virtual(answer(bfloat16, None, nodes=3, shape=shape))
     oracle = Oracle((*PROMPT, *text), 1.0)
-    _, fast = run_virtual(answer(source, oracle, nodes=3, shape=shape))
+    _, fast = run_virtual(answer(bfloat16, oracle, nodes=3, shape=shape))
 
     assert plain.measured.tokens_per_step == 1
     assert fast.measured.token_s < plain.measured.token_s / 3
 
 
-def test_useless_drafts_cost_no_step(source: Source) -> None:
+def test_useless_drafts_cost_no_step(bfloat16: Source) -> None:
     shape = Shape(delay_s=0.1)
-    text = plain_text(source, SAMPLINGS[0])
-    _, plain = run_virtual(answer(source, None, nodes=3, shape=shape))
+    text = plain_text(bfloat16, SAMPLINGS[0])
+    _, plain = run_virtual(answer(bfloat16, None, nodes=3, shape=shape))
     oracle = Oracle((*PROMPT, *text), 0.0)
-    _, slow = run_virtual(answer(source, oracle, nodes=3, shape=shape))
+    _, slow = run_virtual(answer(bfloat16, oracle, nodes=3, shape=shape))
 
     assert slow.measured.token_s < plain.measured.token_s * 1.02
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_an_answer_ends_where_it_does_without_drafts(source: Source, nodes: int) -> None:
-    text = plain_text(source, SAMPLINGS[0])
-    oracle = Oracle((*PROMPT, *text), 1.0)
-    for place in (0, 1, 7, 20):
-        seen: list[int] = []
+def test_an_answer_ends_where_it_does_without_drafts(bfloat16: Source, nodes: int) -> None:
+    text = plain_text(bfloat16, SAMPLINGS[0])
+    places = (0, 1, 7, 20)
+    seen: dict[int, list[int]] = {place: [] for place in places}
 
-        def is_last(token: int, seen: list[int] = seen, place: int = place) -> bool:
-            seen.append(token)
-            return len(seen) > place
+    def is_last(place: int, token: int) -> bool:
+        seen[place].append(token)
+        return len(seen[place]) > place
 
-        order = GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, is_last)
-        tokens, ended = asyncio.run(answer(source, oracle, nodes=nodes, order=order))
+    async def all_answers() -> list[tuple[list[int], Ended]]:
+        async with opened(bfloat16, Oracle((*PROMPT, *text), 1.0), nodes) as ring:
+            ends = [partial(is_last, place) for place in places]
+            orders = [GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, each) for each in ends]
+            return [await told(ring, order) for order in orders]
+
+    for place, (tokens, ended) in zip(places, asyncio.run(all_answers()), strict=True):
         assert (tokens, ended.reason) == (text[: place + 1], FinishReason.STOP)
-        assert seen == tokens
+        assert seen[place] == tokens
 
 
-@pytest.mark.parametrize("most", [1, 2, 18])
-def test_an_answer_is_as_long_as_asked(source: Source, most: int) -> None:
-    text = plain_text(source, SAMPLINGS[0])
-    order = GenerationRequest(PROMPT, SAMPLINGS[0], most, lambda _: False)
-    oracle = Oracle((*PROMPT, *text), 1.0)
-    tokens, ended = asyncio.run(answer(source, oracle, nodes=2, order=order))
+def test_an_answer_is_as_long_as_asked(bfloat16: Source) -> None:
+    text, sizes = plain_text(bfloat16, SAMPLINGS[0]), (1, 2, 18)
 
-    assert (tokens, ended.reason) == (text[:most], FinishReason.LENGTH)
+    async def all_answers() -> list[tuple[list[int], Ended]]:
+        async with opened(bfloat16, Oracle((*PROMPT, *text), 1.0), nodes=2) as ring:
+            orders = [
+                GenerationRequest(PROMPT, SAMPLINGS[0], most, lambda _: False) for most in sizes
+            ]
+            return [await told(ring, order) for order in orders]
+
+    found = [(tokens, ended.reason) for tokens, ended in asyncio.run(all_answers())]
+    assert found == [(text[:most], FinishReason.LENGTH) for most in sizes]
 
 
-def test_an_end_token_among_the_drafts_is_the_last(source: Source) -> None:
-    text = plain_text(source, SAMPLINGS[0])
+def test_an_end_token_among_the_drafts_is_the_last(bfloat16: Source) -> None:
+    text = plain_text(bfloat16, SAMPLINGS[0])
     end = text[10]
     cut = text[: text.index(end) + 1]
     order = GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, lambda token: token == end)
     oracle = Oracle((*PROMPT, *text), 1.0)
-    tokens, _ = asyncio.run(answer(source, oracle, nodes=2, order=order))
+    tokens, _ = asyncio.run(answer(bfloat16, oracle, nodes=2, order=order))
 
     assert tokens == cut
 
 
-def test_two_sessions_share_what_they_learn_and_nothing_else(source: Source) -> None:
+def test_two_sessions_share_what_they_learn_and_nothing_else(bfloat16: Source) -> None:
     async def both() -> list[list[int]]:
         options = RingOptions(nodes=2, inference=InferenceConfig(threads=1))
-        async with open_local_ring(source, options) as ring:
+        async with open_local_ring(bfloat16, options) as ring:
 
             async def one(prompt: Sequence[int]) -> list[int]:
                 return [token async for token in ring.tokens(prompt, SAMPLINGS[1], TOKENS)]
@@ -182,7 +239,7 @@ def test_two_sessions_share_what_they_learn_and_nothing_else(source: Source) -> 
             return list(await asyncio.gather(one(PROMPT), one(PROMPT[::-1]), one(PROMPT)))
 
     first, other, again = asyncio.run(both())
-    text = plain_text(source, SAMPLINGS[1])
+    text = plain_text(bfloat16, SAMPLINGS[1])
     assert first == again == text
     assert other != text
 
@@ -210,21 +267,25 @@ def test_batched_sessions_each_have_their_own_text(source: Source, nodes: int) -
 def test_a_quantised_text_is_the_same_on_every_ring(tmp_path: Path, quant: Quant) -> None:
     source = tiny_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
 
-    async def text(nodes: int, drafting: Drafting | None) -> list[int]:
-        options = RingOptions(
-            nodes=nodes,
-            inference=InferenceConfig(
-                threads=1,
-                quant=quant,
-                cache=tmp_path / "cache",
-                speculation=drafting is not None,
-                drafting=drafting,
-            ),
+    async def texts(nodes: int, *draftings: Drafting) -> list[list[int]]:
+        changing = Changing(draftings[0]) if draftings else None
+        inference = InferenceConfig(
+            threads=1,
+            quant=quant,
+            cache=tmp_path / "cache",
+            speculation=bool(draftings),
+            drafting=changing,
         )
-        async with open_local_ring(source, options) as ring:
-            return [token async for token in ring.tokens(PROMPT, SAMPLINGS[1], TOKENS)]
+        found = []
+        async with open_local_ring(source, RingOptions(nodes, inference=inference)) as ring:
+            for drafting in draftings or (None,):
+                if changing and drafting:
+                    changing.now = drafting
+                found.append([token async for token in ring.tokens(PROMPT, SAMPLINGS[1], TOKENS)])
+        return found
 
-    alone = asyncio.run(text(1, None))
+    (alone,) = asyncio.run(texts(1))
 
-    assert [asyncio.run(text(nodes, SuffixDrafting())) for nodes in (1, 2, 3)] == [alone] * 3
-    assert asyncio.run(text(3, Oracle((*PROMPT, *alone), 0.7))) == alone
+    assert asyncio.run(texts(1, SuffixDrafting())) == [alone]
+    oracle = Oracle((*PROMPT, *alone), 0.7)
+    assert asyncio.run(texts(3, SuffixDrafting(), oracle)) == [alone] * 2
