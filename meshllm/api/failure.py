@@ -5,6 +5,7 @@ https://platform.openai.com/docs/guides/error-codes
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -102,22 +103,30 @@ def failure_of(error: MeshError) -> Failure:
 def error_object(error: MeshError, path: str = "") -> bytes:
     """Write OpenAI's error object for a route; a hint becomes part of the message."""
     failure = failure_of(error)
-    message = f"{error}; {error.hint}" if error.hint else str(error)
     param = _PROMPTS.get(path, failure.param) if failure.code == _TOO_LONG else failure.param
-    fields = {"message": message, "type": failure.type, "param": param, "code": failure.code}
-    return json.dumps({"error": fields}, separators=(",", ":")).encode()
+    fields = {
+        "message": _message(error),
+        "type": failure.type,
+        "param": param,
+        "code": failure.code,
+    }
+    return compact({"error": fields})
 
 
 def messages_error(error: MeshError) -> bytes:
     """Write Anthropic's error object; a hint becomes part of the message."""
     kind = _KINDS.get(failure_of(error).status, "api_error")
-    message = f"{error}; {error.hint}" if error.hint else str(error)
-    fields = {
-        "type": "error",
-        "error": {"type": kind, "message": message},
-        "request_id": request_id() or None,
-    }
+    fields = {"type": kind, "message": _message(error)}
+    return compact({"type": "error", "error": fields, "request_id": request_id() or None})
+
+
+def compact(fields: Mapping[str, object]) -> bytes:
+    """Write JSON without spaces."""
     return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _message(error: MeshError) -> str:
+    return f"{error}; {error.hint}" if error.hint else str(error)
 
 
 def response_of(error: MeshError, path: str = "") -> Response:

@@ -1,7 +1,6 @@
 """`GET /`, its files, and `GET /page/events`: server-sent events with the state of the mesh."""
 
 import asyncio
-import json
 from base64 import b64encode
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from hashlib import sha256
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
+from meshllm.api.failure import compact
 from meshllm.api.page.view import PageStatus, view_of
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import Stream
@@ -96,7 +96,7 @@ async def _changes(
 def _event(found: PageStatus | None) -> bytes:
     if found is None:
         return PATIENCE
-    return event(json.dumps(to_json(found), separators=(",", ":")).encode())
+    return event(compact(to_json(found)))
 
 
 def _headers(style: str = "'none'", script: str = "'self'") -> dict[str, str]:

@@ -23,7 +23,15 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from meshllm.api.access.gate import identify_again
-from meshllm.api.failure import RETRY_S, Failure, Refused, error_object, failure_of, response_of
+from meshllm.api.failure import (
+    RETRY_S,
+    Failure,
+    Refused,
+    compact,
+    error_object,
+    failure_of,
+    response_of,
+)
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
 from meshllm.api.v1.generating import build_fields
 from meshllm.api.v1.reply import Reply, reason
@@ -178,7 +186,7 @@ class _ChatSocket:
 
     async def _send(self, fields: dict[str, Any]) -> None:
         """Send a message; wait while the client does not read."""
-        await self.socket.send_text(json.dumps(fields, separators=(",", ":")))
+        await self.socket.send_text(compact(fields).decode())
 
 
 def _parse(text: str | None) -> Ask | CancelAsk:

@@ -4,7 +4,6 @@ https://platform.openai.com/docs/api-reference/embeddings
 """
 
 import base64
-import json
 import struct
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object
+from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object
 from meshllm.api.respond import Stream
 from meshllm.api.v1.extension import Needs, answer_as_needed
 from meshllm.api.v1.generating import read_fields
@@ -81,12 +80,12 @@ class _EmbeddingsReply:
 
     def _item(self, place: int, embedding: str) -> bytes:
         value = embedding if self.is_base64 else numbers(embedding)
-        return _compact({"object": "embedding", "index": place, "embedding": value})
+        return compact({"object": "embedding", "index": place, "embedding": value})
 
     def _whole(self) -> bytes:
         data = b",".join(self._written[place] for place in range(self.count))
         usage = {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
-        rest = _compact({"model": self.model, "usage": usage})
+        rest = compact({"model": self.model, "usage": usage})
         return b'{"object":"list","data":[' + data + b"]," + rest[1:]
 
 
@@ -113,7 +112,3 @@ def numbers(embedding: str) -> list[float]:
     data = base64.b64decode(embedding)
     values = struct.unpack(f"<{len(data) // 4}f", data)
     return [float(f"{value:.9g}") for value in values]
-
-
-def _compact(fields: dict[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.failure import JSON, messages_error
+from meshllm.api.failure import JSON, compact, messages_error
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
@@ -219,7 +219,7 @@ class _MessagesReply:
         )
         head = self._head()
         head["meshllm"] |= self._trace(happened)
-        return _compact({**head, "content": content, **_end(happened), "usage": _usage(happened)})
+        return compact({**head, "content": content, **_end(happened), "usage": _usage(happened)})
 
     def events(self, news: Choices) -> bytes:
         """Write server-sent events."""
@@ -384,12 +384,8 @@ def _usage_fields(read: int, cached: int, written: int) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\n".encode() + base.event(_compact({"type": kind, **fields}))
+    return base.event(compact({"type": kind, **fields}), kind)
 
 
 def _failure(error: MeshError) -> bytes:
-    return b"event: error\n" + base.event(messages_error(error))
-
-
-def _compact(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return base.event(messages_error(error), "error")

@@ -1,13 +1,12 @@
 """What the replies of chat and text completions share: choices, chunks and usage."""
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshllm.api.failure import error_object
+from meshllm.api.failure import compact, error_object
 from meshllm.api.v1.headers import trace_of
 from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, TokenLogprobs
@@ -69,7 +68,7 @@ class Reply:
             **more,
             "meshllm": {"seed": self.asked[0].sampling.seed, **self._trace()},
         }
-        return json.dumps(fields, separators=(",", ":")).encode()
+        return compact(fields)
 
     def _trace(self) -> dict[str, Any]:
         """Return the times of the answers, once all are complete and if they are asked for."""
@@ -102,9 +101,10 @@ class Reply:
         }
 
 
-def event(data: bytes) -> bytes:
-    """Write a server-sent event."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, kind: str = "") -> bytes:
+    """Write a server-sent event, with its kind if it has one."""
+    head = f"event: {kind}\n".encode() if kind else b""
+    return head + b"data: " + data + b"\n\n"
 
 
 def failure(error: MeshError) -> bytes:

@@ -3,7 +3,6 @@
 https://platform.openai.com/docs/api-reference/responses
 """
 
-import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object, failure_of
+from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object, failure_of
 from meshllm.api.respond import Stream
 from meshllm.api.v1 import reply as base
 from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
@@ -186,7 +185,7 @@ class _ResponsesReply:
             self._add("message").text = happened.text
         for call in happened.calls:
             self._add("function_call", call.name).text = call.arguments
-        return _compact(self._kept(happened))
+        return compact(self._kept(happened))
 
     def events(self, news: Choices) -> bytes:
         """Write server-sent events, nothing for progress."""
@@ -357,8 +356,7 @@ class _ResponsesReply:
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._count = self._count, self._count + 1
-        data = _compact({"type": kind, "sequence_number": number, **fields})
-        return f"event: {kind}\n".encode() + base.event(data)
+        return base.event(compact({"type": kind, "sequence_number": number, **fields}), kind)
 
 
 def routes(service: Service) -> list[Route]:
@@ -434,7 +432,3 @@ def _text(content: str | tuple[TextPart, ...]) -> str:
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _compact(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
