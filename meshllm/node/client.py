@@ -32,7 +32,8 @@ from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.model_list import models_from_json
-from meshllm.node.requests.router import MAX_PER_CLIENT, MAX_WAITING, RequestRouter
+from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
+from meshllm.node.requests.router import MAX_WAITING, RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.client_quota import places

@@ -14,7 +14,7 @@ from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.model_list import models_to_json
-from meshllm.node.requests.router import MAX_PER_CLIENT
+from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.node.ring.memory import measure
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
@@ -269,7 +269,7 @@ def control_of(node: MeshNode) -> NodeControl:
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )
-    node.router.list_models = lambda: models_to_json(control.listed())
+    node.router.peers.list_models = lambda: models_to_json(control.listed())
     return control
 
 

@@ -123,7 +123,7 @@ class MeshNode:
             off_loop=off_loop,
         )
         self.router.trusted = options.trust
-        self.router.limits_of = self._limits_of
+        self.router.peers.limits_of = self._limits_of
         self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_scheduled = False
         self._options, self._own, self._preparation = options, own, preparation

@@ -191,7 +191,7 @@ def test_a_client_learns_the_models_and_asks_again_later(run: Run) -> None:
     async def story(town: Town) -> None:
         a = await inn(town)
         lists = [[FOX], [], [FOX]]
-        a.router.list_models = lambda: models_to_json(lists.pop(0))
+        a.router.peers.list_models = lambda: models_to_json(lists.pop(0))
         async with client(town, ticket(a)) as thin:
             assert list(await asyncio.gather(*(thin.models() for _ in range(9)))) == [(FOX,)] * 9
             await asyncio.sleep(MODELS_S / 2)
@@ -213,7 +213,7 @@ def test_the_models_are_asked_of_the_node_that_comes_back(run: Run) -> None:
             await asked.wait()
             await a.close()
             a = await inn(town, life=2)
-            a.router.list_models = lambda: models_to_json([FOX])
+            a.router.peers.list_models = lambda: models_to_json([FOX])
             assert await asking == (FOX,)
 
     run(story)
@@ -246,11 +246,11 @@ def test_a_node_that_tells_nonsense_is_dropped(run: Run) -> None:
         async with client(town, ticket(a)) as thin:
             await ask(thin)
             first = thin.links.by_peer[a.me]
-            a.router.list_models = lambda: b"[]"
+            a.router.peers.list_models = lambda: b"[]"
             asking = asyncio.ensure_future(thin.models())
             await asyncio.sleep(1)
             assert thin.links.by_peer.get(a.me) is not first
-            a.router.list_models = lambda: models_to_json([FOX])
+            a.router.peers.list_models = lambda: models_to_json([FOX])
             assert await asking == (FOX,)
 
     run(story)
@@ -378,7 +378,7 @@ def test_closing_ends_the_answer(run: Run) -> None:
             async with aclosing(thin.generate(REQUEST)) as events:
                 await anext(events)
             await asyncio.sleep(1)
-            assert (a.asked, a.router._served) == (1, {})
+            assert (a.asked, a.router.peers._running) == (1, {})
 
     run(story)
 

@@ -12,7 +12,8 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import GroupId, LossCause, NodeId, Quant
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
-from meshllm.node.requests.router import MAX_PER_CLIENT, Counts
+from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
+from meshllm.node.requests.router import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.membership.charter import Charter

@@ -139,7 +139,11 @@ class Checks:
     def _left_over(self) -> str | None:
         world, links = self._world, len(self.here) - 1
         for number, node in self.here.items():
-            if node.router._remote._calls or node.router._served or node.router.counts.active:
+            if (
+                node.router._remote._calls
+                or node.router.peers._running
+                or node.router.counts.active
+            ):
                 return f"{number} has requests on its desk"
             if node.ring_member.sessions:
                 return f"{number} has {node.ring_member.sessions} sessions"

@@ -29,73 +29,31 @@ ingress.
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    aclosing,
-    asynccontextmanager,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from meshllm.errors import (
-    Busy,
-    LinkLost,
-    MeshError,
-    ModelError,
-    PeerFault,
-    TimedOut,
-    UserError,
-)
+from meshllm.errors import Busy, LinkLost, MeshError, ModelError, TimedOut, UserError
 from meshllm.names import GroupId, LossCause, NodeId
 from meshllm.node.offloop import OffLoop
+from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
-from meshllm.node.requests.request_json import (
-    REQUEST_BYTES,
-    error_to_json,
-    event_to_lines,
-    request_from_json,
-)
+from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
-from meshllm.protocol.membership.client_quota import ClientQuota, places
-from meshllm.protocol.membership.codec import (
-    AnswerEvent,
-    AskModels,
-    CancelRequest,
-    Generate,
-    ModelList,
-    RequestMessage,
-)
+from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS
-from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.protocol.trust.identity import short, show
-from meshllm.request import (
-    Answer,
-    Backend,
-    Event,
-    Interruption,
-    Piece,
-    Request,
-)
+from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
-MAX_PER_CLIENT = 2  # concurrent requests of one client
-MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
-CLIENT_TOKENS = 4096  # most tokens of one answer to a client
-SHORT_BYTES = 16 * 1024  # a request that is parsed in a millisecond or two
-MAX_FORWARDED = 16  # concurrent requests of this node at the entry; further ones wait
 MAX_WAITING = 64  # of those
-MAX_LISTS, LISTS_S = 8, 10.0  # lists of models for one peer within so many seconds
-MAX_PER_PEER = 2 * MAX_FORWARDED  # of one node: cancelled ones take a while to end
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
@@ -251,35 +209,26 @@ class RequestRouter:
         """
         self.trusted: tuple[str, ...] | None = None
         """Names of the nodes that may see the owner's prompts; None are all members."""
-        self.limits_of: Callable[[NodeId], ClientLimits] = lambda _: NO_LIMITS
-        """Returns what the ticket of a client allows it."""
-        self.list_models: Callable[[], bytes] = lambda: b"{}"
-        """Returns what clients are told of the models, see `model_list`."""
+        self.peers = PeerRequests(
+            ring.backend, self.generate, send, longest=longest, off_loop=off_loop
+        )
+        """Those that others send here."""
         self._asks_ingress = asks_ingress
         self._replicas = ReplicaChoice()
         self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
         self._chosen: Counter[NodeId] = Counter()  # requests to providers so far
-        self._longest = longest
-        self._off_loop = off_loop
-        self._strikes = Strikes()
-        self._lists = Strikes(MAX_LISTS, LISTS_S)
-        self._quota = ClientQuota()
         self._scopes = ScopeNames(os.urandom(SECRET_BYTES))
         self._me = me
         self._ring = ring
         self._send = send
         self._remote = Remote(send, asks_ingress=asks_ingress)
-        self._served: dict[tuple[NodeId, bytes], asyncio.Task[None]] = {}
-        self._of_clients: set[asyncio.Task[None]] = set()
-        self._jobs = asyncio.TaskGroup()
         self._slots: dict[NodeId, asyncio.Semaphore] = {}
         self._waiting = 0  # for a slot
         self.counts = Counts()
 
     async def run(self) -> None:
         """Serve the requests of other nodes and clients until cancelled."""
-        async with self._jobs:
-            await asyncio.Event().wait()  # never set
+        await self.peers.run()
 
     async def generate(
         self, request: Request, asker: NodeId | None = None
@@ -419,25 +368,14 @@ class RequestRouter:
         Raises:
             PeerFault: the peer has sent too many invalid requests.
         """
-        match message:
-            case Generate(request_id, data):
-                if self._strikes.is_out(peer, loop_time()):
-                    raise PeerFault(f"{MAX_STRIKES} invalid requests within {WINDOW_S:.0f} s")
-                self._open(peer, request_id, data, is_client=is_client)
-            case AnswerEvent():
-                self._remote.receive(peer, message)
-            case CancelRequest(request_id):
-                if task := self._served.get((peer, request_id)):
-                    _cancel(task)
-            case AskModels() if not self._lists.is_out(peer, loop_time()):  # else it asks too often
-                self._lists.strike(peer, loop_time())
-                self._send(peer, ModelList(self.list_models()))
+        if isinstance(message, AnswerEvent):
+            self._remote.receive(peer, message)
+        else:
+            self.peers.receive(peer, message, is_client=is_client)
 
     def lost(self, peer: NodeId) -> None:
         """End the requests from and to a peer whose link was lost."""
-        for (asker, _), task in self._served.items():
-            if asker == peer:
-                _cancel(task)
+        self.peers.lost(peer)
         self._remote.lost(peer)
 
     @asynccontextmanager
@@ -519,82 +457,6 @@ class RequestRouter:
             f"There is no ring: {self._ring.reason(model)}", hint="see `meshllm ring status`"
         )
 
-    def _open(self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool) -> None:
-        if error := self._objection(peer, request_id, is_client=is_client):
-            self._send(peer, AnswerEvent(request_id, error_to_json(error)))
-            return
-        task = self._jobs.create_task(self._serve(peer, request_id, data, is_client=is_client))
-        self._served[peer, request_id] = task
-        task.add_done_callback(lambda _: self._served.pop((peer, request_id), None))
-        if is_client:
-            self._of_clients.add(task)
-            task.add_done_callback(self._of_clients.discard)
-
-    def _objection(self, peer: NodeId, request_id: bytes, *, is_client: bool) -> Busy | None:
-        """Return why there is no place for a request; None if there is."""
-        held = Counter(asker for asker, _ in self._served)[peer]
-        limits = self.limits_of(peer) if is_client else NO_LIMITS
-        most = places(limits, MAX_PER_CLIENT) if is_client else MAX_PER_PEER
-        if held >= most or (peer, request_id) in self._served:
-            return Busy(f"{held} requests of this node are in progress", hint="retry later")
-        if is_client and len(self._of_clients) >= MAX_OF_CLIENTS:
-            text = f"{MAX_OF_CLIENTS} requests of clients are in progress"
-            return Busy(text, hint="retry later")
-        return self._quota.objection(peer, limits, time.time()) if is_client else None
-
-    async def _serve(
-        self, peer: NodeId, request_id: bytes, data: bytes, *, is_client: bool
-    ) -> None:
-        try:
-            request = await self._read(peer, data)
-            async with AsyncExitStack() as stack:
-                if is_client:
-                    answer = self._limited(request, peer)
-                else:
-                    ring = self._ring.backend(peer, request.model)
-                    backend = await stack.enter_async_context(ring)
-                    answer = backend.generate(request)
-                events = await stack.enter_async_context(aclosing(answer))
-                async for event in events:
-                    for line in event_to_lines(event):
-                        self._send(peer, AnswerEvent(request_id, line))
-        except MeshError as error:
-            self._send(peer, AnswerEvent(request_id, error_to_json(error)))
-        except Exception as error:  # the supervisor: a bug ends its request, not the node
-            logger.exception("bug while serving a request")
-            self._send(
-                peer,
-                AnswerEvent(request_id, error_to_json(MeshError(f"Bug: {type(error).__name__}"))),
-            )
-
-    async def _limited(self, request: Request, client: NodeId) -> AsyncGenerator[Event, None]:
-        """Answer a client within its limits; count the tokens, also if it does not wait for them.
-
-        Raises:
-            MeshError: the request exceeds what is left of the day, or fails.
-        """
-        request = replace(request, max_tokens=min(request.max_tokens, CLIENT_TOKENS))
-        limits = self.limits_of(client)
-        reservation = self._quota.reserve(client, limits, request, time.time())
-        try:
-            async with aclosing(self.generate(reservation.request, client)) as events:
-                async for event in events:
-                    reservation.take(event, time.time())
-                    yield event
-        finally:
-            reservation.end(time.time())
-
-    async def _read(self, peer: NodeId, data: bytes) -> Request:
-        """Parse a request, off the event loop unless it is short; count an invalid one."""
-        try:
-            _check_length(data, self._longest())
-            if len(data) <= SHORT_BYTES:
-                return request_from_json(data)
-            return await self._off_loop(request_from_json, data)
-        except UserError:
-            self._strikes.strike(peer, loop_time())
-            raise
-
     def _noted(self, event: Event, pause: _Pause) -> Iterator[Event]:
         """Yield an event, behind the end of a pause."""
         if interruption := pause.end(event):
@@ -611,19 +473,5 @@ class RequestRouter:
         logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    """Cancel once: a second time would interrupt what frees the caches on all ranks."""
-    if not task.cancelling():
-        task.cancel()
-
-
 def _is_trusted(node: NodeId, request: Request) -> bool:
     return request.trusted is None or show(node) in request.trusted
-
-
-def _check_length(data: bytes, longest: int) -> None:
-    if len(data) > longest:
-        raise UserError(
-            f"The request is {len(data)} bytes long; the limit is {longest}",
-            hint="the limit follows from the context length of the mesh",
-        )

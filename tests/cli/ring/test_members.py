@@ -4,7 +4,7 @@ import pytest
 
 from meshllm.cli.ring.members import find, lay_out
 from meshllm.errors import UserError
-from meshllm.node.requests.router import MAX_PER_CLIENT
+from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.status import Named, Removed, to_json
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import member, node_id
