@@ -1,71 +1,52 @@
-"""The owner's control of a node: its status, from a snapshot, and the commands to it."""
+"""The owner's control of a node: its status, see `report`, and the commands to it."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
-
-from blake3 import blake3
+from dataclasses import dataclass, field, replace
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
+from meshllm.names import NodeId
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
+from meshllm.node.report import (
+    change,
+    members,
+    mesh_status,
+    model_status,
+    models,
+    named,
+    planned_ring,
+    ring_status,
+)
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.node.ring.memory import measure
-from meshllm.node.view import LinkView, NodeView, RingView
-from meshllm.protocol.agreement.trial import Trial, TrialTerms, try_out
+from meshllm.node.view import NodeView
+from meshllm.protocol.agreement.trial import TrialTerms, try_out
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
-from meshllm.protocol.membership.records import (
-    DIGEST_PART_BYTES,
-    MAX_REVOKED,
-    Lifecycle,
-    ModelOffer,
-    Profile,
-    StateRecord,
-)
-from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.planning.prediction import Prediction, predict
-from meshllm.protocol.planning.problem import room_tokens
+from meshllm.protocol.membership.records import MAX_REVOKED
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, remove
-from meshllm.protocol.trust.identity import NodeKey, short, show
+from meshllm.protocol.trust.identity import NodeKey, show
 from meshllm.request import Event, Request
 from meshllm.status import (
     Change,
-    LinkStatus,
-    Measured,
-    MeasuredTimes,
     Members,
-    MemberStatus,
     MemoryStatus,
     MeshStatus,
     ModelStatus,
     Named,
-    NetworkStatus,
-    NodeState,
-    NodeStatus,
-    PastState,
-    Planned,
     PlannedRing,
-    PlannedTimes,
     PlanTerms,
     Removed,
-    RingState,
     RingStatus,
-    ServedRing,
-    SessionCounts,
-    StageStatus,
     Stopped,
-    Unplaced,
 )
 
 MAX_LASTS_S = 100 * 365 * 24 * 3600  # s of validity of a ticket: a century
-
-_UNKNOWN = Profile("", "", (), 0)
 
 
 @dataclass(slots=True)
@@ -89,39 +70,12 @@ class NodeControl:
 
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
-        view = self.snapshot()
-        counts = view.counts
-        return MeshStatus(
-            mesh=view.mesh.hex(),
-            node=show(view.me),
-            name=view.name,
-            version=view.version,
-            model=_model(view, view.charter) if view.charter else None,
-            ring=_ring(view),
-            nodes=tuple(_node(view, each) for each in _known(view)),
-            sessions=SessionCounts(
-                counts.active,
-                waiting=max(0, counts.active - view.sessions),
-                served=counts.served,
-                failed=counts.failed,
-                tokens=counts.tokens,
-                losses=counts.loss_counts,
-                recomputed=view.recomputed,
-            ),
-            listening=view.addresses,
-            networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),
-            since_s=view.since_s,
-            memory=self.measure(),
-            warnings=view.warnings,
-            provided=_provided(view),
-            rings=tuple(_served_ring(view, each) for each in view.rings),
-            models=tuple(_model(view, each) for each in _served(view)),
-        )
+        return mesh_status(self.snapshot(), self.measure())
 
     def plan(self) -> RingStatus:
         """Return the ring, with the reason for its plan."""
         view = self.snapshot()
-        ring = _ring(view)
+        ring = ring_status(view)
         return replace(ring, reason=view.agreement.reason) if view.agreement else ring
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
@@ -134,22 +88,11 @@ class NodeControl:
         wanted = _trial_terms(view, terms)
         async with self._trial:
             found = await asyncio.to_thread(try_out, view.agreement, wanted)
-        return _planned_ring(view, found)
+        return planned_ring(view, found)
 
     def members(self) -> Members:
         """List the members of the mesh, as far as known to this node."""
-        view = self.snapshot()
-        known = [
-            _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
-            for each in _known(view)
-        ]
-        clients = [
-            _member(view, peer, str(Role.CLIENT), "linked", link.issuers)
-            for peer, link in view.links.items()
-            if link.role is Role.CLIENT
-        ]
-        removed = [_member(view, each, "", "removed") for each in view.removed]
-        return Members((*known, *clients, *removed))
+        return members(self.snapshot())
 
     async def mesh_status(self) -> MeshStatus:
         """Return `status`, for callers that may also ask a node over its socket."""
@@ -157,17 +100,12 @@ class NodeControl:
 
     async def models(self) -> list[ModelStatus]:
         """List the models that the mesh serves: those of rings, and those of providers."""
-        return self.listed()
-
-    def listed(self) -> list[ModelStatus]:
-        """Return what `models` does."""
-        view = self.snapshot()
-        return [*(_model(view, each) for each in _served(view)), *_provided(view)]
+        return models(self.snapshot())
 
     async def serve(self, asked: ModelOptions) -> ModelStatus:
         """Let the mesh serve a model, or change how it does."""
         charter = await self.add_model(asked)
-        return _model(self.snapshot(), charter)
+        return model_status(self.snapshot(), charter)
 
     def stop(self, model: str) -> Stopped:
         """Let the mesh no longer serve a model."""
@@ -218,12 +156,10 @@ class NodeControl:
                 hint="remove it on a node that the founder invited, or on the founder's",
             )
         stay, go = (
-            tuple(
-                Named(*_named(view, each)) for each in guests if (guests[each] in spared) is is_so
-            )
+            tuple(Named(*named(view, each)) for each in guests if (guests[each] in spared) is is_so)
             for is_so in (True, False)
         )
-        return Removed(*_named(view, gone), stay, go)
+        return Removed(*named(view, gone), stay, go)
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         """Publish the newest of the API keys that the owner of this node revoked."""
@@ -239,14 +175,7 @@ class NodeControl:
         """Yield once at first, then after each possible change."""
         async with aclosing(self.changes()) as changes:
             async for _ in changes:
-                view = self.snapshot()
-                yield Change(
-                    "changed",
-                    _ring_state(view),
-                    view.plan.epoch if view.plan else 0,
-                    _digest(view),
-                    {show(each): _state(view, each)[0] for each in _known(view)},
-                )
+                yield change(self.snapshot())
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield the events of a request; see `router.RequestRouter.generate`."""
@@ -269,176 +198,8 @@ def control_of(node: MeshNode) -> NodeControl:
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )
-    node.router.peers.list_models = lambda: models_to_json(control.listed())
+    node.router.peers.list_models = lambda: models_to_json(models(node.view()))
     return control
-
-
-def _ring(view: NodeView) -> RingStatus:
-    plan, agreement = view.plan, view.agreement
-    return RingStatus(
-        state=_ring_state(view),
-        reason="" if view.is_served else view.reason,
-        epoch=plan.epoch if plan else 0,
-        digest=_digest(view),
-        policy=str(view.charter.policy) if view.charter else "auto",
-        entry=show(plan.stages[0].node) if plan else None,
-        stages=tuple(
-            StageStatus(rank, *_named(view, stage.node), stage.span, room)
-            for rank, (stage, room) in enumerate(
-                zip(plan.stages, _rooms(view, plan), strict=True) if plan else ()
-            )
-        ),
-        predicted=_predicted(view),
-        measured=_measured(view),
-        advice=view.advice,
-        execution=view.execution,
-        history=tuple(PastState(*each) for each in view.history),
-        standbys=tuple(
-            Unplaced(*_named(view, each.node), each.reason)
-            for each in (agreement.standbys if agreement else ())
-        ),
-        refused=tuple(
-            Unplaced(*_named(view, each), why)
-            for each, why in (agreement.refused if agreement else {}).items()
-        ),
-    )
-
-
-def _named(view: NodeView, node: NodeId) -> tuple[str, str]:
-    return show(node), _name(view, node)
-
-
-def _name(view: NodeView, node: NodeId) -> str:
-    return view.profiles.get(node, _UNKNOWN).name
-
-
-def _known(view: NodeView) -> list[NodeId]:
-    known = {*view.profiles, view.me}
-    return sorted(known, key=lambda node: (node != view.me, _name(view, node), node))
-
-
-def _member(
-    view: NodeView, node: NodeId, role: str, state: str, hosts: Sequence[NodeId] = ()
-) -> MemberStatus:
-    return MemberStatus(
-        node=show(node),
-        short=short(node),
-        name=_name(view, node) if role != Role.CLIENT else "",
-        role=role,
-        state=state,
-        is_self=node == view.me,
-        hosts=tuple(show(each) for each in hosts),
-    )
-
-
-def _served(view: NodeView) -> list[Charter]:
-    """Return the charter of each model that rings serve."""
-    rings = {each.group.charter.key: each.group.charter for each in view.rings}
-    return list(rings.values())
-
-
-def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
-    plan, group, own = ring.plan, ring.group, view.of_ring(ring)
-    nodes = [node for node in _known(view) if group.id in _groups_of(view, node)]
-    standbys = [
-        node for node in nodes if node in view.alive and (plan is None or plan.rank(node) is None)
-    ]
-    state = RingState.FORMING if plan or standbys else RingState.WAITING
-    return ServedRing(
-        group.charter.shape.name,
-        group.replica,
-        RingState.SERVING if ring.is_served else state,
-        "" if ring.is_served else _waits_for(ring, standbys),
-        own is not None,
-        plan.epoch if plan else 0,
-        show(plan.stages[0].node) if plan else None,
-        tuple(
-            StageStatus(rank, *_named(view, stage.node), stage.span)
-            for rank, stage in enumerate(plan.stages if plan else ())
-        ),
-        tuple(Named(*_named(view, each)) for each in standbys),
-        ring.lacks_bytes,
-        _ring(own) if own else None,
-    )
-
-
-def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
-    """Return what a ring waits for, in the words of its own status where there is one."""
-    if ring.own is not None and ring.own.reason:
-        return ring.own.reason
-    if ring.is_unused and not nodes:
-        return "nobody uses it: a request loads it, on nodes of a model that is not used either"
-    if ring.lacks_bytes:
-        return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
-    return "its nodes are loading and connecting" if nodes else "no node is free"
-
-
-def _groups_of(view: NodeView, node: NodeId) -> list[GroupId]:
-    """Return the groups in which a node takes part, its first one first."""
-    state = view.states.get(node)
-    return [each.group for each in state.memberships] if state else [FIRST_GROUP]
-
-
-def _model(view: NodeView, charter: Charter) -> ModelStatus:
-    shape = charter.shape
-    dtype, quant = charter.dtype.name.lower(), str(charter.quant)
-    plan = _plan_for(view, charter)
-    return ModelStatus(
-        shape.name,
-        shape.layers,
-        shape.hidden_size,
-        dtype,
-        quant,
-        shape.context,
-        _fingerprint(view, charter.config_digest, f"{dtype} {quant}"),
-        aliases=charter.aliases,
-        key=charter.key.hex(),
-        replicas=charter.replicas,
-        epoch=plan.epoch if plan else 0,
-        is_exact=charter.quant is Quant.NONE and _is_exact(view, plan),
-    )
-
-
-def _plan_for(view: NodeView, charter: Charter) -> Plan | None:
-    """Return the plan of the first ring that serves a model, as far as known here."""
-    if view.charter is not None and view.charter.key == charter.key and view.plan:
-        return view.plan
-    plans = (ring.plan for ring in view.rings if ring.group.charter.key == charter.key)
-    return next(filter(None, plans), None)
-
-
-def _is_exact(view: NodeView, plan: Plan | None) -> bool:
-    stages = plan.stages if plan else ()
-    return bool(stages) and all(view.profiles.get(at.node, _UNKNOWN).is_exact for at in stages)
-
-
-def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
-    """Return the models of providers, each once, without those of rings."""
-    rings = {each.shape.name for each in _served(view)}
-    offers: dict[str, list[tuple[str, ModelOffer]]] = {}
-    for node in _known(view):
-        state = view.states.get(node)
-        if state and node in view.alive and state.lifecycle is Lifecycle.SERVING:
-            for offer in state.offers:
-                offers.setdefault(offer.model, []).append((_name(view, node) or short(node), offer))
-    return tuple(
-        ModelStatus(
-            name,
-            layers=0,
-            hidden_size=0,
-            dtype="",
-            quant="",
-            context=min((offer.context for _, offer in found if offer.context), default=0),
-            providers=tuple(node for node, _ in found),
-            precision=_common({offer.precision for _, offer in found}),
-        )
-        for name, found in offers.items()
-        if name not in rings
-    )
-
-
-def _common(values: set[str]) -> str:
-    return values.pop() if len(values) == 1 else ""
 
 
 def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
@@ -448,130 +209,6 @@ def _guests(view: NodeView, host: NodeId) -> dict[NodeId, NodeId]:
     return {path[-1]: path[path.index(host) + 1] for path in paths if host in path[:-1]}
 
 
-def _fingerprint(view: NodeView, config: bytes, precision: str) -> str:
-    """Hash what decides the text of an answer; the same on every node that knows all weights."""
-    profiles = (each.weights for _, each in sorted(view.profiles.items()) if each.weights)
-    known = [each for each in profiles if each[-1] == config[:DIGEST_PART_BYTES]]
-    longest = max(map(len, known), default=0)
-    whole = zip(*(each for each in known if len(each) == longest), strict=True)
-    parts = [next(filter(any, layer), b"") for layer in whole]  # zeros: weights it does not hold
-    digest = blake3(b"".join([config, precision.encode(), *parts])).hexdigest(6)
-    return f"fp_{digest}" if parts and all(parts) else ""
-
-
-def _ring_state(view: NodeView) -> RingState:
-    if view.plan is None:
-        return RingState.WAITING
-    return RingState.SERVING if view.is_served else RingState.FORMING
-
-
-def _digest(view: NodeView) -> str:
-    return view.plan.digest.hex()[:12] if view.plan else ""
-
-
-def _node(view: NodeView, node: NodeId) -> NodeStatus:
-    profile, link = view.profiles.get(node, _UNKNOWN), view.links.get(node)
-    plan = _plan_of(view, node)
-    rank = plan.rank(node) if plan else None
-    state, reason = _state(view, node)
-    is_self = node == view.me
-    return NodeStatus(
-        node=show(node),
-        short=short(node),
-        name=profile.name,
-        role=str(Role.NODE),
-        state=state,
-        reason=reason,
-        addresses=profile.addresses,
-        memory_bytes=profile.memory_bytes,
-        layers=plan.stages[rank].span if plan and rank is not None else None,
-        rank=rank,
-        is_self=is_self,
-        incarnation=view.incarnation if is_self else (link.instance if link else 0),
-        version=profile.version,
-        link=_link(link) if link else None,
-        execution=view.execution if is_self else "",
-    )
-
-
-def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
-    """Return the state of a node, and why."""
-    agreement, state = view.agreement, view.states.get(node, StateRecord())
-    if node not in view.alive:
-        left = state.lifecycle is Lifecycle.LEFT
-        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
-    if node == view.me and view.is_leaving:  # before its record says so
-        return NodeState.LEAVING, "finishing requests"
-    if agreement and (why := agreement.refused.get(node)):
-        return NodeState.REFUSED, why
-    if state.lifecycle is Lifecycle.LEAVING:
-        return NodeState.LEAVING, "finishing requests"
-    if state.lifecycle is Lifecycle.JOIN:
-        return NodeState.JOINING, "loading and benchmarking the model"
-    plan = _plan_of(view, node)
-    if plan and plan.rank(node) is not None:
-        if state.is_loaded:
-            return NodeState.SERVING, ""
-        return NodeState.LOADING, view.trouble if node == view.me else ""
-    reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
-    return NodeState.STANDBY, reasons.get(node, "")
-
-
-def _plan_of(view: NodeView, node: NodeId) -> Plan | None:
-    """Return the plan of the ring in which a node takes part."""
-    group = _groups_of(view, node)[0]
-    if node == view.me or group == view.group:
-        return view.plan
-    return next((each.plan for each in view.rings if each.group.id == group), None)
-
-
-def _link(link: LinkView) -> LinkStatus:
-    return LinkStatus(
-        round_trip_ms=link.round_trip_us / 1e3,
-        path=str(link.statistics.path),
-        path_reason=link.statistics.path_reason,
-        address=link.address,
-        bytes_sent=link.statistics.bytes_sent,
-        bytes_received=link.statistics.bytes_received,
-        heard_s=link.heard_s,
-        clock_s=link.ahead_s,
-    )
-
-
-def _rooms(view: NodeView, plan: Plan) -> Sequence[int | None]:
-    """Return the KV cache capacity of each rank in tokens; None if unknown."""
-    if view.agreement and view.charter:
-        try:
-            return room_tokens(plan, view.agreement.offers, view.charter.shape)
-        except UserError:  # a member has left, and a new plan will follow
-            pass
-    return [None] * len(plan.stages)
-
-
-def _predicted(view: NodeView) -> Planned | None:
-    plan, agreement, charter = view.plan, view.agreement, view.charter
-    if plan is None or agreement is None or charter is None:
-        return None
-    offered = {offer.node for offer in agreement.offers}
-    if not offered.issuperset(stage.node for stage in plan.stages):
-        return None  # a member has left, and a new plan will follow
-    return _planned(predict(plan, agreement.offers, agreement.links, charter.shape))
-
-
-def _planned(found: Prediction) -> Planned | None:
-    if not found.is_measured:
-        return None
-    return Planned(
-        ms_per_token=found.seconds_per_token * 1e3,
-        ttft_ms=found.ttft_s * 1e3,
-        head_ms=found.head_s * 1e3,
-        hops=tuple(
-            PlannedTimes(rank, hop.compute_s * 1e3, hop.wire_s * 1e3)
-            for rank, hop in enumerate(found.hops)
-        ),
-    )
-
-
 def _trial_terms(view: NodeView, terms: PlanTerms) -> TrialTerms:
     exclude = terms.exclude
     return TrialTerms(
@@ -579,46 +216,4 @@ def _trial_terms(view: NodeView, terms: PlanTerms) -> TrialTerms:
         terms.members,
         None if exclude is None else tuple(find_node(each, view.profiles) for each in exclude),
         {find_node(each, view.profiles): size for each, size in terms.memory_bytes.items()},
-    )
-
-
-def _planned_ring(view: NodeView, found: Trial) -> PlannedRing:
-    stages = found.plan.stages if found.plan else ()
-    return PlannedRing(
-        found.policy,
-        "" if found.plan else found.missing,
-        tuple(
-            StageStatus(rank, *_named(view, stage.node), stage.span)
-            for rank, stage in enumerate(stages)
-        ),
-        _planned(found.prediction) if found.prediction else None,
-        tuple(Unplaced(*_named(view, node), why) for node, why in found.standbys.items()),
-    )
-
-
-def _measured(view: NodeView) -> Measured | None:
-    """Return the times of the latest answer of the ring; of any, if the mesh has one ring."""
-    counts = view.counts
-    answer, tokens = counts.by_ring.get(view.group, (None, 0))
-    if answer is None and len(view.rings) <= 1:
-        answer, tokens = counts.last, counts.last_tokens
-    if answer is None or not answer.ms_per_token:
-        return None
-    return Measured(
-        ms_per_token=answer.ms_per_token,
-        ttft_ms=answer.ttft_ms,
-        tokens=tokens,
-        hops=tuple(
-            MeasuredTimes(
-                hop.rank,
-                hop.node,
-                hop.span,
-                compute_ms=hop.compute_ms,
-                serialise_ms=hop.serialise_ms,
-                queue_ms=hop.queue_ms,
-                wire_ms=hop.wire_ms,
-                bytes_per_token=hop.bytes_per_token,
-            )
-            for hop in answer.hops
-        ),
     )

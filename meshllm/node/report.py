@@ -1,0 +1,451 @@
+"""The status that a node reports, from a snapshot of it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from blake3 import blake3
+
+from meshllm.errors import UserError
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
+from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.protocol.agreement.trial import Trial
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    Lifecycle,
+    ModelOffer,
+    Profile,
+    StateRecord,
+)
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.prediction import Prediction, predict
+from meshllm.protocol.planning.problem import room_tokens
+from meshllm.protocol.trust.credential import Role
+from meshllm.protocol.trust.identity import short, show
+from meshllm.status import (
+    Change,
+    LinkStatus,
+    Measured,
+    MeasuredTimes,
+    Members,
+    MemberStatus,
+    MemoryStatus,
+    MeshStatus,
+    ModelStatus,
+    Named,
+    NetworkStatus,
+    NodeState,
+    NodeStatus,
+    PastState,
+    Planned,
+    PlannedRing,
+    PlannedTimes,
+    RingState,
+    RingStatus,
+    ServedRing,
+    SessionCounts,
+    StageStatus,
+    Unplaced,
+)
+
+_UNKNOWN = Profile("", "", (), 0)
+
+
+def mesh_status(view: NodeView, memory: MemoryStatus) -> MeshStatus:
+    """Return the status of a node, its ring and its mesh."""
+    counts = view.counts
+    return MeshStatus(
+        mesh=view.mesh.hex(),
+        node=show(view.me),
+        name=view.name,
+        version=view.version,
+        model=model_status(view, view.charter) if view.charter else None,
+        ring=ring_status(view),
+        nodes=tuple(_node(view, each) for each in _known(view)),
+        sessions=SessionCounts(
+            counts.active,
+            waiting=max(0, counts.active - view.sessions),
+            served=counts.served,
+            failed=counts.failed,
+            tokens=counts.tokens,
+            losses=counts.loss_counts,
+            recomputed=view.recomputed,
+        ),
+        listening=view.addresses,
+        networks=tuple(NetworkStatus(**asdict(each)) for each in view.networks),
+        since_s=view.since_s,
+        memory=memory,
+        warnings=view.warnings,
+        provided=_provided(view),
+        rings=tuple(_served_ring(view, each) for each in view.rings),
+        models=tuple(model_status(view, each) for each in _served(view)),
+    )
+
+
+def members(view: NodeView) -> Members:
+    """List the members of the mesh, as far as known to the node."""
+    known = [
+        _member(view, each, str(Role.NODE), _state(view, each)[0], view.hosts.get(each, ()))
+        for each in _known(view)
+    ]
+    clients = [
+        _member(view, peer, str(Role.CLIENT), "linked", link.issuers)
+        for peer, link in view.links.items()
+        if link.role is Role.CLIENT
+    ]
+    removed = [_member(view, each, "", "removed") for each in view.removed]
+    return Members((*known, *clients, *removed))
+
+
+def models(view: NodeView) -> list[ModelStatus]:
+    """List the models that the mesh serves: those of rings, and those of providers."""
+    return [*(model_status(view, each) for each in _served(view)), *_provided(view)]
+
+
+def change(view: NodeView) -> Change:
+    """Return the state of the ring and of each node."""
+    return Change(
+        "changed",
+        _ring_state(view),
+        view.plan.epoch if view.plan else 0,
+        _digest(view),
+        {show(each): _state(view, each)[0] for each in _known(view)},
+    )
+
+
+def ring_status(view: NodeView) -> RingStatus:
+    """Return the status of the own ring."""
+    plan, agreement = view.plan, view.agreement
+    return RingStatus(
+        state=_ring_state(view),
+        reason="" if view.is_served else view.reason,
+        epoch=plan.epoch if plan else 0,
+        digest=_digest(view),
+        policy=str(view.charter.policy) if view.charter else "auto",
+        entry=show(plan.stages[0].node) if plan else None,
+        stages=tuple(
+            StageStatus(rank, *named(view, stage.node), stage.span, room)
+            for rank, (stage, room) in enumerate(
+                zip(plan.stages, _rooms(view, plan), strict=True) if plan else ()
+            )
+        ),
+        predicted=_predicted(view),
+        measured=_measured(view),
+        advice=view.advice,
+        execution=view.execution,
+        history=tuple(PastState(*each) for each in view.history),
+        standbys=tuple(
+            Unplaced(*named(view, each.node), each.reason)
+            for each in (agreement.standbys if agreement else ())
+        ),
+        refused=tuple(
+            Unplaced(*named(view, each), why)
+            for each, why in (agreement.refused if agreement else {}).items()
+        ),
+    )
+
+
+def named(view: NodeView, node: NodeId) -> tuple[str, str]:
+    """Return the id and the name of a node."""
+    return show(node), _name(view, node)
+
+
+def _name(view: NodeView, node: NodeId) -> str:
+    return view.profiles.get(node, _UNKNOWN).name
+
+
+def _known(view: NodeView) -> list[NodeId]:
+    known = {*view.profiles, view.me}
+    return sorted(known, key=lambda node: (node != view.me, _name(view, node), node))
+
+
+def _member(
+    view: NodeView, node: NodeId, role: str, state: str, hosts: Sequence[NodeId] = ()
+) -> MemberStatus:
+    return MemberStatus(
+        node=show(node),
+        short=short(node),
+        name=_name(view, node) if role != Role.CLIENT else "",
+        role=role,
+        state=state,
+        is_self=node == view.me,
+        hosts=tuple(show(each) for each in hosts),
+    )
+
+
+def _served(view: NodeView) -> list[Charter]:
+    """Return the charter of each model that rings serve."""
+    rings = {each.group.charter.key: each.group.charter for each in view.rings}
+    return list(rings.values())
+
+
+def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
+    plan, group, own = ring.plan, ring.group, view.of_ring(ring)
+    nodes = [node for node in _known(view) if group.id in _groups_of(view, node)]
+    standbys = [
+        node for node in nodes if node in view.alive and (plan is None or plan.rank(node) is None)
+    ]
+    state = RingState.FORMING if plan or standbys else RingState.WAITING
+    return ServedRing(
+        group.charter.shape.name,
+        group.replica,
+        RingState.SERVING if ring.is_served else state,
+        "" if ring.is_served else _waits_for(ring, standbys),
+        own is not None,
+        plan.epoch if plan else 0,
+        show(plan.stages[0].node) if plan else None,
+        tuple(
+            StageStatus(rank, *named(view, stage.node), stage.span)
+            for rank, stage in enumerate(plan.stages if plan else ())
+        ),
+        tuple(Named(*named(view, each)) for each in standbys),
+        ring.lacks_bytes,
+        ring_status(own) if own else None,
+    )
+
+
+def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
+    """Return what a ring waits for, in the words of its own status where there is one."""
+    if ring.own is not None and ring.own.reason:
+        return ring.own.reason
+    if ring.is_unused and not nodes:
+        return "nobody uses it: a request loads it, on nodes of a model that is not used either"
+    if ring.lacks_bytes:
+        return f"lacks {ring.lacks_bytes / 2**30:.2f} GiB: one more node with the model"
+    return "its nodes are loading and connecting" if nodes else "no node is free"
+
+
+def _groups_of(view: NodeView, node: NodeId) -> list[GroupId]:
+    """Return the groups in which a node takes part, its first one first."""
+    state = view.states.get(node)
+    return [each.group for each in state.memberships] if state else [FIRST_GROUP]
+
+
+def model_status(view: NodeView, charter: Charter) -> ModelStatus:
+    """Return the status of a model that rings serve."""
+    shape = charter.shape
+    dtype, quant = charter.dtype.name.lower(), str(charter.quant)
+    plan = _plan_for(view, charter)
+    return ModelStatus(
+        shape.name,
+        shape.layers,
+        shape.hidden_size,
+        dtype,
+        quant,
+        shape.context,
+        _fingerprint(view, charter.config_digest, f"{dtype} {quant}"),
+        aliases=charter.aliases,
+        key=charter.key.hex(),
+        replicas=charter.replicas,
+        epoch=plan.epoch if plan else 0,
+        is_exact=charter.quant is Quant.NONE and _is_exact(view, plan),
+    )
+
+
+def _plan_for(view: NodeView, charter: Charter) -> Plan | None:
+    """Return the plan of the first ring that serves a model, as far as known here."""
+    if view.charter is not None and view.charter.key == charter.key and view.plan:
+        return view.plan
+    plans = (ring.plan for ring in view.rings if ring.group.charter.key == charter.key)
+    return next(filter(None, plans), None)
+
+
+def _is_exact(view: NodeView, plan: Plan | None) -> bool:
+    stages = plan.stages if plan else ()
+    return bool(stages) and all(view.profiles.get(at.node, _UNKNOWN).is_exact for at in stages)
+
+
+def _provided(view: NodeView) -> tuple[ModelStatus, ...]:
+    """Return the models of providers, each once, without those of rings."""
+    rings = {each.shape.name for each in _served(view)}
+    offers: dict[str, list[tuple[str, ModelOffer]]] = {}
+    for node in _known(view):
+        state = view.states.get(node)
+        if state and node in view.alive and state.lifecycle is Lifecycle.SERVING:
+            for offer in state.offers:
+                offers.setdefault(offer.model, []).append((_name(view, node) or short(node), offer))
+    return tuple(
+        ModelStatus(
+            name,
+            layers=0,
+            hidden_size=0,
+            dtype="",
+            quant="",
+            context=min((offer.context for _, offer in found if offer.context), default=0),
+            providers=tuple(node for node, _ in found),
+            precision=_common({offer.precision for _, offer in found}),
+        )
+        for name, found in offers.items()
+        if name not in rings
+    )
+
+
+def _common(values: set[str]) -> str:
+    return values.pop() if len(values) == 1 else ""
+
+
+def _fingerprint(view: NodeView, config: bytes, precision: str) -> str:
+    """Hash what decides the text of an answer; the same on every node that knows all weights."""
+    profiles = (each.weights for _, each in sorted(view.profiles.items()) if each.weights)
+    known = [each for each in profiles if each[-1] == config[:DIGEST_PART_BYTES]]
+    longest = max(map(len, known), default=0)
+    whole = zip(*(each for each in known if len(each) == longest), strict=True)
+    parts = [next(filter(any, layer), b"") for layer in whole]  # zeros: weights it does not hold
+    digest = blake3(b"".join([config, precision.encode(), *parts])).hexdigest(6)
+    return f"fp_{digest}" if parts and all(parts) else ""
+
+
+def _ring_state(view: NodeView) -> RingState:
+    if view.plan is None:
+        return RingState.WAITING
+    return RingState.SERVING if view.is_served else RingState.FORMING
+
+
+def _digest(view: NodeView) -> str:
+    return view.plan.digest.hex()[:12] if view.plan else ""
+
+
+def _node(view: NodeView, node: NodeId) -> NodeStatus:
+    profile, link = view.profiles.get(node, _UNKNOWN), view.links.get(node)
+    plan = _plan_of(view, node)
+    rank = plan.rank(node) if plan else None
+    state, reason = _state(view, node)
+    is_self = node == view.me
+    return NodeStatus(
+        node=show(node),
+        short=short(node),
+        name=profile.name,
+        role=str(Role.NODE),
+        state=state,
+        reason=reason,
+        addresses=profile.addresses,
+        memory_bytes=profile.memory_bytes,
+        layers=plan.stages[rank].span if plan and rank is not None else None,
+        rank=rank,
+        is_self=is_self,
+        incarnation=view.incarnation if is_self else (link.instance if link else 0),
+        version=profile.version,
+        link=_link(link) if link else None,
+        execution=view.execution if is_self else "",
+    )
+
+
+def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:
+    """Return the state of a node, and why."""
+    agreement, state = view.agreement, view.states.get(node, StateRecord())
+    if node not in view.alive:
+        left = state.lifecycle is Lifecycle.LEFT
+        return (NodeState.LEFT, "") if left else (NodeState.DOWN, "no link to it")
+    if node == view.me and view.is_leaving:  # before its record says so
+        return NodeState.LEAVING, "finishing requests"
+    if agreement and (why := agreement.refused.get(node)):
+        return NodeState.REFUSED, why
+    if state.lifecycle is Lifecycle.LEAVING:
+        return NodeState.LEAVING, "finishing requests"
+    if state.lifecycle is Lifecycle.JOIN:
+        return NodeState.JOINING, "loading and benchmarking the model"
+    plan = _plan_of(view, node)
+    if plan and plan.rank(node) is not None:
+        if state.is_loaded:
+            return NodeState.SERVING, ""
+        return NodeState.LOADING, view.trouble if node == view.me else ""
+    reasons = {each.node: each.reason for each in agreement.standbys} if agreement else {}
+    return NodeState.STANDBY, reasons.get(node, "")
+
+
+def _plan_of(view: NodeView, node: NodeId) -> Plan | None:
+    """Return the plan of the ring in which a node takes part."""
+    group = _groups_of(view, node)[0]
+    if node == view.me or group == view.group:
+        return view.plan
+    return next((each.plan for each in view.rings if each.group.id == group), None)
+
+
+def _link(link: LinkView) -> LinkStatus:
+    return LinkStatus(
+        round_trip_ms=link.round_trip_us / 1e3,
+        path=str(link.statistics.path),
+        path_reason=link.statistics.path_reason,
+        address=link.address,
+        bytes_sent=link.statistics.bytes_sent,
+        bytes_received=link.statistics.bytes_received,
+        heard_s=link.heard_s,
+        clock_s=link.ahead_s,
+    )
+
+
+def _rooms(view: NodeView, plan: Plan) -> Sequence[int | None]:
+    """Return the KV cache capacity of each rank in tokens; None if unknown."""
+    if view.agreement and view.charter:
+        try:
+            return room_tokens(plan, view.agreement.offers, view.charter.shape)
+        except UserError:  # a member has left, and a new plan will follow
+            pass
+    return [None] * len(plan.stages)
+
+
+def _predicted(view: NodeView) -> Planned | None:
+    plan, agreement, charter = view.plan, view.agreement, view.charter
+    if plan is None or agreement is None or charter is None:
+        return None
+    offered = {offer.node for offer in agreement.offers}
+    if not offered.issuperset(stage.node for stage in plan.stages):
+        return None  # a member has left, and a new plan will follow
+    return _planned(predict(plan, agreement.offers, agreement.links, charter.shape))
+
+
+def _planned(found: Prediction) -> Planned | None:
+    if not found.is_measured:
+        return None
+    return Planned(
+        ms_per_token=found.seconds_per_token * 1e3,
+        ttft_ms=found.ttft_s * 1e3,
+        head_ms=found.head_s * 1e3,
+        hops=tuple(
+            PlannedTimes(rank, hop.compute_s * 1e3, hop.wire_s * 1e3)
+            for rank, hop in enumerate(found.hops)
+        ),
+    )
+
+
+def planned_ring(view: NodeView, found: Trial) -> PlannedRing:
+    """Return the ring that was tried out."""
+    stages = found.plan.stages if found.plan else ()
+    return PlannedRing(
+        found.policy,
+        "" if found.plan else found.missing,
+        tuple(
+            StageStatus(rank, *named(view, stage.node), stage.span)
+            for rank, stage in enumerate(stages)
+        ),
+        _planned(found.prediction) if found.prediction else None,
+        tuple(Unplaced(*named(view, node), why) for node, why in found.standbys.items()),
+    )
+
+
+def _measured(view: NodeView) -> Measured | None:
+    """Return the times of the latest answer of the ring; of any, if the mesh has one ring."""
+    counts = view.counts
+    answer, tokens = counts.by_ring.get(view.group, (None, 0))
+    if answer is None and len(view.rings) <= 1:
+        answer, tokens = counts.last, counts.last_tokens
+    if answer is None or not answer.ms_per_token:
+        return None
+    return Measured(
+        ms_per_token=answer.ms_per_token,
+        ttft_ms=answer.ttft_ms,
+        tokens=tokens,
+        hops=tuple(
+            MeasuredTimes(
+                hop.rank,
+                hop.node,
+                hop.span,
+                compute_ms=hop.compute_ms,
+                serialise_ms=hop.serialise_ms,
+                queue_ms=hop.queue_ms,
+                wire_ms=hop.wire_ms,
+                bytes_per_token=hop.bytes_per_token,
+            )
+            for hop in answer.hops
+        ),
+    )
