@@ -358,7 +358,9 @@ class Generation:
         return self.cache
 
     def _sample(self, logits: Tensor, job: Pick) -> tuple[tuple[int, ...], bool]:
-        """Sample from ``logits`` [1 + G, V] until a draft token is rejected or the answer ends.
+        """Sample from ``logits`` [1 + G, V], and accept the draft tokens that equal the samples.
+
+        The first other one is rejected, with all behind it; so is what follows the answer.
 
         Return the tokens and whether the last one ends the answer.
         """

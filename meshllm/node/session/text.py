@@ -68,12 +68,7 @@ class RingBackend:
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request with what follows the tokens that were given."""
-        text = self.text
-        _check_trusted(request, self.plan)
-        request = _with_defaults(request, text)
-        validate(request.sampling)
-        _check_length(request, self.entry.context)
-        _check_tokens(request, self.entry.vocabulary)
+        text, request = self.text, self._checked(request)
         prompt, (stream, parser, reasoning) = await self._begin(request)
         _check_room(request, prompt, self.entry.context)
         for reported in _reported(prompt) if request.reports_prompt else ():
@@ -129,6 +124,19 @@ class RingBackend:
             reasoning_tokens=parser.reasoning_tokens,
         )
         yield written.complete(answer)
+
+    def _checked(self, request: Request) -> Request:
+        """Return a request with the defaults of the model.
+
+        Raises:
+            UserError: it cannot be answered, as far as that shows before it is tokenized.
+        """
+        _check_trusted(request, self.plan)
+        request = _with_defaults(request, self.text)
+        validate(request.sampling)
+        _check_length(request, self.entry.context)
+        _check_tokens(request, self.entry.vocabulary)
+        return request
 
     async def _begin(self, request: Request) -> "tuple[tuple[int, ...], _Prepared]":
         """Tokenize the prompt, and prepare what reads the answer."""
