@@ -1,14 +1,13 @@
 """A link over one ordered stream: two channels, credit-based flow control, back-pressure."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
 from meshllm.transport.lanes import BACK, Incoming, Outgoing
-
-_Waiters = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
+from meshllm.transport.waiting import ReadTurn, SendTurns
 
 
 class Wire(Protocol):
@@ -44,12 +43,15 @@ class LanedLink:
     def __init__(self, wire: Wire, address: str) -> None:
         self._wire = wire
         self._address = address
-        self._loop = asyncio.get_running_loop()
         self._outgoing = Outgoing()
         self._incoming = Incoming()
-        self._waiters: dict[Channel, _Waiters] = {channel: {} for channel in Channel}
-        """Senders without credit, in FIFO order; the result is whether the message was sent."""
-        self._reader: asyncio.Future[None] | None = None
+        self._senders = {
+            channel: SendTurns(
+                partial(self._outgoing.has_credit, channel), partial(self._admit, channel)
+            )
+            for channel in Channel
+        }
+        self._reader = ReadTurn()
         self._end: MeshError | None = None  # why sending and receiving have ended
         self._is_closed = False
         self._messages_sent = self._bytes_sent = 0
@@ -58,20 +60,13 @@ class LanedLink:
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Send a message; wait for credit, behind all senders that already wait."""
         size = measure(message)
-        if self._end is not None:
-            raise self._lost()
-        if self._can_send(channel, size):
-            self._admit(channel, message, size)
-        elif not await self._wait_for_credit(channel, message, size):
+        if self._end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is credit and no sender waits."""
         size = measure(message)
-        if self._end is not None or not self._can_send(channel, size):
-            return False
-        self._admit(channel, message, size)
-        return True
+        return self._end is None and self._senders[channel].offer(message, size)
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message; return the credit of messages that were read."""
@@ -81,7 +76,7 @@ class LanedLink:
                 return arrived
             if self._end is not None:
                 raise self._end
-            await self._wait()
+            await self._reader.wait()
         raise self._lost()
 
     async def close(self) -> None:
@@ -121,14 +116,14 @@ class LanedLink:
         if kind & ~1 == BACK and not size:
             channel = Channel(kind & 1)
             self._outgoing.receive_credit(channel, number)
-            self._advance(channel)
+            self._senders[channel].advance()
         elif self._incoming.begin(kind, number, size):
-            self._wake()
+            self._reader.wake()
 
     def fill(self, part: memoryview | bytes) -> None:
         """Receive the next part of the body."""
         if not self._is_closed and self._incoming.fill(part):
-            self._wake()
+            self._reader.wake()
 
     def flush(self) -> None:
         """Write queued pieces while the socket has room."""
@@ -148,40 +143,9 @@ class LanedLink:
 
     def _stop(self, reason: MeshError) -> None:
         self._end = self._end or reason
-        for waiters in self._waiters.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(False)
-            waiters.clear()
-        self._wake()
-
-    def _can_send(self, channel: Channel, size: int) -> bool:
-        return not self._waiters[channel] and self._outgoing.has_credit(channel, size)
-
-    async def _wait_for_credit(
-        self, channel: Channel, message: Sequence[Buffer], size: int
-    ) -> bool:
-        """Wait for credit; return whether the message was sent."""
-        waiters = self._waiters[channel]
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        waiters[waiter] = message, size
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            waiters.pop(waiter, None)
-            self._advance(channel)  # the next waiter may fit where this one did not
-            raise
-
-    def _advance(self, channel: Channel) -> None:
-        waiters = self._waiters[channel]
-        while waiters:
-            waiter, (message, size) = next(iter(waiters.items()))
-            if not waiter.cancelled():
-                if not self._outgoing.has_credit(channel, size):
-                    return
-                self._admit(channel, message, size)
-                waiter.set_result(True)
-            waiters.pop(waiter, None)
+        for senders in self._senders.values():
+            senders.end()
+        self._reader.wake()
 
     def _admit(self, channel: Channel, message: Sequence[Buffer], size: int) -> None:
         self._messages_sent += 1
@@ -196,19 +160,6 @@ class LanedLink:
         if self._end is None and (due := self._incoming.credit_due(channel)):
             self._outgoing.queue_credit(channel, due)
             self.flush()
-
-    async def _wait(self) -> None:
-        if self._reader is not None:
-            raise RuntimeError("two tasks receive from one link")
-        self._reader = self._loop.create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def _lost(self) -> LinkLost:
         return LinkLost(f"The link to `{self._address}` is closed")

@@ -14,6 +14,7 @@ from functools import partial
 
 from meshllm.errors import LinkLost
 from meshllm.transport.contract import Channel
+from meshllm.transport.waiting import ReadTurn, SendTurns
 from meshllm_loopback.shaper import Shaper
 
 QUEUE_BYTES = 8 * 1024 * 1024
@@ -30,8 +31,6 @@ class _Lane:
     arrived: int = 0
     size: int = 0
     """Bytes in ``queue``."""
-    waiters: dict[asyncio.Future[bool], bytes] = field(default_factory=dict)
-    """Senders without room, in FIFO order; the result is whether the message was sent."""
 
     def has_room(self, size: int) -> bool:
         fits = len(self.queue) < QUEUE_MESSAGES and self.size + size <= QUEUE_BYTES
@@ -46,8 +45,11 @@ class Pipe:
         self._shaper = shaper
         self._loop = asyncio.get_running_loop()
         self._lanes = {channel: _Lane() for channel in Channel}  # CONTROL is read first
-        self._reader: asyncio.Future[None] = self._loop.create_future()  # done: no receiver waits
-        self._reader.set_result(None)
+        self._senders = {
+            channel: SendTurns(lane.has_room, partial(self._admit, channel))
+            for channel, lane in self._lanes.items()
+        }
+        self._reader = ReadTurn()
         self._sealed = False  # the sender can no longer put
         self._ended = False  # the receiver knows that nothing follows
         self._dropped = False  # the receiver has closed
@@ -60,18 +62,12 @@ class Pipe:
 
     async def put(self, channel: Channel, message: bytes) -> None:
         """Send a message; wait for room, behind all senders that already wait."""
-        if self._sealed:
-            raise self._lost()
-        if not self.offer(channel, message) and not await self._wait_for_room(channel, message):
+        if self._sealed or not await self._senders[channel].send(message, len(message)):
             raise self._lost()
 
     def offer(self, channel: Channel, message: bytes) -> bool:
         """Send a message if there is room and no sender waits; return whether it was sent."""
-        lane = self._lanes[channel]
-        if self._sealed or lane.waiters or not lane.has_room(len(message)):
-            return False
-        self._admit(channel, message)
-        return True
+        return not self._sealed and self._senders[channel].offer(message, len(message))
 
     async def get(self) -> tuple[Channel, bytes]:
         """Wait for the next message; CONTROL is delivered before DATA."""
@@ -81,46 +77,31 @@ class Pipe:
                     return channel, self._take(channel)
             if self._ended and not any(lane.queue for lane in self._lanes.values()):
                 break
-            await self._wait()
+            await self._reader.wait()
         raise self._lost()
 
     def seal(self) -> None:
         """Reject further messages; waiting senders have not sent theirs."""
         self._sealed = True
-        for lane in self._lanes.values():
-            for waiter in lane.waiters:
-                if not waiter.done():
-                    waiter.set_result(False)
-            lane.waiters.clear()
+        for senders in self._senders.values():
+            senders.end()
 
     def end(self) -> None:
         """Tell the receiver that nothing follows the messages in flight."""
         self._ended = True
-        self._wake()
+        self._reader.wake()
 
     def drop(self) -> None:
         """Stop receiving; unread messages and those in flight are discarded."""
         self._dropped = True
-        self._wake()
+        self._reader.wake()
 
     def after_the_last(self, action: Callable[[], None]) -> None:
         """Run the action at the time at which a message sent now would arrive."""
         self._at_arrival(Channel.DATA, 0, action)
 
-    async def _wait_for_room(self, channel: Channel, message: bytes) -> bool:
-        """Wait for room; return whether the message was sent."""
+    def _admit(self, channel: Channel, message: bytes, size: int) -> None:
         lane = self._lanes[channel]
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        lane.waiters[waiter] = message
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            lane.waiters.pop(waiter, None)
-            self._advance(channel)  # the next waiter may fit where this one did not
-            raise
-
-    def _admit(self, channel: Channel, message: bytes) -> None:
-        lane, size = self._lanes[channel], len(message)
         self.messages_in += 1
         self.bytes_in += size
         lane.queue.append(message)
@@ -137,7 +118,7 @@ class Pipe:
     def _arrive(self, lane: _Lane) -> None:
         # A count, not the message: timers of the same instant fire in any order.
         lane.arrived += 1
-        self._wake()
+        self._reader.wake()
 
     def _take(self, channel: Channel) -> bytes:
         lane = self._lanes[channel]
@@ -146,29 +127,8 @@ class Pipe:
         lane.size -= len(message)
         self.messages_out += 1
         self.bytes_out += len(message)
-        self._advance(channel)
+        self._senders[channel].advance()
         return message
-
-    def _advance(self, channel: Channel) -> None:
-        lane = self._lanes[channel]
-        while lane.waiters:
-            waiter, message = next(iter(lane.waiters.items()))
-            if not waiter.cancelled():
-                if not lane.has_room(len(message)):
-                    return
-                self._admit(channel, message)
-                waiter.set_result(True)
-            del lane.waiters[waiter]
-
-    async def _wait(self) -> None:
-        if not self._reader.done():
-            raise RuntimeError("two tasks receive from one link")
-        self._reader = self._loop.create_future()
-        await self._reader
-
-    def _wake(self) -> None:
-        if not self._reader.done():
-            self._reader.set_result(None)
 
     def _lost(self) -> LinkLost:
         return LinkLost(f"The link to `{self._address}` is closed")

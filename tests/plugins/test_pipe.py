@@ -124,7 +124,7 @@ async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     second.cancel()
     await settle()
 
-    assert list(pipe._lanes[DATA].waiters.values()) == [b"2"]
+    assert list(pipe._senders[DATA]._waiters.values()) == [(b"2", 1)]
     pipe.seal()
     with pytest.raises(LinkLost):
         await first

@@ -1,14 +1,13 @@
 """A link over one QUIC connection."""
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.transport.contract import Buffer, Channel, LinkStatistics, measure
+from meshllm.transport.waiting import ReadTurn, SendTurns
 from meshllm_quic.wire.lanes import MESSAGE, WINDOW_BYTES, IncomingRecords, OutgoingRecords
-
-_Waiters = dict[asyncio.Future[bool], tuple[Sequence[Buffer], int]]
 
 BATCH = 4
 """A grant is announced once it adds at least 1/BATCH of the window."""
@@ -64,14 +63,15 @@ class QuicLink:
         self.is_taken = False
         self.is_closed = False
         self._wire = wire
-        self._loop = asyncio.get_running_loop()
         self._outgoing = {channel: OutgoingRecords() for channel in Channel}  # CONTROL is first
         self._incoming = {channel: IncomingRecords() for channel in Channel}
         self._granted = dict.fromkeys(Channel, 0)
-        self._waiters: dict[Channel, _Waiters] = {channel: {} for channel in Channel}
-        """Senders without room, in FIFO order; the result is whether the message was sent."""
+        self._senders = {
+            channel: SendTurns(self._outgoing[channel].has_room, partial(self._admit, channel))
+            for channel in Channel
+        }
         self._limit: int | None = None
-        self._reader: asyncio.Future[None] | None = None
+        self._reader = ReadTurn()
         self._sending_end: MeshError | None = None  # why sending has ended
         self._reading_end: MeshError | None = None  # why receiving has ended
         self._ended: set[Channel] = set()  # streams received up to their FIN
@@ -81,20 +81,13 @@ class QuicLink:
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Send a message; wait for room, behind all senders that already wait."""
         size = measure(message)
-        if self._sending_end is not None:
-            raise self._lost()
-        if self._can_send(channel, size):
-            self._admit(channel, message, size)
-        elif not await self._wait_for_room(channel, message, size):
+        if self._sending_end is not None or not await self._senders[channel].send(message, size):
             raise self._lost()
 
     def offer(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> bool:
         """Send a message if there is room and no sender waits."""
         size = measure(message)
-        if self._sending_end is not None or not self._can_send(channel, size):
-            return False
-        self._admit(channel, message, size)
-        return True
+        return self._sending_end is None and self._senders[channel].offer(message, size)
 
     async def receive(self) -> tuple[Channel, Buffer]:
         """Wait for the next message, CONTROL first."""
@@ -107,7 +100,7 @@ class QuicLink:
                     return channel, message
             if self._reading_end is not None:
                 raise self._reading_end
-            await self._wait()
+            await self._reader.wait()
         raise self._lost()
 
     async def close(self) -> None:
@@ -173,7 +166,7 @@ class QuicLink:
         incoming.feed(data)
         self._check_unread()
         if incoming.ready:
-            self._wake()
+            self._reader.wake()
         records, incoming.records = incoming.records, []
         self._grant(channel)
         return records
@@ -189,7 +182,7 @@ class QuicLink:
             if outgoing.waiting:
                 for part in outgoing.take(self._wire.room(channel)):
                     self._wire.write(channel, part)
-            self._advance(channel)
+            self._senders[channel].advance()
         if self.is_closed and not self.unsent:
             self._wire.finish()
 
@@ -218,43 +211,12 @@ class QuicLink:
 
     def _stop_sending(self) -> None:
         self._sending_end = self._sending_end or self._lost()
-        for waiters in self._waiters.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(False)
-            waiters.clear()
+        for senders in self._senders.values():
+            senders.end()
 
     def _stop_reading(self, reason: MeshError) -> None:
         self._reading_end = self._reading_end or reason
-        self._wake()
-
-    def _can_send(self, channel: Channel, size: int) -> bool:
-        return not self._waiters[channel] and self._outgoing[channel].has_room(size)
-
-    async def _wait_for_room(self, channel: Channel, message: Sequence[Buffer], size: int) -> bool:
-        """Wait for room; return whether the message was sent."""
-        waiters = self._waiters[channel]
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        waiters[waiter] = message, size
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            waiters.pop(waiter, None)
-            self._advance(channel)  # the next waiter may fit where this one did not
-            raise
-
-    def _advance(self, channel: Channel) -> None:
-        waiters = self._waiters[channel]
-        while waiters:
-            waiter, (message, size) = next(iter(waiters.items()))
-            if not waiter.cancelled():
-                if not self._outgoing[channel].has_room(size):
-                    return
-                waiters.pop(waiter)
-                self._admit(channel, message, size)
-                waiter.set_result(True)
-            else:
-                waiters.pop(waiter, None)
+        self._reader.wake()
 
     def _admit(self, channel: Channel, message: Sequence[Buffer], size: int) -> None:
         self._messages_sent += 1
@@ -288,19 +250,6 @@ class QuicLink:
         if unread > self._limit:
             why = f"{unread} B unread exceed the limit of {self._limit} B"
             self._wire.fail(PeerFault(f"Protocol violation by `{self.address}`: {why}"))
-
-    async def _wait(self) -> None:
-        if self._reader is not None:
-            raise RuntimeError("two tasks receive from one link")
-        self._reader = self._loop.create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
     def _lost(self) -> LinkLost:
         return LinkLost(f"The link to `{self.address}` is closed")
