@@ -23,6 +23,10 @@ ALIBI = ["bloom", "mpt", "falcon:alibi"]
 HYBRID = ["qwen3_next", "jamba", "falcon_h1", "granitemoehybrid"]
 STATE = ["mamba", "mamba2"]
 CONVOLUTION = ["lfm2", "lfm2_moe"]
+ALIKE = [  # built like another family here: only the slow tests run them too
+    *("qwen2", "qwen3", "opt", "stablelm", "biogpt", "qwen3_moe", "olmoe", "granitemoe"),
+    *("olmo3", "mpt", "lfm2_moe"),
+]
 FORGETFUL = ["jamba", "mamba"]  # whose stock forward drops its state in a second chunk
 EYE = {
     "depth": 1,
@@ -47,7 +51,13 @@ ATTENTION = [*DENSE, *EXPERTS, *SLIDING, *ALIBI]
 STATES = [*HYBRID, *STATE, *CONVOLUTION]
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *STATES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else [])
+        for name in [*ATTENTION, *STATES]
+    ],
+)
 def test_the_parts_are_the_whole(name: str) -> None:
     verdict = measure(tiny_config(name, read_table()), FEW)
 
