@@ -23,7 +23,7 @@ from blake3 import blake3
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
 from meshllm.node.membership.bootstrap import dial_inviter, granted
-from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
+from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -169,10 +169,9 @@ class MeshClient:
         """Take the removals that were heard before; raise `NotAuthorised` if one is of this client.
 
         Raises:
-            PeerFault: the state folder is corrupt.
+            UserError: the state folder is damaged.
         """
-        now = loop_time()
-        self.machine.restore(load_records(self._store), now)
+        restore_records(self._store, self.machine, loop_time())
         self._check()
 
     async def _save(self) -> None:

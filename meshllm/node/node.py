@@ -35,7 +35,7 @@ from meshllm.node.charter_editor import CharterEditor
 from meshllm.node.founding import with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
-from meshllm.node.membership.saved_records import SavedRecords, load_records, save_records
+from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -106,7 +106,7 @@ class MeshNode:
         self.machine = Mesh(
             store.key, own.credential, own.incarnation, now=loop_time(), wall_s=time.time()
         )
-        self.machine.restore(load_records(store), loop_time())
+        restore_records(store, self.machine, loop_time())
         side = Own(store.key, own.incarnation, own.credential)
         here = Machine(machine_secret(), own.credential.mesh)
         dialer = NodeDialer(endpoints.schemes, side, here)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
-from meshllm.node.membership.state_store import StateStore
+from meshllm.node.membership.state_store import FILE, StateStore
 from meshllm.node.net.peer_address import Local, permitted
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
@@ -49,8 +50,24 @@ def save_records(store: StateStore, records: SavedRecords) -> None:
     store.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
 
 
-def load_records(store: StateStore) -> list[Item]:
-    """Load the saved records; raise `PeerFault` if they are corrupt."""
+def restore_records(store: StateStore, machine: Mesh, now: float) -> None:
+    """Give the saved records to a node that starts.
+
+    Raises:
+        UserError: they are damaged, or of a version that this one does not read. None is skipped:
+            without a removal a removed member would be let in.
+    """
+    try:
+        machine.restore(_load(store), now)
+    except PeerFault as error:
+        path = store.folder / FILE
+        raise UserError(
+            f"`{path}` is damaged, or of another version of meshllm: {error}",
+            hint="use that version, or move the file away and found or join a mesh again",
+        ) from error
+
+
+def _load(store: StateStore) -> list[Item]:
     data = store.recall(_NAME)
     items, at = [], 0
     while at < len(data):

@@ -41,7 +41,7 @@ MAX_INVITATIONS = 256  # more than a mesh has members; the oldest are dropped
 Content: TypeAlias = dict[str, Any]
 """The JSON fields of the file; fields unknown to this module are bytes in hexadecimal."""
 
-_FILE = "mesh.json"
+FILE = "mesh.json"
 _Stamp: TypeAlias = tuple[int, int, int]
 _Held: TypeAlias = tuple[_Stamp | None, Content]
 
@@ -95,7 +95,7 @@ class StateStore:
         try:
             make_private(folder)
             seed = _seed(folder / "node.key")
-            content = _read(folder / _FILE) or {}
+            content = _read(folder / FILE) or {}
         except OSError as error:
             raise _unusable(folder, error) from None
         return cls(folder, NodeKey(seed), content)
@@ -239,7 +239,7 @@ class StateStore:
 
     def _refresh(self) -> None:
         """Read the file again if it has changed; keep the old content if it is invalid."""
-        path, (stamp, content) = self.folder / _FILE, self._held
+        path, (stamp, content) = self.folder / FILE, self._held
         if (now := _stamp(path)) not in (stamp, None):
             try:
                 content = _read(path) or content
@@ -252,7 +252,7 @@ class StateStore:
 
         A deleted file is restored from memory, since it holds the membership.
         """
-        path = self.folder / _FILE
+        path = self.folder / FILE
         try:
             with self._open_lock("mesh.lock") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.errors import UserError
 from meshllm.names import NodeId
-from meshllm.node.membership.saved_records import SavedRecords, save_records
+from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
 from meshllm.node.membership.state_store import StateStore
+from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS
 
 ME, ANN, BOB, EVE = (NodeId(bytes([number]) * 32) for number in range(4))
@@ -45,3 +47,16 @@ def test_of_too_many_addresses_those_of_met_nodes_are_kept(store: StateStore) ->
 
     assert len(store.peers) == MAX_MEMBERS
     assert store.peers[ANN] == ("loopback:new",)
+
+
+@pytest.mark.parametrize("data", [b"\x00\x00\x00\x05later", b"\xff"])
+def test_records_of_another_version_are_named_with_their_file(
+    store: StateStore, data: bytes
+) -> None:
+    credential = store.found()
+    store.remember("records", data)
+    machine = Mesh(store.key, credential, 1, now=0.0, wall_s=0.0)
+
+    with pytest.raises(UserError, match=r"mesh\.json` is damaged, or of another version") as caught:
+        restore_records(store, machine, 0.0)
+    assert "move the file away" in str(caught.value.hint)
