@@ -5,6 +5,10 @@ Theory of operation
 Other nodes plan only with nodes whose profile has layer times, that is, an open offer. The offer is
 retracted while this node cannot serve: when its span did not load, for a time that doubles with
 each failure (backoff); while its compute thread hangs; and while it moves to another ring.
+
+The speed was measured once. If the steps of a ring take `SLOW` times as long from some time on, as
+when the machine does something else, the offer says so, and other nodes may take over layers. It is
+the measured speed again once the steps are as fast, or nothing was computed for `RESTORE_S`.
 """
 
 import asyncio
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from meshllm.errors import ModelError, OutOfMemory
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.ring_member import RingMember
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import Profile, RingShare
 
@@ -25,6 +30,9 @@ if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
 FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is published again
 SIGNED_BYTES = 1024  # of a record beside the profile
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
+SLOW = 2.0  # change of the speed that is published, as a factor
+MOST_SLOW = 64.0  # times as slow as measured that are published
+RESTORE_S = 600.0  # s; a slow node that lost its layers may get some again
 WATCH_S = 1.0  # s between two checks of the compute thread,
 WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
 
@@ -52,6 +60,8 @@ class NodeOffer:
         self._call_later = call_later
         self._retry_s = FIRST_RETRY_S
         self._is_over = False
+        self._slow = 1.0  # times as slow as measured
+        self._slow_since = 0.0  # when that was last seen
 
     def publish(self, **changes: Any) -> None:
         """Publish the profile with other fields than before."""
@@ -74,6 +84,7 @@ class NodeOffer:
         if now.shares:  # measured now, what they hold would count twice
             memory, reserve = now.memory_bytes, now.reserve_bytes
             measured = replace(measured, memory_bytes=memory, reserve_bytes=reserve)
+        self._slow = 1.0
         self.measured = replace(measured, models=now.models)
         self.profile = replace(
             self.measured, addresses=now.addresses, revoked=now.revoked, shares=now.shares
@@ -147,6 +158,7 @@ class NodeOffer:
         """
         while True:
             await _sleep(worker)
+            self._refine()
             if not (hung_s := worker.hung_s) or not self.profile.layer_s:
                 continue
             self.hang = f"the compute thread has hung for {hung_s:.0f} s"
@@ -165,6 +177,24 @@ class NodeOffer:
             if not self._member.trouble:
                 self._show(is_open=True)
 
+    def _refine(self) -> None:
+        """Publish another speed if the steps of this node take much longer than before, or less."""
+        runtime, measured = self._member.runtime, self.measured.layer_s
+        if not measured or not self.profile.layer_s:
+            return
+        seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
+        if seen_s is not None:
+            slow = min(seen_s / measured[0][1], MOST_SLOW)
+            slow, self._slow_since = slow if slow >= SLOW else 1.0, now
+        elif now - self._slow_since >= RESTORE_S:
+            slow = 1.0
+        else:
+            return
+        if SLOW * min(slow, self._slow) <= max(slow, self._slow):
+            logger.warning("layers take %.1f times as long as when they were measured", slow)
+            self._slow = slow
+            self._show(is_open=True)
+
     def _offer_again(self) -> None:
         trouble, self._member.trouble = self._member.trouble, None
         self._show(is_open=not self.hang)
@@ -174,9 +204,13 @@ class NodeOffer:
     def _show(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it."""
         if is_open:
-            own = self.measured
-            memory = max(own.memory_bytes, self.shared_bytes)
-            self.publish(weights=own.weights, layer_s=own.layer_s, memory_bytes=memory)
+            own, slow = self.measured, self._slow
+            self.publish(
+                weights=own.weights,
+                layer_s=tuple((rows, slow * seconds) for rows, seconds in own.layer_s),
+                head_s=slow * own.head_s,
+                memory_bytes=max(own.memory_bytes, self.shared_bytes),
+            )
         else:
             self.publish(weights=(), layer_s=())
 

@@ -10,7 +10,15 @@ import pytest
 
 from meshllm.errors import MeshError, ModelError, OutOfMemory
 from meshllm.names import GroupId
-from meshllm.node.offer import FIRST_RETRY_S, LAST_RETRY_S, SMALLER, NodeOffer
+from meshllm.node.offer import (
+    FIRST_RETRY_S,
+    LAST_RETRY_S,
+    MOST_SLOW,
+    RESTORE_S,
+    SMALLER,
+    WATCH_S,
+    NodeOffer,
+)
 from meshllm.protocol.membership.records import Profile
 from meshllm.testing.clock import run_virtual
 from tests.builders.snapshots import profile
@@ -31,6 +39,8 @@ class Case:
         self.delays: list[float] = []
         self.later: list[Callable[[], None]] = []
         self.reloads = 0
+        self.layer_s: float | None = None
+        """Of one row, as steps show it."""
         self.offer = NodeOffer(
             BARE,
             self.told.append,
@@ -41,6 +51,10 @@ class Case:
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self.delays.append(delay_s)
         self.later.append(callback)
+
+    def take_layer_s(self) -> float | None:
+        taken, self.layer_s = self.layer_s, None
+        return taken
 
     def reload(self) -> None:
         self.reloads += 1
@@ -132,6 +146,30 @@ def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) 
         await asyncio.sleep(3)
         assert case.offer.hang == ""
         assert (case.is_open, case.member.is_hung) == (True, False)
+        watching.cancel()
+
+    run_virtual(story())
+
+
+def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
+    rows, layer_s = MEASURED.layer_s[0]
+
+    async def story() -> None:
+        async def see(times: float | None, wait_s: float = 3 * WATCH_S) -> float:
+            case.layer_s = None if times is None else times * layer_s
+            await asyncio.sleep(wait_s)
+            return case.told[-1].layer_s[0][1] / layer_s
+
+        watching = asyncio.ensure_future(case.offer.watch(cast("Any", case.worker)))
+        published = [await see(times) for times in (1.9, 3.0, 2.0, 1.4, 1e9)]
+        assert published == pytest.approx([1, 3, 3, 1, MOST_SLOW])
+        assert case.told[-1].layer_s[0][0] == rows
+        assert case.told[-1].head_s == pytest.approx(MOST_SLOW * MEASURED.head_s)
+        case.offer.set_weights((b"more",))
+        assert await see(None) == pytest.approx(MOST_SLOW)
+        assert await see(None, RESTORE_S) == 1.0
+        case.member.runtime = None
+        assert await see(4.0) == 1.0
         watching.cancel()
 
     run_virtual(story())

@@ -184,6 +184,10 @@ class RingRuntime:
         """Rows computed again after losses, times the layers that computed them."""
         return self._recomputed + (self._span.layers.recomputed if self._span else 0)
 
+    def take_layer_s(self) -> float | None:
+        """See `HangLimits.take_layer_s`."""
+        return self._limits.take_layer_s()
+
     @property
     def entry(self) -> EntryNode | None:
         """The entry while this node is rank 0 of an open ring."""
