@@ -1,39 +1,26 @@
 """Meshes of processes, shared by tests since each takes seconds to start."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.fleet import ALONE, Fleet, environment, meshllm, open_fleet
-from tests.processes.forks import ForkServer
+from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet
 
 QUESTION = "What is a ring?"
 STORY = "Tell me a story about a fox."
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[ForkServer | None]:
-    """Starts the nodes; None while coverage is measured, which a fork would not report."""
-    if "COVERAGE_PROCESS_CONFIG" in os.environ:
-        yield None
-        return
-    server = ForkServer(environment())
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def fleet(forks: ForkServer | None) -> Iterator[Fleet]:
+def fleet() -> Iterator[Fleet]:
     """No node yet."""
-    with open_fleet(forks) as fleet:
+    with open_fleet() as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def mesh(forks: ForkServer | None) -> Iterator[Fleet]:
+def mesh() -> Iterator[Fleet]:
     """Three nodes with full logs, one of them as JSON; the founder last. `trio` keeps it whole."""
-    with open_fleet(forks) as fleet:
+    with open_fleet() as fleet:
         ticket = fleet.found("attic")
         fleet.node("bench").start("--join", ticket, "--log-format", "json", *ALONE, root=("-vv",))
         fleet.node("cellar").start("--join", ticket, *ALONE, root=("-vv",))

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE
-from types import MappingProxyType
 from typing import Any, Self
 
 import httpx2
@@ -22,12 +21,10 @@ import httpx2
 from meshllm.api.unix import SOCKET, is_answered
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import Role
-from tests.processes.forks import ForkServer
 
 WAIT_S = 120.0  # timeout for what takes seconds on an idle machine
 POLL_S = 0.1
 MESHLLM = ("-m", "meshllm")
-NODE = ("node", "--threads", "1")
 ALONE = ("--no-discovery",)
 
 Fields = dict[str, Any]
@@ -73,8 +70,6 @@ class Node:
     folder: Path
     address: str
     process: "subprocess.Popen[bytes] | None" = None
-    forks: ForkServer | None = None
-    """Starts the process, if it is a plain `meshllm node`."""
 
     @property
     def state(self) -> Path:
@@ -93,26 +88,20 @@ class Node:
         *options: str,
         root: tuple[str, ...] = (),
         within: tuple[str, ...] = (),
-        command: tuple[str, ...] = NODE,
-        more: Mapping[str, str] = MappingProxyType({}),
+        command: tuple[str, ...] = ("node", "--threads", "1"),
     ) -> Self:
         """Start the process, by a command such as `prlimit` if one is given to start it ``within``.
 
-        What it says replaces what an earlier one said. Its environment has ``more`` variables.
+        What it says replaces what an earlier one said.
         """
         words = [
-            *root, *command, "--state", str(self.state), "--name", self.name,
-            "--listen", self.address, *options,
+            *within, sys.executable, *MESHLLM, *root, *command, "--state", str(self.state),
+            "--name", self.name, "--listen", self.address, *options,
         ]  # fmt: skip
-        own = {**environment(), **more}
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
-            if self.forks and command == NODE and not within:
-                self.process = self.forks.start(words, own, out, err)
-            else:
-                whole = [*within, sys.executable, *MESHLLM, *words]
-                self.process = subprocess.Popen(
-                    whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=own
-                )
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment()
+            )
         return self
 
     @property
@@ -173,15 +162,13 @@ class Fleet:
     """Nodes of one test, in folders below one with a short name."""
 
     folder: Path
-    forks: ForkServer | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def node(self, name: str, address: str | None = None) -> Node:
         """Return the node of a name; a new one is not yet started."""
         if name not in self.nodes:
             (self.folder / name).mkdir()
-            place = address or free_address()
-            self.nodes[name] = Node(name, self.folder / name, place, forks=self.forks)
+            self.nodes[name] = Node(name, self.folder / name, address or free_address())
         return self.nodes[name]
 
     def found(self, name: str, *addresses: str) -> str:
@@ -222,9 +209,9 @@ class Fleet:
 
 
 @contextmanager
-def open_fleet(forks: ForkServer | None = None) -> Iterator[Fleet]:
+def open_fleet() -> Iterator[Fleet]:
     """Create a folder for nodes with a short path, since socket paths are limited."""
-    fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")), forks)
+    fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")))
     try:
         yield fleet
     finally:

@@ -23,7 +23,6 @@ from tests.processes.fleet import (
     open_fleet,
     until,
 )
-from tests.processes.forks import ForkServer
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -32,9 +31,9 @@ ASKED = {"model": "builtin", "messages": TURNS, "temperature": 0, "max_tokens": 
 
 
 @pytest.fixture(scope="module")
-def host(forks: ForkServer | None) -> Iterator[Node]:
+def host() -> Iterator[Node]:
     """A node that holds the whole model."""
-    with open_fleet(forks) as fleet:
+    with open_fleet() as fleet:
         fleet.found("host")
         fleet.node("host").start(*ALONE)
         fleet.form()

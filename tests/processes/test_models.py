@@ -15,7 +15,7 @@ import torch
 
 from meshllm.api.unix import SOCKET
 from meshllm.bench.ring_table import random_model
-from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, until
+from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, open_fleet, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(600)]
 
@@ -33,6 +33,12 @@ def other() -> Iterator[str]:
     """A model of 12 random layers."""
     with random_model("tiny", torch.float32, layers=12) as folder:
         yield str(folder)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with open_fleet() as fleet:
+        yield fleet
 
 
 @dataclass(frozen=True, slots=True)

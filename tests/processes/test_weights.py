@@ -22,7 +22,7 @@ def start(node: Node, *options: str) -> None:
     cache = node.folder / "cache" / "meshllm"
     if not cache.exists() and cache_path().exists():  # measurements and kernels of this machine
         shutil.copytree(cache_path(), cache, ignore=shutil.ignore_patterns("weights"))
-    node.start(*ALONE, *options, more={"XDG_CACHE_HOME": str(node.folder / "cache")})
+    node.start(*ALONE, *options, within=("env", f"XDG_CACHE_HOME={node.folder / 'cache'}"))
 
 
 def parts(node: Node) -> dict[int, float]:
