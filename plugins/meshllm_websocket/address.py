@@ -1,15 +1,13 @@
 """Parsing and formatting of WebSocket addresses, and the addresses of this machine."""
 
-import socket
 from collections.abc import Iterable
-from contextlib import suppress
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-import psutil  # type: ignore[import-untyped]  # ships no types
 from websockets.uri import WebSocketURI
 
 from meshllm.errors import UserError
+from meshllm.transport.interfaces import by_reach, hosts
 
 _PORTS = {"ws": 80, "wss": 443}  # RFC 6455 section 3
 
@@ -45,8 +43,8 @@ def reachable(bound: Iterable[tuple[str, int]], path: str = "") -> tuple[str, ..
     """List the addresses of bound sockets, most reachable first, loopback last."""
     bound = list(bound)
     places = [(host, port) for name, port in bound for host in _expand(name)] or bound
-    usual = {_default(family) for family in (socket.AF_INET, socket.AF_INET6)}
-    places.sort(key=lambda at: (ip_address(at[0]).is_loopback, at[0] not in usual, ":" in at[0]))
+    reach = by_reach()
+    places.sort(key=lambda at: reach(at[0]))
     return tuple(show(host, port, path) for host, port in places)
 
 
@@ -55,20 +53,4 @@ def _expand(host: str) -> list[str]:
     address = ip_address(host)
     if not address.is_unspecified:
         return [host]
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    return [
-        entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family is family and "%" not in entry.address
-    ]
-
-
-def _default(family: socket.AddressFamily) -> str | None:
-    """Return the source address of the default route; sends nothing."""
-    target = "192.0.2.1" if family is socket.AF_INET else "2001:db8::1"  # RFC 5737, RFC 3849
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        return str(probe.getsockname()[0])
-    return None
+    return [host for host in hosts() if ip_address(host).version == address.version]

@@ -1,3 +1,3 @@
-"""UDP sockets, network interfaces, and addresses."""
+"""UDP sockets and addresses."""
 
-__all__ = ["address", "interfaces", "network", "udp"]
+__all__ = ["address", "network", "udp"]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from meshllm_quic.net.interfaces import hosts
+from meshllm.transport.interfaces import hosts
 from meshllm_quic.net.network import Address, Receive, Refused
 
 BUFFER_BYTES = 4 * 1024 * 1024  # Linux's default of 212992 drops bursts; the kernel may grant less

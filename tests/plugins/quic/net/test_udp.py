@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
-from meshllm_quic.net import interfaces, udp
+from meshllm_quic.net import udp
 from meshllm_quic.net.network import Address, DatagramNetwork, Socket
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
 
@@ -358,24 +357,6 @@ async def test_hosts_are_of_this_machine_with_loopback_last() -> None:
         assert loopback == sorted(loopback)
         assert LOCAL in all_.hosts()
         assert one.hosts() == [LOCAL]
-
-
-def test_the_default_route_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class State:
-        isup = True
-
-    class Entry:
-        def __init__(self, address: str) -> None:
-            self.address = address
-            self.family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-    some = ["127.0.0.1", "10.0.0.1", "fe80::1%eth0", "2001:db8::5", "192.168.0.9"]
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"all": State})
-    cards = {"all": [Entry(host) for host in some], "down": [Entry("10.9.9.9")]}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
-    monkeypatch.setattr(interfaces, "_default", {socket.AF_INET: "192.168.0.9"}.get)
-
-    assert interfaces.hosts() == ["192.168.0.9", "10.0.0.1", "2001:db8::5", "127.0.0.1"]
 
 
 async def test_names_and_numbers_are_resolved() -> None:

@@ -1,7 +1,7 @@
-"""The IP addresses of this machine."""
+"""The IP addresses of this machine, for transports over IP."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 
@@ -20,11 +20,13 @@ def hosts() -> Sequence[str]:
         for entry in entries
         if name in up and entry.family in (socket.AF_INET, socket.AF_INET6)
     }
+    return sorted(sorted(host for host in found if "%" not in host), key=by_reach())
+
+
+def by_reach() -> Callable[[str], tuple[bool, bool, bool]]:
+    """Return a sort key of hosts: those of the default routes first, loopback last."""
     usual = {_default(family) for family in (socket.AF_INET, socket.AF_INET6)}
-    return sorted(
-        (host for host in found if "%" not in host),
-        key=lambda host: (ip_address(host).is_loopback, host not in usual, ":" in host, host),
-    )
+    return lambda host: (ip_address(host).is_loopback, host not in usual, ":" in host)
 
 
 def _default(family: socket.AddressFamily) -> str | None:
