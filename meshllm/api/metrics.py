@@ -69,7 +69,7 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     yield from _links(status.nodes)
     counts = status.sessions
     yield _gauge(
-        "sessions",
+        "open_sessions",
         "Sessions that run or wait.",
         _one(counts.active, state="active") + _one(counts.waiting, state="waiting"),
     )

@@ -18,11 +18,14 @@ from contextlib import (
 from pathlib import Path
 from types import MappingProxyType
 
-from blake3 import blake3
-
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
 from meshllm.names import LossCause, NodeId
-from meshllm.node.membership.bootstrap import dial_inviter, granted
+from meshllm.node.membership.bootstrap import (
+    check_client_ticket,
+    client_folder,
+    dial_inviter,
+    granted,
+)
 from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import MemberBeacons, open_beacon
@@ -41,10 +44,10 @@ from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList,
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.credential import Credential, Removals, Role, check
+from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import short
-from meshllm.protocol.trust.ticket import Ticket, parse_ticket
+from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
 from meshllm.status import ModelStatus
 from meshllm.transport.contract import Transport
@@ -308,12 +311,7 @@ async def open_mesh_client(
         UserError: the ticket is invalid, or admits no more clients than run here already.
         NotAuthorised: it has expired, or is rejected.
     """
-    ticket = parse_ticket(text)
-    if ticket.role is not Role.CLIENT:
-        raise UserError(
-            "The ticket is for a node, not for a client",
-            hint="make one with `meshllm ring ticket --role client`",
-        )
+    ticket = check_client_ticket(text, state)
     transports = (transport,) if transport else _transports_for(ticket)
     async with AsyncExitStack() as stack:
         supervisor = stack.enter_context(Supervisor())
@@ -349,10 +347,9 @@ def _free_store(ticket: Ticket, state: Path) -> Iterator[tuple[StateStore, bool]
 
     A mesh accepts one link per key, and the node of this folder may run at the same time.
     """
-    name = blake3(ticket.psk).hexdigest(8)
     with ExitStack() as stack:
         for place in range(1, MAX_CLIENTS + 1):
-            store = StateStore.open(state / f"client-{name}-{place}")
+            store = StateStore.open(client_folder(ticket, state, place))
             try:
                 stack.enter_context(store.locked())
             except UserError:

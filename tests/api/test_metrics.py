@@ -53,13 +53,20 @@ def test_each_family_is_described_once() -> None:
         f'meshllm_hop_wire_seconds{{{OWN},rank="0",node="desk1bc"}} 0.0005',
         'meshllm_link_round_trip_seconds{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 0.0025',
         'meshllm_link_sent_bytes_total{node="desk1bc",name="a \\"b\\"\\\\\\nc"} 1000',
-        'meshllm_sessions{state="active"} 1',
+        'meshllm_open_sessions{state="active"} 1',
         'meshllm_sessions_total{result="failed"} 4',
         "meshllm_up_seconds 754.0",
     ],
 )
 def test_values_are_exported(line: str) -> None:
     assert line in exposition(told()).split("\n")
+
+
+def test_no_two_families_share_a_name_in_openmetrics() -> None:
+    names = re.findall(r"^# TYPE (\S+)", exposition(told()), re.MULTILINE)
+    families = [each.removesuffix("_total") for each in names]  # which counters lose there
+
+    assert len(set(families)) == len(families) > 20
 
 
 def test_unknown_values_are_left_out() -> None:

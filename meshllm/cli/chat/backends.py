@@ -46,7 +46,7 @@ def choose(
     if chosen.join is None:
         return open_local, chosen, _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
-    mesh = f"the mesh of node `{_inviter(chosen.join)}`, which made the ticket"
+    mesh = f"the mesh of node `{_inviter(chosen)}`, which made the ticket"
     if not quiet:
         _announce(mesh)
     if model := flags["model"]:
@@ -123,11 +123,12 @@ def _announce(reader: str) -> None:
     render.talk(render.dim(f"the prompt leaves this machine: it goes to {reader}"))
 
 
-def _inviter(ticket: str) -> str:
+def _inviter(chosen: Settings) -> str:
+    """Name the inviter of a client's ticket; raise for one that cannot be used."""
+    from meshllm.node.membership.bootstrap import check_client_ticket
     from meshllm.protocol.trust.identity import short
-    from meshllm.protocol.trust.ticket import parse_ticket
 
-    return short(parse_ticket(ticket).inviter)
+    return short(check_client_ticket(chosen.join or "", state_path(chosen)).inviter)
 
 
 def _reader_of(status: "MeshStatus", model: "ModelStatus | None") -> str | None:

@@ -104,7 +104,7 @@ def node(
                 f"`{flag}` has no effect without `--serve`", hint="add `--serve HOST:PORT`"
             )
     if print_service:
-        _print_unit(config)
+        print_unit(config)
         return
     run_node(invocation, config, ticket_file)
 
@@ -400,7 +400,8 @@ def transports_of(config: Config) -> tuple[str, ...]:
     return listed(config.settings.transport) or TRANSPORTS
 
 
-def _print_unit(config: Config) -> None:
+def print_unit(config: Config) -> None:
+    """Print a systemd unit of a node with these settings."""
     from meshllm.cli.node.systemd import command, unit
 
     render.out(unit(command(config, ("transport", *SETTINGS, "discovery"))), end="")

@@ -7,7 +7,7 @@ import typer
 
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
 from meshllm.cli.node.door import opened_door
-from meshllm.cli.node.node import SETTINGS, Transports, run_node, set_up
+from meshllm.cli.node.node import SETTINGS, Transports, print_unit, run_node, set_up
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 from meshllm.cli.shared.options import takes
 from meshllm.cli.terminal import render
@@ -49,6 +49,9 @@ def serve(
     no_discovery: Annotated[
         bool, typer.Option("--no-discovery", help="Disable discovery on the local network.")
     ] = False,
+    print_service: Annotated[
+        bool, typer.Option("--print-service", help="Print a systemd user unit and exit.")
+    ] = False,
     **flags: Scalar,
 ) -> None:
     """Serve the OpenAI-compatible API on TCP.
@@ -61,12 +64,22 @@ def serve(
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.
 
+    `--print-service` prints the unit of `meshllm node --serve HOST:PORT`, which does the same.
+
     The root of the same address is a web page that shows the mesh as it is and chats with its
     model. Where a key is needed, the page asks for it, and shows no names of machines.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     config = load({**given, "serve": address})
+    if print_service:
+        if _of_client(config.settings.join):
+            raise UserError(
+                "`--print-service` is for a node, and the ticket is for a client",
+                hint="write a unit that runs `meshllm serve` with `MESHLLM_JOIN` set",
+            )
+        print_unit(config)
+        return
     is_here = is_running(config.settings)
     ticket = _of_client(flags["join"] if is_here else config.settings.join)
     if is_here or ticket:

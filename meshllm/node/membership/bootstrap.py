@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
 
 from meshllm.errors import LinkLost, NotAuthorised, UserError
 from meshllm.names import NodeId
@@ -83,6 +86,29 @@ def check_ticket(store: StateStore, text: str) -> Ticket:
         )
     _refuse_late(ticket)
     return ticket
+
+
+def check_client_ticket(text: str, state: Path) -> Ticket:
+    """Parse a ticket for a client; one used here before may have admitted a client for longer.
+
+    Raises:
+        UserError: the ticket is invalid, or for a node.
+        NotAuthorised: it has expired.
+    """
+    ticket = parse_ticket(text)
+    if ticket.role is not Role.CLIENT:
+        raise UserError(
+            "The ticket is for a node, not for a client",
+            hint="make one with `meshllm ring ticket --role client`",
+        )
+    if not client_folder(ticket, state).exists():
+        _refuse_late(ticket)
+    return ticket
+
+
+def client_folder(ticket: Ticket, state: Path, place: int = 1) -> Path:
+    """Return the folder of one of the concurrent clients of a ticket."""
+    return state / f"client-{blake3(ticket.psk).hexdigest(8)}-{place}"
 
 
 def _is_redeemed(store: StateStore, ticket: Ticket) -> bool:

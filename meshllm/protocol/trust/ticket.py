@@ -25,6 +25,7 @@ PREFIX = "meshllm"
 VERSION = "1"
 
 _HEAD = Struct("<32s B Q 16s")  # inviter, role, expiry, secret; the addresses follow
+_QUOTES = "\"'`<>\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}"
 _CHECK_BYTES = 4
 _MAX_CHARACTERS = 8192  # of base32; above MAX_ADDRESSES of the longest
 _ROLES = tuple(Role)
@@ -87,12 +88,12 @@ def guest_psk(secret: bytes) -> bytes:
 
 
 def parse_ticket(text: str) -> Ticket:
-    """Parse a ticket, ignoring white space added by copying.
+    """Parse a ticket, ignoring white space and quotes added by copying.
 
     Raises:
         UserError: it is mistyped, truncated, or of another version.
     """
-    word = "".join(text.split()).lower()
+    word = "".join(text.split()).strip(_QUOTES).lower()
     if not word.startswith(PREFIX) or len(word) > _MAX_CHARACTERS:
         raise UserError(f"Invalid ticket `{text[:20]}`", hint=f"a ticket begins with `{PREFIX}`")
     version, digits = word[len(PREFIX) : len(PREFIX) + 1], word[len(PREFIX) + 1 :]

@@ -18,6 +18,7 @@ from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
 from meshllm.config import Scalar, keys, load
+from meshllm.node.membership.bootstrap import client_folder
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import NodeKey, short
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.socket
 Ask = Callable[..., Result]
 
 INVITER = NodeKey(bytes(32)).node
-TICKET = Ticket(INVITER, (), Role.CLIENT, 0, bytes(SECRET_BYTES)).encode()
+PARSED = Ticket(INVITER, (), Role.CLIENT, 0, bytes(SECRET_BYTES))
+TICKET = PARSED.encode()
 
 
 @pytest.fixture
@@ -317,6 +319,31 @@ def test_the_mesh_of_a_ticket_is_named(ask: Ask, thin: list[tuple[str, Path]]) -
         f" `{short(INVITER)}`, which made the ticket\n"
     )
     assert (said.stdout, quiet.stdout, quiet.stderr) == (*["You said: hi\n"] * 2, "")
+
+
+@pytest.mark.parametrize(
+    ("role", "expires_s", "code", "error"),
+    [(Role.CLIENT, 1, 5, "The ticket has expired"), (Role.NODE, 0, 2, "The ticket is for a node")],
+)
+def test_a_ticket_of_no_use_is_refused_before_the_prompt_leaves(
+    ask: Ask, thin: list[tuple[str, Path]], role: Role, expires_s: int, code: int, error: str
+) -> None:
+    result = ask("chat", "--join", replace(PARSED, role=role, expires_s=expires_s).encode())
+
+    assert (result.exit_code, result.stdout, thin) == (code, "", [])
+    assert result.stderr.startswith(f"error: {error}")
+    assert "hint: " in result.stderr
+
+
+def test_an_expired_ticket_that_was_used_here_may_still_serve(
+    ask: Ask, thin: list[tuple[str, Path]], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_STATE", str(home / "s"))
+    late = replace(PARSED, expires_s=1)
+    client_folder(late, home / "s").mkdir(parents=True)
+
+    assert ask("chat", "--join", late.encode()).stdout == "You said: hi\n"
+    assert len(thin) == 1
 
 
 def test_a_project_file_cannot_send_the_prompt_away(

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,6 +160,16 @@ async def test_a_ticket_of_a_client_is_used_beside_the_running_node(tmp_path: Pa
         _, told = await done.communicate()
 
     assert (done.returncode, b"No installed transport dials" in told) == (2, True)
+
+
+def test_the_printed_unit_is_of_a_node_that_serves(meshllm: Invoke) -> None:
+    printed = meshllm("serve", "--print-service", "--port", "7799", "--model", "builtin")
+    client = meshllm("serve", "--print-service", "--join", ticket(Role.CLIENT))
+
+    (command,) = re.findall("^ExecStart=.* meshllm (.*)$", printed.stdout, re.MULTILINE)
+    assert command == "node --model builtin --serve 127.0.0.1:7799"
+    assert (client.exit_code, client.stdout) == (2, "")
+    assert "MESHLLM_JOIN" in client.stderr
 
 
 def test_an_invalid_ticket_is_refused_before_the_door_opens(meshllm: Invoke) -> None:

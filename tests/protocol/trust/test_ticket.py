@@ -63,6 +63,13 @@ def test_white_space_and_case_are_ignored() -> None:
     assert parse_ticket(text) == TICKET
 
 
+@pytest.mark.parametrize(
+    "quoted", ["'{}'", '"{}"\n', "`{}`", "<{}>", "\N{LEFT DOUBLE QUOTATION MARK}{}"]
+)
+def test_quotes_around_a_ticket_are_ignored(quoted: str) -> None:
+    assert parse_ticket(quoted.format(WORD)) == TICKET
+
+
 def test_the_longest_ticket_is_read() -> None:
     ticket = replace(TICKET, addresses=("x" * MAX_ADDRESS_BYTES,) * MAX_ADDRESSES)
 
