@@ -1,10 +1,11 @@
 """The public application on TCP: the door that OpenAI's clients use."""
 
+import errno
 import socket
 import ssl
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -178,9 +179,19 @@ def _no_password() -> str:
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        bound = socket.create_server((str(address[0]), port), family=family)
+        bound = _bind_first([(each[0], str(each[4][0])) for each in found], port)
     except OSError as error:
         raise cannot_listen(f"{host}:{port}", error) from None
     with bound:
         yield bound
+
+
+def _bind_first(addresses: Sequence[tuple[int, str]], port: int) -> socket.socket:
+    """Bind the first address that this machine has: `localhost` may also be one that it lacks."""
+    family, address = addresses[0]
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL or not addresses[1:]:
+            raise
+    return _bind_first(addresses[1:], port)

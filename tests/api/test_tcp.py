@@ -232,6 +232,25 @@ def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> No
             pass
 
 
+def test_the_first_address_that_this_machine_has_is_bound(
+    accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(*_: object, **__: object) -> list[object]:
+        return [(socket.AF_INET, 1, 6, "", (each, 0)) for each in hosts]
+
+    hosts = ["192.0.2.254", "127.0.0.1"]
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with open_door(DoorOptions("localhost", 0), accounts) as door:
+        assert door.url.startswith("http://127.0.0.1:")
+
+    hosts = ["192.0.2.254", "192.0.2.253"]
+    with (
+        pytest.raises(UserError, match="assign requested address"),
+        open_door(DoorOptions("localhost", 0), accounts),
+    ):
+        pass
+
+
 def test_an_address_is_a_host_and_a_port() -> None:
     assert parse_address("127.0.0.1:7780") == ("127.0.0.1", 7780)
     assert parse_address("[::1]:0") == ("::1", 0)

@@ -6,6 +6,8 @@ connection is down: QUIC retransmits.
 
 import asyncio
 import logging
+import os
+import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from secrets import token_bytes
@@ -127,7 +129,7 @@ class RelayStream:
                 tries = 0
                 self.last_error = "the relay closed the stream"
             except (OSError, WebSocketException, ImportError) as error:  # no python-socks
-                self.last_error = str(error) or type(error).__name__
+                self.last_error = _reason(error)
             logger.debug("stream to `%s` is closed: %s", self.uri, self.last_error)
             await asyncio.sleep(backoff_s(tries, self._random(1)[0]))
             tries += 1
@@ -149,3 +151,13 @@ class RelayStream:
             finally:
                 self.is_open = False
             self._changed()
+
+
+def _reason(error: Exception) -> str:
+    """Return why no stream opened; asyncio puts the address and its own words into an OSError."""
+    match error:
+        case ssl.SSLError():  # also an OSError, with numbers of its own
+            pass
+        case OSError(errno=int(code)) if code > 0:  # those of the resolver are negative
+            return os.strerror(code).lower()
+    return str(error) or type(error).__name__
