@@ -202,6 +202,10 @@ class RingRuntime:
         """Serve this plan from now on."""
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
+            if plan and plan.rank(self._me) is not None:
+                self._foreseen = None, False  # what it needs is not released before it is used
+            elif self._foreseen[0] is None:  # the last plan was replaced before it used that
+                self._foreseen = self.preloaded, False
             self._act(self._machine.follow(plan, loop_time()))
 
     def prepare(self, plan: Plan | None, *, is_urgent: bool = False) -> None:

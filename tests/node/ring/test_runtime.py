@@ -501,6 +501,42 @@ def test_a_takeover_of_layers_that_were_loaded_in_advance_loads_nothing(
     run_virtual(main())
 
 
+def test_layers_of_the_plan_in_force_are_not_released_before_they_are_used(
+    world: World, built: list[Span]
+) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            standby.runtime.prepare(AFTER)
+            await until(lambda: standby.runtime.preloaded == AFTER)
+            built.clear()
+
+            world.follow(AFTER)
+            standby.runtime.prepare(None)  # it takes over nothing any more; the compute thread lags
+            await until(lambda: at_work(world.places[A], standby))
+
+            assert built == []
+
+    run_virtual(main())
+
+
+def test_layers_for_a_plan_that_was_replaced_at_once_are_released(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            standby.runtime.prepare(AFTER)
+            await until(lambda: standby.runtime.preloaded == AFTER)
+
+            standby.runtime.follow(AFTER)
+            world.follow(replace(BOTH, epoch=3))
+            standby.runtime.prepare(None)
+            await until(lambda: standby.runtime.preloaded is None)
+
+            assert not standby.runtime._model.runners
+
+    run_virtual(main())
+
+
 def test_what_is_foreseen_no_more_is_released(world: World, built: list[Span]) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):
