@@ -57,7 +57,7 @@ def _host_for_others(door: "Door") -> str | None:
     """Return the most reachable address of this machine, if the door listens on all of them."""
     from ipaddress import ip_address
 
-    from meshllm_quic.net.interfaces import hosts
+    from meshllm.transport.interfaces import hosts
 
     bound = ip_address(door.bound.getsockname()[0])
     if not bound.is_unspecified:

@@ -29,7 +29,7 @@ def test_a_door_on_every_address_names_the_one_for_other_machines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("meshllm_quic.net.interfaces.hosts", lambda: hosts)
+    monkeypatch.setattr("meshllm.transport.interfaces.hosts", lambda: hosts)
     chosen = replace(Settings(), state=str(tmp_path / "state"))
     with Accounts.open(tmp_path / "state") as accounts:
         accounts.create("a", KeyLimits(), 0.0)
