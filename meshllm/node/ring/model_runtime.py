@@ -270,6 +270,6 @@ class ModelRuntime:
 
 def _is_met(part: RankPart, held: LoadedSpan) -> bool:
     """Return whether all that a part has to load is loaded."""
-    if held.span != part.span or (held.ends is not None) is not part.is_entry:
+    if held.span != part.span or (held.entry is not None) is not part.is_entry:
         return False
-    return held.ends is None or part.is_alone or held.ends.head is not None
+    return held.entry is None or part.is_alone or held.entry.head is not None

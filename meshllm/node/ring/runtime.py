@@ -488,7 +488,7 @@ class RingRuntime:
         times = self._host.times(plan)
         if times:
             self._limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
-        if span.ends is not None:
+        if span.entry is not None:
             config = EntryConfig(
                 ring,
                 plan.epoch,
@@ -503,7 +503,7 @@ class RingRuntime:
                 max_chunk=model.max_rows,
                 limits=self._limits,
             )
-            return EntryNode(span.ends, config, model.worker, neighbours)
+            return EntryNode(span.entry, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
         machine = Stage(
             rank,

@@ -58,7 +58,7 @@ class LoadedSpan:
     """What a node has loaded as a rank of a plan."""
 
     span: Span
-    ends: EntryRunners | None
+    entry: EntryRunners | None
     """On the entry."""
     runner: SpanRunner | None
     """On every other rank."""
@@ -70,14 +70,14 @@ class LoadedSpan:
     @property
     def layers(self) -> SpanRunner:
         """The layers of this rank."""
-        runner = self.ends.front if self.ends else self.runner
+        runner = self.entry.front if self.entry else self.runner
         assert runner is not None  # a rank is the entry or a stage
         return runner
 
     @property
     def runners(self) -> list[Runner]:
         """All runners of steps with several rows."""
-        return self.ends.runners if self.ends else self.layers.pieces
+        return self.entry.runners if self.entry else self.layers.pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class SpanLoader:
             theirs, ours = (self._split_head() if part.is_divided else None) or (None, None)
             build = partial(self._build, self._no_layers, head=True, share=pieces[0].shard)
             head, helped = build(outputs=ours), build(outputs=theirs) if theirs else None
-        ends = EntryRunners(layers, head, self._context, helped)
-        return _Kept(pieces, head, helped, draft), LoadedSpan(span, ends, None, draft)
+        entry = EntryRunners(layers, head, self._context, helped)
+        return _Kept(pieces, head, helped, draft), LoadedSpan(span, entry, None, draft)
 
     @property
     def _borders(self) -> set[int]:

@@ -106,26 +106,26 @@ class EntryNode:
 
     def __init__(
         self,
-        ends: EntryRunners,
+        runners: EntryRunners,
         config: EntryConfig,
         worker: Worker,
         neighbours: Neighbours | None,
     ) -> None:
-        self._ends = ends
+        self._runners = runners
         self._config = config
         self._neighbours = neighbours
         self.pace = config.pace
         """Called once per generation."""
         self._speculation: Speculation | None = None
         if config.drafting:
-            times = StepTimes(together=ends.front.is_row_invariant, ring=config.ring)
+            times = StepTimes(together=runners.front.is_row_invariant, ring=config.ring)
             self._speculation = Speculation(
                 config.drafting, times, draft=config.draft, depth=config.depth
             )
         self._jobs = asyncio.TaskGroup()
         self._head: HeadParts | None = None
-        if ends.head and ends.helped:
-            self._head = HeadParts(ends.helped, ends.head, SystemRandom().random)
+        if runners.head and runners.helped:
+            self._head = HeadParts(runners.helped, runners.head, SystemRandom().random)
         self._worker = worker
         self._samples = Batcher(worker, self._sample, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
@@ -149,22 +149,22 @@ class EntryNode:
     @property
     def layers(self) -> SpanRunner:
         """Runs the layers of this rank."""
-        return self._ends.front
+        return self._runners.front
 
     @property
     def runners(self) -> list[Runner]:
         """Runners of the loaded parts of the model."""
-        return self._ends.runners
+        return self._runners.runners
 
     @property
     def context(self) -> int:
         """Most tokens of a session, prompt included."""
-        return self._ends.context
+        return self._runners.context
 
     @property
     def vocabulary(self) -> int:
         """Tokens of the model."""
-        return self._ends.front.vocabulary
+        return self._runners.front.vocabulary
 
     @property
     def is_lost(self) -> bool:
@@ -237,8 +237,8 @@ class EntryNode:
             ring=self._config.ring,
             prompt=order.known,
             max_tokens=order.max_tokens - len(order.given),
-            given=len(order.given) if self._ends.front.is_row_invariant else 0,
-            context=self._ends.context,
+            given=len(order.given) if self._runners.front.is_row_invariant else 0,
+            context=self._runners.context,
             max_crop=self._config.max_crop,
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
@@ -262,7 +262,7 @@ class EntryNode:
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
             speculator = Speculator(shared, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
-        generation = Generation(order, machine, self._ends, encoder, now, speculator, start, key)
+        generation = Generation(order, machine, self._runners, encoder, now, speculator, start, key)
         self._sessions[session] = generation
         if order.resume and start.base:  # another loss may come before the next token
             generation.outputs.put_nowait(resumable(key, start.base.chunks, start.base.length))
@@ -279,7 +279,7 @@ class EntryNode:
         if found is None and self._uses_prefixes(order):
             scope = order.prefix_scope
             found = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
-        return start_from(found, self._ends.front.new_cache)
+        return start_from(found, self._runners.front.new_cache)
 
     def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""
@@ -292,7 +292,7 @@ class EntryNode:
         return self._prefixes.index.keeps and order.on_rows is None
 
     def _prepared(self) -> int:
-        return sum(each.prepared for each in self._ends.runners)
+        return sum(each.prepared for each in self._runners.runners)
 
     def _receive(self, message: SessionMessage) -> None:
         generation = self._sessions.get(message.session)
@@ -417,7 +417,7 @@ class EntryNode:
         rows = sum(1 + len(sample.job.guesses) for sample in samples)
         before = max(sample.job.pos for sample in samples)
         with self._worker.expected(self._config.limits, rows, before, is_step=True):
-            yield from sample_batch(self._ends, self._head, samples)
+            yield from sample_batch(self._runners, self._head, samples)
 
     def _prefill(self, generation: Generation, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens; runs on the compute thread."""

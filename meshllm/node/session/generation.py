@@ -173,7 +173,7 @@ class Generation:
         self,
         order: GenerationRequest,
         machine: Entry,
-        ends: EntryRunners,
+        runners: EntryRunners,
         encoder: SessionEncoder,
         begin: float,
         speculator: Speculator | None,
@@ -196,13 +196,13 @@ class Generation:
         """Logits requested from the last rank with the last step."""
         self.scope = order.prefix_scope
         self._order = order
-        self._ends = ends
+        self._runners = runners
         self._encoder = encoder
         self._speculator = speculator
         self._resume_key = key
         self.base = base = start.base
         lost = base.lost if base else ()
-        self._feeds_lost = any(ends.front.span.stop in span for span in lost)
+        self._feeds_lost = any(runners.front.span.stop in span for span in lost)
         self.cache = start.cache
         """KV cache of the local layers; one that is not taken over is made by the first job."""
         self._make_cache = start.make
@@ -266,13 +266,13 @@ class Generation:
         if job.refills:
             return self._refill(job, tokens, watch)
         cache = self._cropped(job.pos)
-        if self.embeds and self._ends.head is None:
-            output = self._ends.front.final_rows(tokens, cache)
+        if self.embeds and self._runners.head is None:
+            output = self._runners.front.final_rows(tokens, cache)
         elif job.is_step:
-            output = self._ends.front.step(tokens, cache)  # [1, T, D or V]
+            output = self._runners.front.step(tokens, cache)  # [1, T, D or V]
         else:
             rows = 1 if self._is_alone else None  # of logits
-            output = self._ends.front.prefill(tokens, cache, rows)
+            output = self._runners.front.prefill(tokens, cache, rows)
         return self.embedded(job, output, watch)
 
     def embedded(self, job: Embed, output: Tensor, watch: Stopwatch) -> Blob | None:
@@ -288,7 +288,7 @@ class Generation:
     def _refill(self, job: Embed, tokens: Tensor, watch: Stopwatch) -> Blob | None:
         """Compute rows only in the layers that lack them; return them if the next rank does."""
         places = range(job.pos, job.pos + len(job.tokens))
-        front, cache, sent = self._ends.front, self._opened_cache(), self._feeds_lost
+        front, cache, sent = self._runners.front, self._opened_cache(), self._feeds_lost
         rows = refill(front, tokens, cache, places, is_step=job.is_step, is_sent=sent)
         watch.computed()
         return None if rows is None else self._encoder.seal(rows, 0, is_step=False)
@@ -309,7 +309,7 @@ class Generation:
         return rows
 
     def _opened(self, job: Pick) -> Tensor:
-        form = self._ends.front.row_format
+        form = self._runners.front.row_format
         return opened_rows(self._encoder.key, job.blob, 1 + len(job.guesses), form)
 
     def pick(self, job: Pick, logits: Tensor, watch: Stopwatch) -> Picked:
@@ -321,7 +321,7 @@ class Generation:
 
     def deliver(self, job: Pick, watch: Stopwatch) -> Picked:
         """Deliver the rows of a Pick after the final norm; pick the tokens that are forced."""
-        rows = self._ends.final_rows(self.open(job, watch))[0]
+        rows = self._runners.final_rows(self.open(job, watch))[0]
         assert self._order.on_rows
         self._order.on_rows(rows)
         forced = [self._forced_at(job.pos + place) for place in range(len(rows))]
@@ -353,7 +353,7 @@ class Generation:
             try:
                 self.cache = self._make_cache()
             except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
-                self.cache = self._ends.front.new_cache()
+                self.cache = self._runners.front.new_cache()
                 raise CacheMiss(str(error)) from None
         return self.cache
 

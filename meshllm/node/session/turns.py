@@ -38,14 +38,16 @@ def compute_own_logits(head: HeadParts, sample: SampleJob) -> None:
 
 
 def sample_batch(
-    ends: EntryRunners, head: HeadParts | None, samples: Sequence[SampleJob]
+    runners: EntryRunners, head: HeadParts | None, samples: Sequence[SampleJob]
 ) -> Iterator[Sequence[Any]]:
     """Yield the results of the Picks, then those of the Embeds that follow them.
 
     Runs on the compute thread, without waiting for the event loop in between.
     """
     rows = [attempt(_rows, sample) for sample in samples]
-    logits = map_valid(lambda good: _heads(ends, head, samples, good), rows)  # [1, 1 + G, V] each
+    logits = map_valid(
+        lambda good: _heads(runners, head, samples, good), rows
+    )  # [1, 1 + G, V] each
     picked = [
         each
         if isinstance(each, Exception)
@@ -59,7 +61,7 @@ def sample_batch(
         else attempt(sample.generation.next_step, sample.watch_ahead)
         for sample, each in zip(samples, picked, strict=True)
     ]
-    ran = map_valid(lambda good: _fronts(ends, good), steps)
+    ran = map_valid(lambda good: _fronts(runners, good), steps)
     yield [
         each
         if each is None or isinstance(each, Exception)
@@ -69,13 +71,13 @@ def sample_batch(
 
 
 def _heads(
-    ends: EntryRunners, head: HeadParts | None, samples: Sequence[SampleJob], rows: list[Tensor]
+    runners: EntryRunners, head: HeadParts | None, samples: Sequence[SampleJob], rows: list[Tensor]
 ) -> Sequence[Tensor]:
     """Compute logits; several sessions share one pass, which uses no logits of the last rank."""
     first = samples[0]
     if head and first.split and len(samples) == 1 and rows[0].shape[1] == 1:
         return [head.finish(rows[0], first.split, first.generation.key)]
-    return ends.logits(rows)
+    return runners.logits(rows)
 
 
 def _rows(sample: SampleJob) -> Tensor:
@@ -88,8 +90,8 @@ def _rows(sample: SampleJob) -> Tensor:
 
 
 def _fronts(
-    ends: EntryRunners, steps: list[tuple[Embed, Tensor, SessionCache]]
+    runners: EntryRunners, steps: list[tuple[Embed, Tensor, SessionCache]]
 ) -> list[tuple[Embed, Tensor]]:
     tokens, caches = [tokens for _, tokens, _ in steps], [cache for _, _, cache in steps]
-    outputs = ends.front.step_many(tokens, caches)
+    outputs = runners.front.step_many(tokens, caches)
     return [(job, output) for (job, _, _), output in zip(steps, outputs, strict=True)]

@@ -94,8 +94,8 @@ async def test_a_node_holds_its_layers_on_its_device(
 
     assert asked == [("auto", torch.float32, Quant.NONE)]
     assert held.runner
-    assert entry.ends
-    assert entry.ends.head
+    assert entry.entry
+    assert entry.entry.head
     assert [each for each in traffic.taken() if "with a wait" not in each] == ONCE  # the draft
     for runner in (*held.runners, *entry.runners):
         assert runner.shard.device == GPU

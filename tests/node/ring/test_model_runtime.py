@@ -46,8 +46,8 @@ async def test_a_node_alone_holds_everything(model: ModelRuntime) -> None:
     held = await model.hold(plan_of("0:6"), A)
 
     assert (held.span, held.runner) == (Span(0, 6), None)
-    assert held.ends is not None
-    assert held.ends.head is None
+    assert held.entry is not None
+    assert held.entry.head is None
 
 
 async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
@@ -56,9 +56,9 @@ async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
     entry, stage = await model.hold(plan, A), await model.hold(plan, B)
 
     assert (entry.span, entry.runner) == (Span(0, 2), None)
-    assert entry.ends is not None
-    assert entry.ends.head is not None
-    assert (stage.span, stage.ends) == (Span(2, 6), None)
+    assert entry.entry is not None
+    assert entry.entry.head is not None
+    assert (stage.span, stage.entry) == (Span(2, 6), None)
     assert stage.runner is not None
 
 
@@ -133,7 +133,7 @@ async def test_the_last_rank_holds_a_part_of_a_large_head(
     two, three = plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6")
 
     assert (await model.hold(plan_of("0:6"), A)).help is None
-    ends = (await model.hold(two, A)).ends
+    ends = (await model.hold(two, A)).entry
     middle = await model.hold(three, B)
     last = await model.hold(three, C)
 
@@ -227,8 +227,8 @@ async def test_a_client_holds_the_ends_and_no_layers(
 
     client, last = await model.hold(plan, C), await model.hold(plan, A)
 
-    assert client.ends is not None
-    assert client.ends.helped is None  # no other node sees a token
+    assert client.entry is not None
+    assert client.entry.helped is None  # no other node sees a token
     assert last.help is None
 
 
