@@ -166,7 +166,11 @@ class Transport(Protocol):
     name: ClassVar[str]
     """The name of its entry point in the group `meshllm.transports`."""
     schemes: ClassVar[tuple[str, ...]]
-    """The schemes of its addresses: the part before the first colon."""
+    """The schemes of its addresses: the part before the first colon.
+
+    Nodes dial only `SCHEME://HOST:PORT`, or `SCHEME:NAME` of letters, digits, `-` and `_`:
+    peers choose addresses.
+    """
 
     def listen(self, address: str | None = None) -> AbstractAsyncContextManager[Listener]:
         """Accept links at ``address``, or at one of the transport's choice, inside the context.

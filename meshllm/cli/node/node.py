@@ -157,6 +157,8 @@ def _check_early(options: "NodeOptions") -> None:
     store = StateStore.open(options.state)
     if options.join is not None:
         check_ticket(store, options.join)
+    for address in options.listen:
+        _check_host(address)
     for address in options.advertise:
         _check_dialable(address, options.transports)
     _check_models(options, founds=options.join is None and store.credential is None)
@@ -178,6 +180,17 @@ def _check_models(options: "NodeOptions", *, founds: bool) -> None:
         except ModelMissing:
             if founds and name == options.model:
                 raise
+
+
+def _check_host(address: str) -> None:
+    """Raise `UserError` for an address at which no node would dial this one, such as a path."""
+    from meshllm.node.net.peer_address import Local, permitted
+
+    if "//" not in address and not permitted([address], Local.YES):
+        raise UserError(
+            f"Nodes do not dial an address such as `{address}`",
+            hint="listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`",
+        )
 
 
 def _check_dialable(address: str, transports: Sequence[str]) -> None:

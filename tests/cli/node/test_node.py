@@ -258,6 +258,17 @@ def test_a_founder_needs_its_model_before_it_prints_a_ticket(
     assert meshllm("node", "--model", "builtn").exit_code == 4
 
 
+def test_an_address_that_no_node_dials_is_refused(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--listen", "unix:/tmp/a.sock")
+
+    assert (result.exit_code, node.options) == (2, None)
+    assert result.stderr == (
+        "error: Nodes do not dial an address such as `unix:/tmp/a.sock`\n"
+        "hint: listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`\n"
+    )
+    assert meshllm("node", "--listen", "ws://127.0.0.1:0,loopback:here").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "raised"),
     [
