@@ -174,6 +174,7 @@ def _session(settings: Settings) -> PromptSession[str]:
         multiline=Condition(lambda: _is_open(session.default_buffer.text)),
         prompt_continuation="... ",
         key_bindings=bindings,
+        enable_suspend=True,  # Ctrl-Z
     )
     return session
 

@@ -146,6 +146,14 @@ def test_control_c_at_an_empty_prompt_says_how_to_exit(terminal: Terminal) -> No
     terminal.wait_for(PROMPT)
 
 
+def test_control_z_suspends_and_types_nothing(terminal: Terminal) -> None:
+    terminal.press("\x1a")  # nothing could resume this process group, so the system goes on at once
+    terminal.wait_for(PROMPT)
+    terminal.press("hello\r")
+
+    assert terminal.wait_for("You said: hello\r\n")
+
+
 @pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "/bye", " EXIT "])
 def test_common_words_exit(terminal: Terminal, word: str) -> None:
     terminal.press(f"{word}\r")
