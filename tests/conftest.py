@@ -13,6 +13,7 @@ import torch
 from meshllm.model.lean import lean
 
 with lean():  # as in the command line
+    import meshllm.model.steps.runner  # noqa: F401  # else tests import transformers, whole
     from meshllm.testing.models import tiny_model
 
 
