@@ -183,10 +183,8 @@ def _check_models(options: "NodeOptions", *, founds: bool) -> None:
 
 
 def _check_host(address: str) -> None:
-    """Raise `UserError` for an address at which no node would dial this one, such as a path."""
-    from meshllm.node.net.peer_address import Local, permitted
-
-    if "//" not in address and not permitted([address], Local.YES):
+    """Raise `UserError` for an address at which no node would dial this one: a path."""
+    if "/" in address and "//" not in address:
         raise UserError(
             f"Nodes do not dial an address such as `{address}`",
             hint="listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`",

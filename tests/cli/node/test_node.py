@@ -266,7 +266,15 @@ def test_an_address_that_no_node_dials_is_refused(meshllm: Invoke, node: FakeNod
         "error: Nodes do not dial an address such as `unix:/tmp/a.sock`\n"
         "hint: listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`\n"
     )
-    assert meshllm("node", "--listen", "ws://127.0.0.1:0,loopback:here").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "address", ["ws://127.0.0.1:0,loopback:here", "127.0.0.1:7700", "[::1]:7700", "localhost:0"]
+)
+def test_an_address_may_be_one_for_all_transports(
+    meshllm: Invoke, node: FakeNode, address: str
+) -> None:
+    assert meshllm("node", "--listen", address).exit_code == 0
 
 
 @pytest.mark.parametrize(
