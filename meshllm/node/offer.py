@@ -8,7 +8,8 @@ each failure (backoff); while its compute thread hangs; and while it moves to an
 
 The speed was measured once. If the steps of a ring take `SLOW` times as long from some time on, as
 when the machine does something else, the offer says so, and other nodes may take over layers. It is
-the measured speed again once the steps are as fast, or nothing was computed for `RESTORE_S`.
+the measured speed again once the steps are as fast, or if for `RESTORE_S` no step could tell: twice
+as long after each relapse.
 """
 
 import asyncio
@@ -31,8 +32,9 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is publi
 SIGNED_BYTES = 1024  # of a record beside the profile
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 SLOW = 2.0  # change of the speed that is published, as a factor
+FAST = 1.4  # times as slow as measured, and less: as fast as measured
 MOST_SLOW = 64.0  # times as slow as measured that are published
-RESTORE_S = 600.0  # s; a slow node that lost its layers may get some again
+RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
 WATCH_S = 1.0  # s between two checks of the compute thread,
 WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
 
@@ -62,6 +64,7 @@ class NodeOffer:
         self._is_over = False
         self._slow = 1.0  # times as slow as measured
         self._slow_since = 0.0  # when that was last seen
+        self._restore_s = RESTORE_S / 2  # doubled by each slowdown
 
     def publish(self, **changes: Any) -> None:
         """Publish the profile with other fields than before."""
@@ -158,7 +161,6 @@ class NodeOffer:
         """
         while True:
             await _sleep(worker)
-            self._refine()
             if not (hung_s := worker.hung_s) or not self.profile.layer_s:
                 continue
             self.hang = f"the compute thread has hung for {hung_s:.0f} s"
@@ -177,23 +179,34 @@ class NodeOffer:
             if not self._member.trouble:
                 self._show(is_open=True)
 
+    async def refine(self) -> None:
+        """Publish another speed when the steps of the ring take much longer than before."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            self._refine()
+
     def _refine(self) -> None:
-        """Publish another speed if the steps of this node take much longer than before, or less."""
         runtime, measured = self._member.runtime, self.measured.layer_s
         if not measured or not self.profile.layer_s:
             return
         seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
         if seen_s is not None:
             slow = min(seen_s / measured[0][1], MOST_SLOW)
-            slow, self._slow_since = slow if slow >= SLOW else 1.0, now
-        elif now - self._slow_since >= RESTORE_S:
+            slow, self._slow_since = slow if slow > FAST else 1.0, now
+        elif now - self._slow_since >= self._restore_s:
             slow = 1.0
         else:
             return
-        if SLOW * min(slow, self._slow) <= max(slow, self._slow):
+        if SLOW * min(slow, self._slow) > max(slow, self._slow):
+            return
+        if slow == 1.0:
+            logger.info("layers take as long as measured again, or nothing is known of them")
+            self._restore_s = self._restore_s if seen_s is None else RESTORE_S / 2
+        else:
             logger.warning("layers take %.1f times as long as when they were measured", slow)
-            self._slow = slow
-            self._show(is_open=True)
+            self._restore_s = min(2 * self._restore_s, LAST_RESTORE_S)
+        self._slow = slow
+        self._show(is_open=True)
 
     def _offer_again(self) -> None:
         trouble, self._member.trouble = self._member.trouble, None

@@ -554,6 +554,7 @@ class RingService:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supply.run())
             group.create_task(self._watch_ring())
+            group.create_task(self.offer.refine())
             await runtime.run()
 
     def _give_up(self, model: ModelKey, error: ModelError) -> None:

@@ -160,17 +160,20 @@ def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
             await asyncio.sleep(wait_s)
             return case.told[-1].layer_s[0][1] / layer_s
 
-        watching = asyncio.ensure_future(case.offer.watch(cast("Any", case.worker)))
-        published = [await see(times) for times in (1.9, 3.0, 2.0, 1.4, 1e9)]
-        assert published == pytest.approx([1, 3, 3, 1, MOST_SLOW])
+        refining = asyncio.ensure_future(case.offer.refine())
+        published = [await see(times) for times in (1.9, 3.0, 2.0, 1.6, 1.4, 1.9, 1e9)]
+        assert published == pytest.approx([1, 3, 3, 3, 1, 1, MOST_SLOW])
         assert case.told[-1].layer_s[0][0] == rows
         assert case.told[-1].head_s == pytest.approx(MOST_SLOW * MEASURED.head_s)
         case.offer.set_weights((b"more",))
         assert await see(None) == pytest.approx(MOST_SLOW)
         assert await see(None, RESTORE_S) == 1.0
+        assert await see(3.0) == pytest.approx(3)
+        assert await see(None, RESTORE_S) == pytest.approx(3)  # twice as long after a relapse
+        assert await see(None, RESTORE_S) == 1.0
         case.member.runtime = None
         assert await see(4.0) == 1.0
-        watching.cancel()
+        refining.cancel()
 
     run_virtual(story())
 

@@ -1,6 +1,7 @@
 """Runners: a shard with its strategy, and a span of layers that was loaded in several pieces."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -80,6 +81,9 @@ class SpanRunner:
         self.pieces = list(pieces)
         self.recomputed = 0
         """Rows that `refill` computed, times the layers that computed them."""
+        self.on_step: Callable[[int, int, float, float], None] | None = None
+        """Called after each step: its rows, the most rows before them, its seconds, and when it
+        ended (`time.monotonic`)."""
         self.row_format = pieces[0].shard.row_format
         """Of the hidden states between ranks."""
         self._sent = sent
@@ -136,11 +140,14 @@ class SpanRunner:
 
     def step_many(self, parts: Sequence[Tensor], caches: Sequence[SessionCache]) -> list[Tensor]:
         """Run rows of several sessions; each gets what `step` would return."""
-        starts, outputs = [cache.length for cache in caches], list(parts)
+        starts, outputs, begin = [cache.length for cache in caches], list(parts), time.monotonic()
         for index, piece in enumerate(self.pieces):
             outputs = piece.step_many(outputs, [cache.parts[index] for cache in caches])
         for cache, start, output in zip(caches, starts, outputs, strict=True):
             self._record(cache, start, output)
+        if self.on_step is not None:
+            now = time.monotonic()
+            self.on_step(sum(part.shape[1] for part in parts), max(starts), now - begin, now)
         return outputs
 
     def refill(

@@ -17,7 +17,6 @@ planned. Jobs below `TELLING_S` say nothing: another program's time slice is as 
 from collections import Counter
 
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes
-from meshllm.protocol.ring.slowdown import Slowdown
 
 HANG_S = 3.0  # s; as long as a silent node is taken for alive
 TIMES = 4
@@ -25,7 +24,6 @@ FIRST_S = 60.0  # s
 FIRST_STEPS = 8  # steps of a number of rows until they are replayed
 MOST_SLOW = 10.0
 TELLING_S = 1.0  # s
-MOST_ATTENTION = 0.25  # of a step that tells the speed of the layers; its plan is a rough bound
 
 
 def result_limit_s(times: RingTimes, rows: int, before: int, jobs: int) -> float:
@@ -48,12 +46,10 @@ class HangLimits:
         self._slowness = 1.0
         self._chunks = 0
         self._steps = Counter[int]()  # by their number of rows
-        self._slowdown = Slowdown()
 
     def plan(self, rank: RankTimes | None, head_s: float = 0.0) -> None:
         """Expect these times from now on, ``head_s`` for each row of a decode step."""
         self._rank, self._head_s = rank, head_s
-        self._slowdown = Slowdown()
 
     def begin(self, rows: int, before: int, *, is_step: bool) -> float:
         """Return how many seconds a job may take that begins now."""
@@ -67,26 +63,9 @@ class HangLimits:
 
     def ended(self, rows: int, before: int, took_s: float, *, is_step: bool) -> None:
         """Note how long a job took."""
-        if self._rank is None:
-            return
-        if is_step and self._steps[rows] >= FIRST_STEPS:
-            self._compare(self._rank, rows, before, took_s)
-        if took_s >= TELLING_S:
+        if self._rank is not None and took_s >= TELLING_S:
             slowness = took_s / self._expected_s(rows, before, is_step)
             self._slowness = min(MOST_SLOW, max(self._slowness, slowness))
-
-    def take_layer_s(self) -> float | None:
-        """Return how long a layer takes for one row as steps show it, once; None if unknown."""
-        ratio = self._slowdown.take()
-        return (
-            None if ratio is None or self._rank is None else ratio * self._rank.offer.layer_s[0][1]
-        )
-
-    def _compare(self, rank: RankTimes, rows: int, before: int, took_s: float) -> None:
-        layers_s = rank.compute_s(rows)
-        if rank.compute_s(rows, before) - layers_s <= MOST_ATTENTION * layers_s:
-            head_s = self._head_s * rank.offer.layer_seconds(rows) / rank.offer.layer_seconds(1)
-            self._slowdown.note(layers_s + head_s, took_s)
 
     def _expected_s(self, rows: int, before: int, is_step: bool) -> float:
         assert self._rank is not None  # checked by the callers

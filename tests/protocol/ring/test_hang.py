@@ -15,7 +15,6 @@ from meshllm.protocol.ring.hang import (
     HangLimits,
     result_limit_s,
 )
-from meshllm.protocol.ring.slowdown import WINDOW_STEPS, WINDOWS
 
 LAYERS, STEP_S, CHUNK_S, CHUNK = 4.0, 0.5, 8.0, 256
 HEAD_S = 0.25
@@ -37,23 +36,6 @@ def test_the_limit_is_a_multiple_of_the_planned_time(limits: HangLimits) -> None
     assert limits.begin(1, 0, is_step=True) == max(HANG_S, TIMES * (STEP_S + HEAD_S))
     assert limits.begin(CHUNK, 0, is_step=False) == TIMES * CHUNK_S
     assert limits.begin(CHUNK, 4096, is_step=False) > TIMES * CHUNK_S
-
-
-def test_slow_steps_show_the_speed_of_the_layers(limits: HangLimits) -> None:
-    for _ in range(WINDOWS * WINDOW_STEPS):
-        limits.ended(1, 0, 3 * (STEP_S + HEAD_S), is_step=True)
-
-    assert limits.take_layer_s() == pytest.approx(3 * STEP_S / LAYERS)
-    assert limits.take_layer_s() is None
-
-
-def test_other_jobs_do_not_show_it(limits: HangLimits) -> None:
-    for _ in range(WINDOWS * WINDOW_STEPS):
-        limits.ended(CHUNK, 0, 3 * CHUNK_S, is_step=False)
-        limits.ended(1, 10**6, 3 * STEP_S, is_step=True)  # nearly all of it is attention
-        limits.ended(7, 0, 3 * STEP_S, is_step=True)  # among the first of so many rows
-
-    assert limits.take_layer_s() is None
 
 
 def test_a_result_may_wait_for_as_many_slow_jobs_as_are_ahead_of_it() -> None:
