@@ -94,6 +94,7 @@ class Mesh:
         self._published_obstacle = ""
         self._republish_due = inf
         self._is_changed = False
+        self._suspects = set[NodeId]()  # whose link to another node was lost
 
     @property
     def alive(self) -> frozenset[NodeId]:
@@ -329,7 +330,7 @@ class Mesh:
         items, own = list(items), Amendments(())
         if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
             own = effective_terms(self.me, records.valid, records.founder)
-        before = {item.author: _peers(self.states.get(item.author)) for item in items}
+        before = {item.author: self._shown(item.author) for item in items}
         news, answers = self._replica.take(peer, contact, items, self._wall_s)
         actions = self._send(peer, answers) if self._gossips(contact) else []
         if own.terms and records.charter is not None:  # an item of an earlier run may outrank them
@@ -340,11 +341,20 @@ class Mesh:
                 actions += self._send(other, self._replica.for_peer(other, news))
         self._is_changed |= bool(news)
         for author in {item.author for item in news if item.kind is Kind.STATE}:
-            for lost in sorted(before[author] - _peers(self.states.get(author))):
-                actions += self.probe(lost, now)
+            (earlier, then), (run, peers) = before[author], self._shown(author)
+            self._suspects |= then - peers if run == earlier and peers else set()
         removals = [item for item in news if item.kind is Kind.REMOVAL]
         actions += self._tell_clients(removals)
         return [*actions, *(self._expel(now) if removals else ())]
+
+    def _shown(self, author: NodeId) -> tuple[int, set[NodeId]]:
+        """Return the run of a node, and whom it is linked to, as it has published."""
+        item, state = (
+            self._replica.records.store.get(Slot(Kind.STATE, author)), self.states.get(author)
+        )  # fmt: skip
+        return item.incarnation if item else 0, {
+            peer for peer, _ in state.links
+        } if state else set()
 
     def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
         actions: list[Action] = [self._beat_for(peer, contact, self._replica.digest, now)]
@@ -447,6 +457,8 @@ class Mesh:
             return actions
         self._is_changed = False
         self._replica.refresh(now)
+        suspects, self._suspects = sorted(self._suspects), set()
+        actions += [action for peer in suspects for action in self.probe(peer, now)]
         shown = (expires_at_s(contact.credential) for contact in self.links.values())
         self._next_expiry_s = min([self._replica.records.expires_at_s(), *shown])
         self._dials.want([peer for peer in self.profiles if self._should_dial(peer)], now)
@@ -458,8 +470,3 @@ class Mesh:
         has_left = any(state and state.lifecycle is Lifecycle.LEFT for state in states)
         is_there = peer == self.me or peer in self.links
         return bool(self.profiles[peer].addresses) and not (has_left or is_there)
-
-
-def _peers(state: StateRecord | None) -> set[NodeId]:
-    """Return the nodes that a node is linked to, as it has published."""
-    return {peer for peer, _ in state.links} if state else set()

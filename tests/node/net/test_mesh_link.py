@@ -111,6 +111,17 @@ def test_crossing_dials_leave_one_link(run: Run, apart_s: float) -> None:
     run(story)
 
 
+def test_a_probed_peer_hears_a_beat_at_once(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        heard = b.machine.links[a.me].heard
+        a.links.probe(b.me)
+        await asyncio.sleep(0.02)
+        assert b.machine.links[a.me].heard > heard
+
+    run(story)
+
+
 def test_a_lost_link_is_dialled_again(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)

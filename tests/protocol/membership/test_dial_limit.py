@@ -1,6 +1,12 @@
 """Failed dials of one target are bounded, whichever peers name it."""
 
-from meshllm.protocol.membership.dial_limit import BURST, MAX_TARGETS, PAUSE_S, DialLimit
+from meshllm.protocol.membership.dial_limit import (
+    BURST,
+    MAX_TARGETS,
+    MOST_UNANSWERED,
+    PAUSE_S,
+    DialLimit,
+)
 
 
 def test_a_silent_target_is_tried_less_and_less() -> None:
@@ -12,14 +18,17 @@ def test_a_silent_target_is_tried_less_and_less() -> None:
     assert sum(tries) <= BURST + 100 / PAUSE_S
 
 
-def test_a_target_is_tried_without_a_limit_once_a_node_answered_there() -> None:
+def test_a_target_is_tried_for_longer_where_a_node_has_answered() -> None:
     limit = DialLimit()
     for _ in range(BURST + 1):
         limit.take("a:1", now=0.0)
 
     limit.answered("a:1")
 
-    assert all(limit.take("a:1", now=0.0) for _ in range(10 * BURST))
+    tries = [limit.take("a:1", now=0.0) for _ in range(MOST_UNANSWERED + 2 * BURST)]
+    assert sum(tries) == MOST_UNANSWERED + BURST
+    limit.answered("a:1")
+    assert limit.take("a:1", now=0.0)
 
 
 def test_the_oldest_answer_is_forgotten() -> None:

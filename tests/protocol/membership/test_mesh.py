@@ -287,10 +287,16 @@ def test_a_link_that_is_lost_elsewhere_is_probed_here() -> None:
 
     lost = replace(STATE, links=((MIDDLE.node, 1),))
     actions = node.receive(LAST.node, Items((sign(LAST, lost, seq=2),)), 2.5)
+    digest = node.digest
     again = node.receive(LAST.node, Items((sign(LAST, lost, seq=3),)), 3.0)
+    node.receive(LAST.node, Items((sign(LAST, replace(STATE, links=both), seq=4),)), 3.5)
+    restarted = node.receive(LAST.node, Items((sign(LAST, lost, incarnation=9),)), 4.0)
+    alone = node.receive(LAST.node, Items((sign(LAST, STATE, incarnation=9, seq=2),)), 4.5)
 
-    assert [type(message) for message in said(actions, FOUNDER)][-1] is MeshBeat
-    assert MeshBeat not in [type(message) for message in said(again, FOUNDER)]
+    (beat,) = [message for message in said(actions, FOUNDER) if isinstance(message, MeshBeat)]
+    assert beat.digest == digest
+    for others in (again, restarted, alone):
+        assert MeshBeat not in [type(message) for message in said(others, FOUNDER)]
 
 
 def test_two_nodes_that_list_each_other_are_alive() -> None:
