@@ -247,6 +247,11 @@ class ModelRuntime:
         self.unload()
         self._loader.release_ahead()
 
+    async def unload_late(self) -> None:
+        """Release what a load has brought that could not be stopped, and free its memory."""
+        await self.worker.run(self._loader.release)
+        await self.tidy()
+
     async def tidy(self) -> None:
         """Free the memory of what was released, once nothing uses it."""
         await self.worker.run(self._loader.tidy)

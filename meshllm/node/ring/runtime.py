@@ -34,6 +34,7 @@ from meshllm.protocol.ring.forming import (
     Stop,
 )
 from meshllm.protocol.ring.hang import HangLimits
+from meshllm.protocol.ring.slowdown import Slowdown
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, NeighbourLink
 from meshllm.protocol.session.messages import Hello
@@ -47,6 +48,12 @@ MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before 
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], Coroutine[Any, Any, None]]
+
+
+_LATE = (
+    None,
+    True,
+)  # equals nothing that is foreseen: the next `prepare` releases what came too late
 
 
 class RuntimeHost(Protocol):
@@ -145,6 +152,7 @@ class RingRuntime:
         self._recomputed = 0  # by earlier spans
         self._store: SessionStore | None = None
         self._limits = HangLimits()  # of the jobs of the span
+        self._slowdown = Slowdown()
         self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
         self._preparing: asyncio.Task[None] | None = None
         self.prepared: Plan | None = None
@@ -185,8 +193,8 @@ class RingRuntime:
         return self._recomputed + (self._span.layers.recomputed if self._span else 0)
 
     def take_layer_s(self) -> float | None:
-        """See `HangLimits.take_layer_s`."""
-        return self._limits.take_layer_s()
+        """See `Slowdown.take_layer_s`."""
+        return self._slowdown.take_layer_s()
 
     @property
     def entry(self) -> EntryNode | None:
@@ -205,7 +213,7 @@ class RingRuntime:
             if plan and plan.rank(self._me) is not None:
                 self._foreseen = None, False  # what it needs is not released before it is used
             elif self._foreseen[0] is None:  # the last plan was replaced before it used that
-                self._foreseen = self.preloaded, False
+                self._foreseen = _LATE
             self._act(self._machine.follow(plan, loop_time()))
 
     def prepare(self, plan: Plan | None, *, is_urgent: bool = False) -> None:
@@ -296,7 +304,7 @@ class RingRuntime:
                         self._links[number].stop_watching()
                 return partial(self._serve, plan, before, after)
             case Stop():
-                return self._model.tidy if self._is_free else None
+                return self._model.unload_late if self._is_free else None
 
     async def _until_replaced(self) -> None:
         """Run the current job until another one replaces it; wait for its end."""
@@ -392,6 +400,8 @@ class RingRuntime:
             self._act(self._machine.unloadable(error, loop_time()))
         else:
             self._act(self._machine.loaded(loop_time()))
+        if self._foreseen[0] is None:
+            self._foreseen = _LATE
 
     async def _dial(self, node: NodeId) -> None:
         try:
@@ -488,6 +498,11 @@ class RingRuntime:
         times = self._host.times(plan)
         if times:
             self._limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
+        has_head = span.entry is not None and span.entry.head is None
+        self._slowdown.plan(
+            times.ranks[rank] if times else None, times.head_s if times and has_head else 0.0
+        )
+        span.layers.on_step = self._slowdown.note
         if span.entry is not None:
             config = EntryConfig(
                 ring,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
+from meshllm.protocol.ring import slowdown
 from meshllm.protocol.ring.forming import Begin
 from meshllm.protocol.session.codec import encode
 from meshllm.protocol.session.link import SILENCE
@@ -205,6 +207,26 @@ def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
             a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, LinkSpeed(0.0)),), 0.0, 8)
             assert before == usual_pace(2000, 1)
             assert entry.pace(2000, 1).chunk == a.known.best_pace(2000, 1).chunk != before.chunk
+
+    run_virtual(main())
+
+
+def test_steps_of_answers_show_how_fast_the_layers_are(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LEAST_S", "WINDOW_S"):
+        monkeypatch.setattr(slowdown, name, 0.0)
+    monkeypatch.setattr(slowdown, "WINDOW_STEPS", 1)
+
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            offered = replace(offer(A, 6), layer_s=((1, 1e-9),))
+            a.known = RingTimes((RankTimes(offered, 6.0, LinkSpeed(0.0)),), 0.0, 8)
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            while (layer_s := a.runtime.take_layer_s()) is None:
+                await tokens(a)
+            assert layer_s > 1e-9
 
     run_virtual(main())
 
@@ -533,6 +555,40 @@ def test_layers_for_a_plan_that_was_replaced_at_once_are_released(world: World) 
             await until(lambda: standby.runtime.preloaded is None)
 
             assert not standby.runtime._model.runners
+
+    run_virtual(main())
+
+
+class SlowThread(Executor):
+    """Takes 5 s of virtual time for each function, and cannot be stopped in one."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        loop, future = asyncio.get_running_loop(), Future[Any]()
+        future.set_running_or_notify_cancel()
+        self._free_at = max(self._free_at, loop.time()) + 5
+        loop.call_at(self._free_at, lambda: future.set_result(function(*args, **more)))
+        return future
+
+
+@pytest.mark.parametrize("apart_s", [0, 1, 12])
+def test_layers_that_are_loaded_too_late_are_released(world: World, apart_s: int) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            standby = await served_without_c(world)
+            standby.runtime._model.worker._executor = SlowThread()
+            standby.runtime.prepare(AFTER, is_urgent=True)
+            await asyncio.sleep(7)  # it loads
+            standby.runtime.follow(AFTER)
+            await asyncio.sleep(apart_s)
+            world.follow(replace(BOTH, epoch=3))
+            for _ in range(3):
+                standby.runtime.prepare(None)
+                await asyncio.sleep(60)
+
+            assert (standby.runtime.preloaded, standby.runtime._model.runners) == (None, set())
 
     run_virtual(main())
 

@@ -194,10 +194,8 @@ LONG, CHUNK = tuple((7 * i + 3) % 61 for i in range(90)), 4
 UNDER_WAY = 4 * CHUNK  # rows of chunks that had not been all round the ring
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix_bytes"),  # in turn: which layers are lost and what is cached do not interact
-    [(name, None if at % 2 else 0) for at, name in enumerate(TAKEOVERS)],
-)
+@pytest.mark.parametrize("prefix_bytes", [None, 0], ids=["prefix cache", "none"])
+@pytest.mark.parametrize("name", TAKEOVERS)
 def test_a_loss_within_the_prompt_costs_the_lost_layers_and_chunks_under_way(
     llama: Path, rows: Rows, name: str, prefix_bytes: int | None
 ) -> None:
