@@ -2,7 +2,8 @@
 
 The interfaces are the command `meshllm` and its HTTP API: from Python, use `meshllm serve` with any
 client of OpenAI's API, or `meshllm chat --json`. Modules may change in any release, except what a
-transport plugin needs: `meshllm.transport.contract` and `meshllm.testing`.
+transport plugin needs: `meshllm.transport`, `meshllm.errors`, `meshllm.names` and
+`meshllm.testing`.
 """
 
 __version__ = "0.1.0"

@@ -81,7 +81,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
     def handle(self, record: logging.LogRecord) -> bool:
         if record.name == "asyncio":
             text = record.getMessage()
-            if text.startswith("Exception in callback") and "._start_serving(" in text:
+            is_retry = text.startswith("Exception in callback") and "._start_serving(" in text
+            if is_retry and record.exc_info and isinstance(record.exc_info[1], ValueError):
                 return False
             if text.startswith("socket.accept() out of system resource"):
                 if record.created < self._silent_until:

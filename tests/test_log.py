@@ -178,8 +178,9 @@ def test_a_lack_of_files_is_one_line_a_minute(
 
     for _ in range(1000):  # as the loop does for each attempt
         loop.call_exception_handler(context)
-    closed = {"message": "Exception in callback X._start_serving(<function>)", "exception": error}
-    loop.call_exception_handler(closed)
+    retry = {"message": "Exception in callback X._start_serving(<function>)"}
+    closed = ValueError("Invalid file descriptor: -1")
+    loop.call_exception_handler({**retry, "exception": closed})
     (line,) = capsys.readouterr().err.splitlines()
     loop.call_exception_handler({"message": "Exception in callback f()", "exception": error})
     loop.close()

@@ -192,6 +192,6 @@ def _bind_first(addresses: Sequence[tuple[int, str]], port: int) -> socket.socke
     try:
         return socket.create_server((address, port), family=family)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL or not addresses[1:]:
+        if error.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} or not addresses[1:]:
             raise
     return _bind_first(addresses[1:], port)

@@ -178,8 +178,9 @@ def _accounts(chosen: Settings) -> "Iterator[Accounts]":
         try:
             yield accounts
         except sqlite3.Error as error:  # such as a full disk
-            text = f"The keys in `{state_path(chosen)}` cannot be changed: {error}"
-            raise MeshError(text, hint="free space on its disk") from None
+            text = f"The keys in `{state_path(chosen)}` cannot be read or changed: {error}"
+            hint = "free space on its disk" if "full" in str(error) else None
+            raise MeshError(text, hint=hint) from None
 
 
 def _row(key: "ApiKey", now: float) -> tuple[object, ...]:

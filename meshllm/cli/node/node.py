@@ -119,6 +119,8 @@ def run_node(
     set_up(invocation, config)
     options = _options(config)
     _check_early(options)
+    if make_provider is None:
+        _check_model(options)
     chosen = config.settings
     notify = _log if chosen.log_format == "json" else _say
     with ExitStack() as stack:  # errors of a door are shown before torch is loaded
@@ -161,30 +163,32 @@ def _check_early(options: "NodeOptions") -> None:
         _check_host(address)
     for address in options.advertise:
         _check_dialable(address, options.transports)
-    _check_models(options, founds=options.join is None and store.credential is None)
     with store.locked():
         return
 
 
-def _check_models(options: "NodeOptions", *, founds: bool) -> None:
+def _check_model(options: "NodeOptions") -> None:
     """Raise `ModelError` for a name of no model, and for one that a founder does not have.
 
-    Other nodes of a mesh that exists may send a model that this machine lacks.
+    Other nodes of a mesh that exists may send a model that this machine lacks, and further models
+    that are not here are left out.
     """
     from meshllm.model.locate import find_folder
+    from meshllm.node.membership.state_store import StateStore
 
-    names = () if options.model is None else (options.model, *options.more_models)
-    for name in names:
-        try:
-            find_folder(name)
-        except ModelMissing:
-            if founds and name == options.model:
-                raise
+    if options.model is None:
+        return
+    try:
+        find_folder(options.model)
+    except ModelMissing:
+        if options.join is None and StateStore.open(options.state).credential is None:
+            raise
 
 
 def _check_host(address: str) -> None:
     """Raise `UserError` for an address at which no node would dial this one: a path."""
-    if "/" in address and "//" not in address:
+    rest = address.partition(":")[2]
+    if "/" in address and (not rest.startswith("//") or rest.startswith("///")):
         raise UserError(
             f"Nodes do not dial an address such as `{address}`",
             hint="listen on `SCHEME://HOST:PORT`, or on `SCHEME:NAME`",

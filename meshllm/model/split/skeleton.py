@@ -22,6 +22,7 @@ from meshllm.names import Span
 
 warm_up_onemkl()  # on import: before any model runs, stock ones too
 
+MAX_ANATOMIES = 64
 _ANATOMIES = dict[tuple[type, str], Anatomy]()  # by class and config: a third of a build
 
 
@@ -94,6 +95,8 @@ def build(config: Any, dtype: torch.dtype, attention: str | None = None) -> Skel
         ) from error
     key = kind, config.to_json_string()
     if key not in _ANATOMIES:
+        if len(_ANATOMIES) >= MAX_ANATOMIES:
+            _ANATOMIES.clear()
         _ANATOMIES[key] = examine(model, layers)
     return Skeleton(model, _ANATOMIES[key], layers)
 

@@ -7,6 +7,7 @@ connection is down: QUIC retransmits.
 import asyncio
 import logging
 import os
+import socket
 import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -156,8 +157,8 @@ class RelayStream:
 def _reason(error: Exception) -> str:
     """Return why no stream opened; asyncio puts the address and its own words into an OSError."""
     match error:
-        case ssl.SSLError():  # also an OSError, with numbers of its own
+        case ssl.SSLError() | socket.gaierror():  # also OSErrors, with numbers of their own
             pass
-        case OSError(errno=int(code)) if code > 0:  # those of the resolver are negative
+        case OSError(errno=int(code)) if code > 0:
             return os.strerror(code).lower()
     return str(error) or type(error).__name__
