@@ -24,8 +24,7 @@ HYBRID = ["qwen3_next", "jamba", "falcon_h1", "granitemoehybrid"]
 STATE = ["mamba", "mamba2"]
 CONVOLUTION = ["lfm2", "lfm2_moe"]
 ALIKE = [  # built like another family here: only the slow tests run them too
-    *("qwen2", "qwen3", "opt", "stablelm", "biogpt", "qwen3_moe", "olmoe", "granitemoe"),
-    *("olmo3", "mpt", "lfm2_moe"),
+    *("qwen2", "stablelm", "qwen3_moe", "olmoe", "granitemoe", "olmo3", "lfm2_moe"),
 ]
 FORGETFUL = ["jamba", "mamba"]  # whose stock forward drops its state in a second chunk
 EYE = {
