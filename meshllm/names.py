@@ -35,6 +35,7 @@ path
     how the bytes of a link travel: **direct** or through a relay.
 """
 
+from base64 import b32encode
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Self
@@ -63,6 +64,7 @@ FIRST_GROUP = GroupId(b"")
 """The first replica of a mesh's first model, the only group of earlier versions."""
 
 NODE_ID_BYTES = 32
+SHORT_LETTERS = 7  # of a node id in its short form
 MODEL_KEY_BYTES = 8
 GROUP_BYTES = MODEL_KEY_BYTES + 1
 SESSION_ID_BYTES = 16
@@ -135,3 +137,8 @@ class WireMode(StrEnum):
     """8 bits with a scale per 32 values: half the bytes of bfloat16, lossy."""
     AUTO = "auto"
     """`INT8` on links slow enough for that to pay, unless the model is a mixture of experts."""
+
+
+def short(node: NodeId) -> str:
+    """Return the start of a node id as text, for display only: look-alikes can be generated."""
+    return b32encode(node[:SHORT_LETTERS]).decode()[:SHORT_LETTERS].rstrip("=").lower()

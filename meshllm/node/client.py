@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import LossCause, NodeId
+from meshllm.names import LossCause, NodeId, short
 from meshllm.node.membership.bootstrap import (
     check_client_ticket,
     client_folder,
@@ -46,7 +46,6 @@ from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.handshake import Own
-from meshllm.protocol.trust.identity import short
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
 from meshllm.status import ModelStatus

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
-from meshllm.names import Digest, NodeId, Quant
+from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
@@ -24,7 +24,6 @@ from meshllm.protocol.trust.identity import parse_node, show
 
 SELF = "self"
 """Names this node in ``entry``."""
-SHORT_LETTERS = 7  # of an id in its short form
 
 
 def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest) -> Charter:

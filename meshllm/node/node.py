@@ -30,7 +30,7 @@ from meshllm import __version__
 from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.local_files import keep_temporary_files
-from meshllm.names import MeshId, NodeId
+from meshllm.names import MeshId, NodeId, short
 from meshllm.node.charter_editor import CharterEditor
 from meshllm.node.founding import with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
@@ -61,7 +61,6 @@ from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_LABEL_BYTES, Profile
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, check
 from meshllm.protocol.trust.handshake import Own
-from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Transport
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch

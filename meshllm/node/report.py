@@ -6,7 +6,7 @@ from dataclasses import asdict
 from blake3 import blake3
 
 from meshllm.errors import UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant, short
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.trial import Trial
 from meshllm.protocol.membership.charter import Charter
@@ -21,7 +21,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.planning.problem import room_tokens
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.identity import short, show
+from meshllm.protocol.trust.identity import show
 from meshllm.status import (
     Change,
     LinkStatus,

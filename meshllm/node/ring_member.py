@@ -37,7 +37,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.names import FIRST_GROUP, GroupId, LossCause, ModelKey, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, ModelKey, NodeId, short
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
@@ -56,7 +56,7 @@ from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.handover import Outlook
 from meshllm.protocol.ring.interruption import RingPlan, explain
-from meshllm.protocol.trust.identity import short, show
+from meshllm.protocol.trust.identity import show
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 from meshllm.request import Backend
 

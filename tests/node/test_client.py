@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import LossCause, NodeId
+from meshllm.names import LossCause, NodeId, short
 from meshllm.node import client as thin_module
 from meshllm.node.client import (
     ASK_S,
@@ -27,7 +27,6 @@ from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
-from meshllm.protocol.trust.identity import short
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
 from meshllm.testing.clock import run_virtual

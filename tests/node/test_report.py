@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.names import GroupId, LossCause, Quant
+from meshllm.names import GroupId, LossCause, Quant, short
 from meshllm.node.requests.router import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.membership.records import Lifecycle, Profile
 from meshllm.protocol.planning.plan import Links
-from meshllm.protocol.trust.identity import short, show
+from meshllm.protocol.trust.identity import show
 from meshllm.request import HopReport
 from meshllm.status import (
     LinkStatus,

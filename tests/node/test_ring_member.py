@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, ModelError
-from meshllm.names import FIRST_GROUP, Digest, GroupId, LossCause, NodeId
+from meshllm.names import FIRST_GROUP, Digest, GroupId, LossCause, NodeId, short
 from meshllm.node.ring_member import BUSY_S, CALM_S, FORM_S, HANGS, LOAD_S, RingMember
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
@@ -22,7 +22,6 @@ from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import LINK_S
 from meshllm.protocol.ring.handover import Outlook
-from meshllm.protocol.trust.identity import short
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile

@@ -27,14 +27,13 @@ from functools import lru_cache
 from math import inf
 from unittest.mock import patch
 
-from meshllm.names import NodeId, Span
+from meshllm.names import NodeId, Span, short
 from meshllm.node import planner
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.identity import short
 from meshllm.request import Answer, Event, Request
 from tests.simulation.machines import Process, process_here
 from tests.simulation.toy import LAYERS

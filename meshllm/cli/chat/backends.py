@@ -125,8 +125,8 @@ def _announce(reader: str) -> None:
 
 def _inviter(chosen: Settings) -> str:
     """Name the inviter of a client's ticket; raise for one that cannot be used."""
+    from meshllm.names import short
     from meshllm.node.membership.bootstrap import check_client_ticket
-    from meshllm.protocol.trust.identity import short
 
     return short(check_client_ticket(chosen.join or "", state_path(chosen)).inviter)
 

@@ -118,9 +118,9 @@ async def _serve_running(chosen: Settings, address: str) -> None:
 async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
     """Serve the mesh of a client's ticket until a signal."""
     from meshllm.cli.shared.signals import draining
+    from meshllm.names import short
     from meshllm.node.client import open_mesh_client
     from meshllm.node.client_control import ClientControl
-    from meshllm.protocol.trust.identity import short
 
     with draining() as drain:
         async with open_mesh_client(chosen.join or "", state_path(chosen)) as client:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ParamSpec, Protocol, assert_never
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, short
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import AdmissionPolicy, SecureLink, secure_accept
@@ -40,7 +40,6 @@ from meshllm.protocol.membership.read_budget import ReadBudget
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.handshake import Purpose
-from meshllm.protocol.trust.identity import short
 from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed

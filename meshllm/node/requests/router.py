@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, TimedOut, UserError
-from meshllm.names import GroupId, LossCause, NodeId
+from meshllm.names import GroupId, LossCause, NodeId, short
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
@@ -48,7 +48,7 @@ from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.identity import short, show
+from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField

@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
-from meshllm.names import Digest, NodeId
+from meshllm.names import Digest, NodeId, short
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
     FileChunk,

@@ -1,6 +1,7 @@
 """One-line advice on what would make the ring faster."""
 
 from meshllm.errors import MeshError
+from meshllm.names import short
 from meshllm.protocol.agreement.agreement import GAIN, Agreement
 from meshllm.protocol.agreement.relaxation import Best, PlanningInput, find_missing_link
 from meshllm.protocol.membership.charter import Charter
@@ -8,7 +9,6 @@ from meshllm.protocol.planning.partition import token_time
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.policies import POLICIES, make_plan
 from meshllm.protocol.planning.prediction import Prediction, predict
-from meshllm.protocol.trust.identity import short
 
 NETWORK_SHARE = 0.5  # of the time per token; above this, network latency dominates
 

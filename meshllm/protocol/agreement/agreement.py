@@ -37,7 +37,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshllm.errors import UserError
-from meshllm.names import NodeId, Span
+from meshllm.names import NodeId, Span, short
 from meshllm.protocol.agreement.candidates import (
     MeshView,
     count_lacking,
@@ -60,7 +60,6 @@ from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.planning.problem import Problem, pose
-from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
 GAIN = 0.15  # of the time per token; less may be noise and does not justify reloading layers

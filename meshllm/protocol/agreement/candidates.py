@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from meshllm.errors import PeerFault
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span, short
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -25,7 +25,6 @@ from meshllm.protocol.planning.plan import (
     Offer,
     Plan,
 )
-from meshllm.protocol.trust.identity import short
 from meshllm.protocol.weights.holders import awaits_weights
 
 NEAR_US = 250  # shorter round trips count as this: the difference is noise next to compute time

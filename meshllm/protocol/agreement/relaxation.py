@@ -3,14 +3,13 @@
 from dataclasses import dataclass, replace
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, short
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.planning.partition import Division
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
 from meshllm.protocol.planning.problem import Problem, pose
-from meshllm.protocol.trust.identity import short
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from meshllm.names import (
     ModelKey,
     NodeId,
     Quant,
+    short,
 )
 from meshllm.protocol.binary import RECORD_VERSION, Reader, open_record, sized, start_record
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
@@ -44,7 +45,6 @@ from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends, ModelSizes
 from meshllm.protocol.planning.policies import AUTO, POLICIES
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.identity import short
 
 MAX_WIDTH = 1 << 20  # of a hidden state; the largest published is 18432
 MAX_SESSIONS = 4096

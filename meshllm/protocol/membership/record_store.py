@@ -21,7 +21,7 @@ from math import inf
 from typing import TypeAlias, assert_never
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.names import MeshId, NodeId
+from meshllm.names import MeshId, NodeId, short
 from meshllm.protocol.membership.charter import Amendments, Charter, merge, overruled
 from meshllm.protocol.membership.codec import (
     BRANCH_REMOVALS,
@@ -73,7 +73,7 @@ class RecordStore:
             return False
         record = _read(item) if item.kind in _RECORDS else None
         if not item.is_signed(self.mesh):
-            raise PeerFault(f"Item of node `{item.author.hex()[:12]}` with a forged signature")
+            raise PeerFault(f"Item of node `{short(item.author)}` with a forged signature")
         if record is None:
             self.store.keep(item)
             return True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
 from meshllm.errors import UserError
-from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span
+from meshllm.names import DIGEST_BYTES, SESSION_ID_BYTES, Digest, SessionId, Span, short
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer, Plan
 from meshllm.protocol.session.codec import MAX_ROWS, size
 from meshllm.protocol.session.messages import Blob, Data, DType, Flags
@@ -140,7 +140,7 @@ def ring_times(plan: Plan, offers: Sequence[Offer], links: Links, shape: ModelSi
     by_node = {offer.node: offer for offer in offers}
     nodes = [stage.node for stage in plan.stages]
     if missing := [node for node in nodes if node not in by_node]:
-        raise UserError(f"Node `{missing[0].hex()[:12]}` is in the plan but made no offer")
+        raise UserError(f"Node `{short(missing[0])}` is in the plan but made no offer")
     pairs = list(zip(nodes, (*nodes[1:], nodes[0]), strict=True))
     wires = [links.between(*pair) for pair in pairs] if len(pairs) > 1 else [LinkSpeed(0.0)]
     ranks = tuple(

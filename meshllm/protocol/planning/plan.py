@@ -15,7 +15,7 @@ from typing import Self
 from blake3 import blake3
 
 from meshllm.errors import PeerFault, UserError
-from meshllm.names import NODE_ID_BYTES, Digest, NodeId, Span
+from meshllm.names import NODE_ID_BYTES, Digest, NodeId, Span, short
 from meshllm.protocol.session.messages import MAX_RANKS
 
 MAX_NAME_BYTES = 512  # of UTF-8; a Hugging Face name has at most 96 characters on each side of `/`
@@ -55,12 +55,12 @@ class Offer:
         rows = [0, *(count for count, _ in self.layer_s)]
         if not self.layer_s or any(low >= high for low, high in pairwise(rows)):
             raise UserError(
-                f"Cost table of node `{self.node.hex()[:12]}` needs rising rows, not {rows[1:]}"
+                f"Cost table of node `{short(self.node)}` needs rising rows, not {rows[1:]}"
             )
         for _, seconds in self.layer_s:
             _check_seconds(seconds)
             if seconds == 0:
-                raise UserError(f"Node `{self.node.hex()[:12]}` offers layers that take 0 s")
+                raise UserError(f"Node `{short(self.node)}` offers layers that take 0 s")
         _check_seconds(self.head_s)
 
     def layer_seconds(self, rows: int) -> float:

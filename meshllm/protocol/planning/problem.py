@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Self
 
 from meshllm.errors import UserError
-from meshllm.names import NodeId, Span
+from meshllm.names import NodeId, Span, short
 from meshllm.protocol.planning.plan import Ends, Links, ModelSizes, Offer, Plan, PlanConstraints
 
 HEADROOM_PERCENT = 20  # of a node's memory: activations, fragmentation, what its offer missed
@@ -169,7 +169,7 @@ def kv_rooms(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[int
     """
     by_node = {offer.node: offer for offer in offers}
     if missing := [stage.node for stage in plan.stages if stage.node not in by_node]:
-        raise UserError(f"Node `{_short(missing[0])}` is in the plan but made no offer")
+        raise UserError(f"Node `{short(missing[0])}` is in the plan but made no offer")
     rooms = []
     for rank, stage in enumerate(plan.stages):
         weights = sum(shape.layer_bytes[stage.span.start : stage.span.stop])
@@ -251,7 +251,7 @@ def _time(seconds: float) -> int:
 def _check(terms: PlanConstraints, numbers: Mapping[NodeId, int], shape: ModelSizes) -> None:
     for node in {*terms.spans, *filter(None, [terms.entry])}:
         if node not in numbers or node in terms.exclude:
-            raise UserError(f"Node `{_short(node)}` is required but excluded, or made no offer")
+            raise UserError(f"Node `{short(node)}` is required but excluded, or made no offer")
     _check_counts(terms, shape)
     _check_spans(terms, shape)
     if terms.ends is Ends.CLIENT:
@@ -261,7 +261,7 @@ def _check(terms: PlanConstraints, numbers: Mapping[NodeId, int], shape: ModelSi
         for node, span in terms.spans.items():
             if (span.start == 0) != (node == terms.entry):
                 raise UserError(
-                    f"Node `{_short(node)}` cannot hold `{span}`: layer 0 is on the entry"
+                    f"Node `{short(node)}` cannot hold `{span}`: layer 0 is on the entry"
                 )
 
 
@@ -285,7 +285,3 @@ def _check_spans(terms: PlanConstraints, shape: ModelSizes) -> None:
                 f"Span `{span}` is empty, overlaps another, or ends above layer {shape.layers}"
             )
         stop = span.stop
-
-
-def _short(node: NodeId) -> str:
-    return node.hex()[:12]

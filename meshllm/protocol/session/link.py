@@ -27,7 +27,7 @@ from enum import Enum, auto
 from typing import get_args
 
 from meshllm.errors import PeerFault
-from meshllm.names import NodeId
+from meshllm.names import NodeId, short
 from meshllm.protocol.session.messages import (
     Beat,
     Hello,
@@ -171,7 +171,7 @@ class NeighbourLink:
                 f" `{ours.plan.hex()[:12]}`, both at epoch {ours.epoch}"
             )
         if self.peer not in {None, theirs.node}:
-            raise PeerFault(f"Unexpected node `{theirs.node.hex()[:12]}` at the other end")
+            raise PeerFault(f"Unexpected node `{short(theirs.node)}` at the other end")
         self.peer = theirs.node
 
     def _measure(self, beat: Beat, now: float) -> None:

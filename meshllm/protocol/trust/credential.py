@@ -17,8 +17,8 @@ from typing import Self
 import blake3
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.names import MESH_ID_BYTES, NODE_ID_BYTES, MeshId, NodeId
-from meshllm.protocol.trust.identity import NodeKey, short, verify
+from meshllm.names import MESH_ID_BYTES, NODE_ID_BYTES, MeshId, NodeId, short
+from meshllm.protocol.trust.identity import NodeKey, verify
 
 MAX_CHAIN = 16  # certificates, one per invitation
 MAX_SPARED = 256  # members spared by one removal: 8 KiB of a record

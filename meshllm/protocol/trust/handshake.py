@@ -57,10 +57,10 @@ from enum import Enum, IntEnum, IntFlag, auto
 from struct import Struct
 
 from meshllm.errors import NotAuthorised, PeerFault
-from meshllm.names import MeshId, NodeId
+from meshllm.names import MeshId, NodeId, short
 from meshllm.protocol.session.messages import PROTOCOL_MINOR
 from meshllm.protocol.trust.credential import Credential, Removals, Role, check
-from meshllm.protocol.trust.identity import NodeKey, short
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
 

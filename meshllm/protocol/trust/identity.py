@@ -85,11 +85,6 @@ def show(node: NodeId) -> str:
     return "-".join(checked[place : place + _GROUP] for place in range(0, len(checked), _GROUP))
 
 
-def short(node: NodeId) -> str:
-    """Return the start of a node id, for display only: look-alikes can be generated."""
-    return show(node)[:_GROUP]
-
-
 def parse_node(text: str) -> NodeId:
     """Parse the output of `show`, in upper or lower case, with or without dashes and spaces.
 

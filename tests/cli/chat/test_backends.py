@@ -18,9 +18,10 @@ from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
 from meshllm.config import Scalar, keys, load
+from meshllm.names import short
 from meshllm.node.membership.bootstrap import client_folder
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.identity import NodeKey, short
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
 from meshllm.status import RingState, ServedRing
 from tests.builders.fake_node import FOX, FakeNode

@@ -2,8 +2,9 @@ import json
 import stat
 from pathlib import Path
 
+from meshllm.names import short
 from meshllm.node.membership.state_store import StateStore
-from meshllm.protocol.trust.identity import parse_node, short, show
+from meshllm.protocol.trust.identity import parse_node, show
 from tests.cli.conftest import Invoke
 
 

@@ -1,9 +1,8 @@
 from dataclasses import replace
 
-from meshllm.names import Span
+from meshllm.names import Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C
 from tests.builders.snapshots import World, charter, profile, weights
 

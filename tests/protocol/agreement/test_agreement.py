@@ -3,14 +3,13 @@ from typing import Any
 
 import pytest
 
-from meshllm.names import GroupId, NodeId, Span
+from meshllm.names import GroupId, NodeId, Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.relaxation import nodes_of
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
-from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C, D, model, node, spans
 from tests.builders.snapshots import World, charter, profile, weights
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.names import Digest, NodeId, Span
+from meshllm.names import Digest, NodeId, Span, short
 from meshllm.protocol.agreement.candidates import (
     MAX_BYTES_PER_S,
     MAX_MEMORY_BYTES,
@@ -14,7 +14,6 @@ from meshllm.protocol.agreement.candidates import (
     first_mismatch,
 )
 from meshllm.protocol.membership.records import MAX_BYTES, Lifecycle, Profile, StateRecord
-from meshllm.protocol.trust.identity import short
 from tests.builders.offers import A, B, C, D, model
 from tests.builders.snapshots import World, charter, profile, weights
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
-from meshllm.names import Digest, NodeId, Quant
+from meshllm.names import Digest, NodeId, Quant, short
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
     FOUNDER_TERMS,
@@ -37,7 +37,6 @@ from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBE
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.identity import short
 from tests.builders.identities import CHARTER, SHAPE
 from tests.property.mesh_strategies import TEXTS, amendments, charters
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import pytest
 
 from meshllm.errors import PeerFault
+from meshllm.names import short
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
@@ -40,7 +41,7 @@ from meshllm.protocol.membership.link_table import (
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.trust.credential import Role, issue, remove
-from meshllm.protocol.trust.identity import NodeKey, short
+from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
     CLIENT,

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.errors import ModelError, UserError
-from meshllm.names import Span
+from meshllm.names import Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.relaxation import to_division
 from meshllm.protocol.membership.charter import Amendments, Term, merge
@@ -450,7 +450,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
     [
         (
             PlanConstraints(entry=D),
-            f"Node `{D.hex()[:12]}` is required but excluded, or made no offer",
+            f"Node `{short(D)}` is required but excluded, or made no offer",
         ),
         (PlanConstraints(entry=A, exclude=[A]), "made no offer"),
         (PlanConstraints(spans={D: Span(0, 1)}), "made no offer"),
@@ -467,11 +467,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing(
         (PlanConstraints(ends=Ends.CLIENT, entry=A, spans={A: Span(0, 1)}), "without a span"),
         (
             PlanConstraints(entry=A, spans={B: Span(0, 1)}),
-            "`626262626262` cannot hold `0:1`: layer 0",
+            "`mjrgeyt` cannot hold `0:1`: layer 0",
         ),
         (
             PlanConstraints(entry=A, spans={A: Span(1, 2)}),
-            "`616161616161` cannot hold `1:2`: layer 0",
+            "`mfqwcyl` cannot hold `1:2`: layer 0",
         ),
         (PlanConstraints(sessions=0), "0 sessions"),
     ],

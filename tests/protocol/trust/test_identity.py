@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import UserError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, short
 from meshllm.protocol.trust import identity as module
 from meshllm.protocol.trust.identity import (
     NodeKey,
     agreement_key,
     parse_node,
-    short,
     show,
     verify,
 )
