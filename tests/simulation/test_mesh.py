@@ -219,7 +219,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
 )
 def test_a_broken_machine_is_found(mutant: tuple[str, object]) -> None:
     with patch(*mutant), patch("tests.simulation.mesh_schedule.BOUND", 30):
-        assert any(Schedule(seed).run() for seed in range(60))
+        assert any(Schedule(seed).run() for seed in range(160))
 
 
 def test_a_state_is_gossiped_to_the_last_field() -> None:

@@ -31,7 +31,7 @@ def test_a_full_disk_is_reported(meshllm: Invoke, monkeypatch: pytest.MonkeyPatc
     result = meshllm("key", "create", "laptop")
 
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "cannot be changed: database or disk is full\nhint: free space" in result.stderr
+    assert "cannot be read or changed: database or disk is full\nhint: free space" in result.stderr
 
 
 def test_limits_are_stored(meshllm: Invoke) -> None:
