@@ -35,7 +35,7 @@ SLOW = 2.0  # change of the speed that is published, as a factor
 FAST = 1.4  # times as slow as measured, and less: as fast as measured
 MOST_SLOW = 64.0  # times as slow as measured that are published
 RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
-WATCH_S = 1.0  # s between two checks of the compute thread,
+WATCH_S = 1.0  # s between two checks of the speed, and of the compute thread,
 WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
 
 logger = logging.getLogger(__name__)
@@ -197,13 +197,15 @@ class NodeOffer:
             slow = 1.0
         else:
             return
-        if SLOW * min(slow, self._slow) > max(slow, self._slow):
+        is_small = SLOW * min(slow, self._slow) > max(slow, self._slow)
+        if slow == self._slow or (is_small and slow != 1.0):
             return
         if slow == 1.0:
             logger.info("layers take as long as measured again, or nothing is known of them")
             self._restore_s = self._restore_s if seen_s is None else RESTORE_S / 2
         else:
             logger.warning("layers take %.1f times as long as when they were measured", slow)
+        if slow > self._slow:
             self._restore_s = min(2 * self._restore_s, LAST_RESTORE_S)
         self._slow = slow
         self._show(is_open=True)
