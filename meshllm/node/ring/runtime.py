@@ -50,10 +50,8 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], Coroutine[Any, Any, None]]
 
 
-_LATE = (
-    None,
-    True,
-)  # equals nothing that is foreseen: the next `prepare` releases what came too late
+_LATE = None, True
+"""Equals nothing that is foreseen, so that the next `prepare` releases what came too late."""
 
 
 class RuntimeHost(Protocol):

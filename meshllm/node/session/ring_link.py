@@ -8,6 +8,7 @@ from typing import assert_never
 
 from meshllm.errors import LinkLost, MeshError, PeerFault
 from meshllm.node.net.secure import SecureLink
+from meshllm.node.timer import loop_time
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import BEAT, Action, Deliver, Lost, NeighbourLink, Send
 from meshllm.protocol.session.messages import Beat, Forward, Message, SessionMessage
@@ -169,7 +170,7 @@ class RingLink:
     def _note(self, message: Message, parts: list[contract.Buffer]) -> None:
         if self._debug:
             logger.debug("> %s, %d B", type(message).__name__, sum(map(len, parts)))
-        self._machine.sent(asyncio.get_running_loop().time())
+        self._machine.sent(loop_time())
 
 
 class Neighbours:

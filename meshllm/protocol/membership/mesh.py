@@ -342,19 +342,18 @@ class Mesh:
         self._is_changed |= bool(news)
         for author in {item.author for item in news if item.kind is Kind.STATE}:
             (earlier, then), (run, peers) = before[author], self._shown(author)
-            self._suspects |= then - peers if run == earlier and peers else set()
+            if run == earlier and peers:  # else it has just started, or is apart itself
+                self._suspects |= then - peers
         removals = [item for item in news if item.kind is Kind.REMOVAL]
         actions += self._tell_clients(removals)
         return [*actions, *(self._expel(now) if removals else ())]
 
     def _shown(self, author: NodeId) -> tuple[int, set[NodeId]]:
         """Return the run of a node, and whom it is linked to, as it has published."""
-        item, state = (
-            self._replica.records.store.get(Slot(Kind.STATE, author)), self.states.get(author)
-        )  # fmt: skip
-        return item.incarnation if item else 0, {
-            peer for peer, _ in state.links
-        } if state else set()
+        records = self._replica.records
+        item, state = records.store.get(Slot(Kind.STATE, author)), records.states.get(author)
+        links = state.links if state else ()
+        return item.incarnation if item else 0, {peer for peer, _ in links}
 
     def _greet(self, peer: NodeId, contact: Contact, now: float) -> list[Action]:
         actions: list[Action] = [self._beat_for(peer, contact, self._replica.digest, now)]

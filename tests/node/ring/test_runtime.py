@@ -500,6 +500,14 @@ async def served_without_c(world: World) -> Place:
     return world.places[C]
 
 
+async def prepared_c(world: World) -> Place:
+    """Form a ring of A and B; return C, which has loaded layers in advance."""
+    standby = await served_without_c(world)
+    standby.runtime.prepare(AFTER)
+    await until(lambda: standby.runtime.preloaded == AFTER)
+    return standby
+
+
 def test_a_takeover_of_layers_that_were_loaded_in_advance_loads_nothing(
     world: World, built: list[Span]
 ) -> None:
@@ -528,9 +536,7 @@ def test_layers_of_the_plan_in_force_are_not_released_before_they_are_used(
 ) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):
-            standby = await served_without_c(world)
-            standby.runtime.prepare(AFTER)
-            await until(lambda: standby.runtime.preloaded == AFTER)
+            standby = await prepared_c(world)
             built.clear()
 
             world.follow(AFTER)
@@ -545,9 +551,7 @@ def test_layers_of_the_plan_in_force_are_not_released_before_they_are_used(
 def test_layers_for_a_plan_that_was_replaced_at_once_are_released(world: World) -> None:
     async def main() -> None:
         async with world.serving(A, B, C):
-            standby = await served_without_c(world)
-            standby.runtime.prepare(AFTER)
-            await until(lambda: standby.runtime.preloaded == AFTER)
+            standby = await prepared_c(world)
 
             standby.runtime.follow(AFTER)
             world.follow(replace(BOTH, epoch=3))
