@@ -45,7 +45,7 @@ from meshllm.status import MeshStatus, from_json
 from tests.bench.report import Report, counts, parser_of
 
 DTYPE = torch.bfloat16
-NUMBER_DIGITS = 2  # as many as `NUMBER_TOKENS` counts
+NUMBER_DIGITS = 3  # one more than `NUMBER_TOKENS` counts
 SAME = 0.05  # of a time: pairs of placements that are closer have no order
 
 
@@ -93,11 +93,13 @@ async def measure(case: Case, nodes: int, quant: Quant, speed: Speed) -> list[Pr
         found = (await fleet.entry.get("/mesh/status")).json()
         engine = engine_of(from_json(MeshStatus, found), case, quant, speed)
         await fleet.answer(Request(raw=raw(0, case.prompt), max_tokens=case.tokens))
+        sent = 1
         for number, share in enumerate(case.shares, start=1):
             rate = share * Estimate(engine, case.load).capacity
             load = ModelLoad(rate, case.load.prompt, case.load.answer)
             asked = sample([load], case.requests, seed=number)
-            times = await replay(fleet, asked, 1 + (number - 1) * case.requests)
+            times = await replay(fleet, asked, sent)
+            sent += len(asked)
             run = simulate([SimulatedReplica(0, engine)], asked).latencies(0)
             ttft_ms, token_ms = (fmean(column) for column in zip(*times, strict=True))
             simulated = run.ttft_s[0] * 1e3, run.token_s[0] * 1e3
@@ -154,7 +156,7 @@ async def replay(fleet: Fleet, asked: Sequence[Arrival], first: int) -> list[tup
 def raw(number: int, tokens: int) -> str:
     """Return a prompt that begins like no other, so that no prefix is cached."""
     assert 0 <= number < 10**NUMBER_DIGITS, "as many prompts are different"
-    return f"{number:0{NUMBER_DIGITS}} {WORD * (tokens - NUMBER_TOKENS)}"
+    return f"{number:0{NUMBER_DIGITS}} {WORD * (tokens - NUMBER_TOKENS - 1)}"
 
 
 def order(rows: Sequence[Predicted]) -> tuple[int, int]:

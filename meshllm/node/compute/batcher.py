@@ -1,7 +1,10 @@
-"""Continuous batching: jobs of several sessions run in one pass.
+"""Continuous batching and chunked prefill: steps of several sessions, in turn with other jobs.
 
-Jobs submitted while the compute thread is busy wait, and the next batch takes all of them: the cost
-of a step is reading the weights, which the jobs of a batch share.
+Steps submitted while the compute thread is busy wait, and the next batch takes all of them: the
+cost of a step is reading the weights, which the steps of a batch share. Chunks of prompts run one
+by one, in the order of submission. While both wait they take turns, one batch and one chunk, so
+that a running session waits for one chunk at most, and a prompt for one batch per chunk. The jobs
+of one session stay in order.
 
 Results are passed to callbacks, not to futures: a core idles between two steps, so all code that
 runs then is as slow as memory. A future, a task and two more rounds of the event loop would cost a
@@ -9,13 +12,16 @@ tenth of a hop.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import zip_longest
+from dataclasses import dataclass
+from itertools import count, zip_longest
 from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+from meshllm.names import SessionId
 from meshllm.node.compute.worker import Worker, as_exception
 
 Job = TypeVar("Job")
@@ -29,16 +35,36 @@ def _ignore(_: Any) -> None:
     """Ignore a phase that this job lacks and another one of the batch has."""
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchedJob(Generic[Job]):
+    number: int
+    session: SessionId
+    job: Job
+    callbacks: Sequence[Callback]
+
+
+@dataclass(frozen=True, slots=True)
+class _LoneJob:
+    number: int
+    session: SessionId
+    function: Callable[[], Any]
+    callbacks: Sequence[Callback]
+    is_brief: bool
+
+
 class Batcher(Generic[Job]):
-    """Runs jobs in batches on the compute thread, and reports their results until it is closed."""
+    """Runs jobs on the compute thread, and reports their results until it is closed."""
 
     def __init__(self, worker: Worker, run: Run[Job], jobs: asyncio.TaskGroup) -> None:
-        """Run jobs; a callback that raises ends the group ``jobs`` with its error."""
+        """Run steps with ``run``; a callback that raises ends the group ``jobs`` with its error."""
         self._worker = worker
         self._run = run
         self._jobs = jobs
-        self._lock = Lock()
-        self._batch: list[tuple[Job, Sequence[Callback]]] = []  # the next one
+        self._lock = Lock()  # of the next three
+        self._steps: list[_BatchedJob[Job]] = []  # that wait, in order of submission
+        self._alone = deque[_LoneJob]()  # the same
+        self._is_chunk_next = False
+        self._numbers = count()
         self._is_closed = False
         self._last: Future[object] | None = None  # submitted to the worker
 
@@ -56,51 +82,81 @@ class Batcher(Generic[Job]):
         if kind is None and self._last is not None and not self._last.done():
             await self._worker.run(int)  # runs after it
 
-    def submit(self, job: Job, *callbacks: Callback) -> None:
-        """Add a job to the next batch; each of ``callbacks`` takes the result of one of its phases.
+    def submit(self, session: SessionId, job: Job, *callbacks: Callback) -> None:
+        """Add a step to the next batch; each of ``callbacks`` takes the result of one phase of it.
 
-        A batch has as many phases as any of its jobs has callbacks.
+        A batch has as many phases as any of its steps has callbacks.
         """
         if self._is_closed:
             return
+        step = _BatchedJob(next(self._numbers), session, job, callbacks)
         with self._lock:
-            batch = self._batch
-            batch.append((job, callbacks))
-        if len(batch) == 1:
-            self._last = self._worker.start(self._run_batch, asyncio.get_running_loop(), batch)
+            self._steps.append(step)
+            is_covered = len(self._steps) > 1 and not self._alone
+        if not is_covered:
+            self._add_turn()
 
-    def submit_between(self, function: Callable[[], Any]) -> None:
-        """Run a function after all that was submitted before, and before all that follows."""
-        with self._lock:
-            self._batch = []  # what follows must not join a batch that runs earlier
-        self.submit_alone(function)
-
-    def submit_alone(self, function: Callable[[], Any], *callbacks: Callback) -> None:
-        """Run a function by itself, after all that was submitted before.
-
-        Jobs that are submitted later may still join a batch that waits before it.
-        """
-        if not self._is_closed:
-            loop = asyncio.get_running_loop()
-            self._last = self._worker.start(self._run_alone, loop, function, callbacks)
-
-    def _run_alone(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        function: Callable[[], Any],
-        callbacks: Sequence[Callback],
+    def submit_alone(
+        self, session: SessionId, function: Callable[[], Any], *callbacks: Callback
     ) -> None:
-        loop.call_soon_threadsafe(self._report, callbacks, [attempt(function)] * len(callbacks))
+        """Run a function by itself, such as a chunk of a prompt, in turn with batches."""
+        self._submit(_LoneJob(next(self._numbers), session, function, callbacks, is_brief=False))
+
+    def submit_brief(self, session: SessionId, function: Callable[[], Any]) -> None:
+        """Run a function that takes no time worth a turn; it stays in order with `submit_alone`."""
+        self._submit(_LoneJob(next(self._numbers), session, function, (), is_brief=True))
+
+    def _submit(self, alone: _LoneJob) -> None:
+        if self._is_closed:
+            return
+        with self._lock:
+            self._alone.append(alone)
+        self._add_turn()
+
+    def _add_turn(self) -> None:
+        self._last = self._worker.start(self._turn, asyncio.get_running_loop())
+
+    # On the compute thread.
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run a batch or another job; nothing if earlier turns have run all."""
+        with self._lock:
+            batch, alone = self._next()
+        if batch:
+            self._run_batch(loop, batch)
+        elif alone:
+            results = [attempt(alone.function)] * len(alone.callbacks)
+            loop.call_soon_threadsafe(self._report, alone.callbacks, results)
+
+    def _next(self) -> tuple[Sequence[_BatchedJob[Job]], _LoneJob | None]:
+        """Take what runs next: all steps that may run, or one other job."""
+        first: dict[SessionId, int] = {}  # of the other jobs of a session
+        for alone in self._alone:
+            first.setdefault(alone.session, alone.number)
+        batch, later = list[_BatchedJob[Job]](), list[_BatchedJob[Job]]()
+        for step in self._steps:
+            is_free = step.session not in first or step.number < first[step.session]
+            (batch if is_free else later).append(step)
+        if self._alone and self._may_precede(self._alone[0], batch):
+            alone = self._alone.popleft()
+            self._is_chunk_next &= alone.is_brief
+            return (), alone
+        self._steps, self._is_chunk_next = later, True
+        return batch, None
+
+    def _may_precede(self, alone: _LoneJob, batch: Sequence[_BatchedJob[Job]]) -> bool:
+        """Return whether a job runs before the steps that may run; their sessions' go first."""
+        return not batch or (
+            (self._is_chunk_next or alone.is_brief)
+            and all(step.session != alone.session for step in batch)
+        )
 
     def _run_batch(
-        self, loop: asyncio.AbstractEventLoop, batch: Sequence[tuple[Job, Sequence[Callback]]]
+        self, loop: asyncio.AbstractEventLoop, batch: Sequence[_BatchedJob[Job]]
     ) -> None:
-        """Run all jobs of a batch; runs on the compute thread."""
-        with self._lock:
-            if batch is self._batch:
-                self._batch = []
-        phases = list(zip_longest(*(callbacks for _, callbacks in batch), fillvalue=_ignore))
-        jobs, reported = [job for job, _ in batch], 0
+        callbacks_of = (step.callbacks for step in batch)
+        phases = list(zip_longest(*callbacks_of, fillvalue=_ignore))
+        jobs, reported = [step.job for step in batch], 0
         try:
             for callbacks, results in zip(phases, self._run(jobs), strict=True):
                 loop.call_soon_threadsafe(self._report, callbacks, results)
@@ -109,6 +165,8 @@ class Batcher(Generic[Job]):
             errors = [as_exception(error)] * len(jobs)
             for callbacks in phases[reported:]:
                 loop.call_soon_threadsafe(self._report, callbacks, errors)
+
+    # On the event loop.
 
     def _report(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
         for callback, result in zip(callbacks, results, strict=True):

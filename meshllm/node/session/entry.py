@@ -262,7 +262,10 @@ class EntryNode:
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
             speculator = Speculator(shared, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
-        generation = Generation(order, machine, self._runners, encoder, now, speculator, start, key)
+        begin = now if order.begin is None else order.begin
+        generation = Generation(
+            order, machine, self._runners, encoder, begin, speculator, start, key
+        )
         self._sessions[session] = generation
         if order.resume and start.base:  # another loss may come before the next token
             generation.outputs.put_nowait(resumable(key, start.base.chunks, start.base.length))
@@ -394,11 +397,12 @@ class EntryNode:
         sample = SampleJob(generation, job, Stopwatch(), Stopwatch())
         if generation.embeds:
             deliver = partial(generation.deliver, job, sample.watch)
-            self._samples.submit_alone(deliver, partial(self._picked, session, generation, sample))
+            picked = partial(self._picked, session, generation, sample)
+            self._samples.submit_alone(session, deliver, picked)
             return
         ahead = generation.ahead = PrefetchedStep(sample.watch_ahead)
         picked = partial(self._picked, session, generation, sample)
-        submit = partial(self._samples.submit, sample, picked, ahead.hear)
+        submit = partial(self._samples.submit, session, sample, picked, ahead.hear)
         if self._head is None:
             submit()
             return
@@ -408,6 +412,7 @@ class EntryNode:
             submit()
         else:
             self._samples.submit_alone(
+                session,
                 partial(compute_own_logits, head, sample),
                 lambda error: picked(error) if error else head.wait(split, submit),
             )
@@ -433,7 +438,8 @@ class EntryNode:
         if ahead:
             ahead.ask(embedded)
         else:
-            self._samples.submit_alone(partial(self._prefill, generation, job, watch), embedded)
+            work = partial(self._prefill, generation, job, watch)
+            self._samples.submit_alone(session, work, embedded)
 
     def _embedded(
         self,

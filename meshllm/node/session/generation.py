@@ -81,6 +81,8 @@ class GenerationRequest:
     token of the prompt on; nothing is sampled then."""
     asker: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request, for its turn in the queue; None is the owner of this one."""
+    begin: float | None = field(default=None, kw_only=True)
+    """Loop time from which the time to its first token counts; None is its admission."""
     scope: str = field(default="", kw_only=True)
     """Of the asker, see `Request`."""
 

@@ -125,26 +125,21 @@ class StageNode:
                     self._neighbours.forward(action)
                 case Compute():
                     self._serve(action, Stopwatch())
-                case Free() | Keep():  # no step of the session follows
+                case Free() | Keep() | Adopt():
                     self._changes.append(action)
-                    self._steps.submit_alone(self._change_next)
-                case Adopt():
-                    self._changes.append(action)
-                    self._steps.submit_between(self._change_next)
+                    self._steps.submit_brief(action.session, self._change_next)
                 case _:
                     assert_never(action)
         self._timer.reset()
 
     def _serve(self, job: Compute, watch: Stopwatch) -> None:
         served = partial(self._served, job, watch)
-        if job.refills:
-            self._steps.submit_alone(partial(self._alone, self._refill, job, watch), served)
-        elif job.is_step:
-            self._steps.submit(
-                (job, watch), served, *([self._logits_done] if self._wants_logits(job) else [])
-            )
+        if job.is_step and not job.refills:
+            told = (served, self._logits_done) if self._wants_logits(job) else (served,)
+            self._steps.submit(job.session, (job, watch), *told)
         else:
-            self._steps.submit_alone(partial(self._alone, self._prefill, job, watch), served)
+            run = self._refill if job.refills else self._prefill
+            self._steps.submit_alone(job.session, partial(self._alone, run, job, watch), served)
 
     def _served(self, job: Compute, watch: Stopwatch, result: Blob | Exception | None) -> None:
         match result:

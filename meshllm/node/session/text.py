@@ -27,6 +27,7 @@ from meshllm.node.requests.request_json import LINE_TOKENS
 from meshllm.node.session.embedding import embed
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
+from meshllm.node.timer import loop_time
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import show
 from meshllm.request import (
@@ -68,6 +69,7 @@ class RingBackend:
 
     async def _answer(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request with what follows the tokens that were given."""
+        begin = loop_time()
         text, request = self.text, self._checked(request)
         prompt, (stream, parser, reasoning) = await self._begin(request)
         _check_room(request, prompt, self.entry.context)
@@ -77,7 +79,8 @@ class RingBackend:
             text, stream, parser, request.logprobs, ignores_end=request.ignores_end
         )
         grammar = await self._constraint(request, reasoning)
-        order = replace(_order(request, prompt, transcript), asker=self.asker, grammar=grammar)
+        order = _order(request, prompt, transcript)
+        order = replace(order, asker=self.asker, grammar=grammar, begin=begin)
         finished = (
             FinishReason.LENGTH
             if not order.max_tokens  # the prompt is only counted, or is the one token to score

@@ -2,9 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from meshllm.model.files.source import Source, resolve
-from meshllm.node.compute.worker import Worker
+from meshllm.names import SessionId
+from meshllm.node.compute.batcher import Batcher
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
 from meshllm.node.session.generation import GenerationRequest, Token
@@ -20,11 +19,6 @@ from meshllm.protocol.planning.chunking import usual_pace
 from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Sampling
 from meshllm.testing.models import tiny_model
-
-CHUNKS = {"_prefill"}
-"""Functions that compute a prefill chunk, on the entry and on a stage."""
-STEPS = {"_run_batch"}
-"""Functions that compute a decode step."""
 
 
 def order(prompt: list[int], tokens: int) -> GenerationRequest:
@@ -41,71 +35,67 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16)
 
 
-def computing(job: "partial[Any]") -> Callable[..., Any]:
-    """Return the function of a job, or the one that it calls."""
-    first = job.args[0] if job.args else None
-    return first if callable(first) else job.func
-
-
 class Log:
-    """Jobs of the workers: when they were submitted and when they began."""
+    """Jobs of the ranks: steps that are submitted, batches and other jobs that run."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.notes: list[tuple[int, str, str]] = []
+        self.notes: list[tuple[int, str]] = []
         self._lock = threading.Lock()
-        run, start = Worker.run, Worker.start
+        submit, submit_alone, run = Batcher.submit, Batcher.submit_alone, Batcher._run_batch
 
-        def logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-            alone = [computing(each) for each in args if isinstance(each, partial)]
-            number, name = id(worker), getattr([function, *alone][-1], "__name__", "")
-            self._note(number, name, "asked")
+        def submit_logged(batcher: Batcher[Any], *args: Any) -> None:
+            self._note(batcher, "step")
+            submit(batcher, *args)
 
+        def submit_alone_logged(
+            batcher: Batcher[Any], session: SessionId, function: Any, *callbacks: Any
+        ) -> None:
             def begin() -> Any:
-                self._note(number, name, "begun")
-                return function(*args)
+                self._note(batcher, "chunk")
+                return function()
 
-            return begin
+            submit_alone(batcher, session, begin, *callbacks)
 
-        def run_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-            return run(worker, logged(worker, function, *args))
+        def run_logged(batcher: Batcher[Any], *args: Any) -> None:
+            self._note(batcher, "batch")
+            run(batcher, *args)
 
-        def start_logged(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
-            return start(worker, logged(worker, function, *args))
+        patch.setattr(Batcher, "submit", submit_logged)
+        patch.setattr(Batcher, "submit_alone", submit_alone_logged)
+        patch.setattr(Batcher, "_run_batch", run_logged)
 
-        patch.setattr(Worker, "run", run_logged)
-        patch.setattr(Worker, "start", start_logged)
+    def of_each_rank(self) -> list[list[str]]:
+        """Return the notes of each rank, in order of time."""
+        ranks = {number for number, _ in self.notes}
+        return [[note for number, note in self.notes if number == rank] for rank in ranks]
 
-    def of_each_worker(self) -> list[list[tuple[str, str]]]:
-        """Return the notes of each worker, in order of time."""
-        workers = {number for number, _, _ in self.notes}
-        return [[note[1:] for note in self.notes if note[0] == number] for number in workers]
-
-    def _note(self, worker: int, name: str, what: str) -> None:
+    def _note(self, batcher: Batcher[Any], what: str) -> None:
         with self._lock:
-            self.notes.append((worker, name, what))
+            self.notes.append((id(batcher), what))
 
 
-def waits(notes: list[tuple[str, str]]) -> list[int]:
-    """Count, for each step, the chunks that began while it was queued."""
+def waits(notes: list[str]) -> list[int]:
+    """Count, for each batch, the chunks that began while its first step was queued."""
     counts: list[int] = []
-    waiting: list[int] = []
-    for name, what in notes:
-        if name in STEPS and what == "asked":
-            waiting.append(0)
-        elif name in STEPS:
-            counts.append(waiting.pop(0))
-        elif name in CHUNKS and what == "begun":
-            waiting = [count + 1 for count in waiting]
+    waiting: int | None = None
+    for what in notes:
+        if what == "step":
+            waiting = waiting or 0
+        elif what == "batch":
+            counts.append(waiting or 0)
+            waiting = None
+        elif waiting is not None:
+            waiting += 1
     return counts
 
 
-async def test_decode_steps_overtake_a_long_prefill(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_step_waits_for_one_chunk_however_many_prompts_are_prefilled(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     log = Log(monkeypatch)
-    options = RingOptions(
-        nodes=2, own_threads=True, inference=InferenceConfig(threads=1, chunk=2, speculation=False)
-    )
+    inference = InferenceConfig(threads=1, chunk=2, speculation=False)
+    options = RingOptions(nodes=nodes, own_threads=True, inference=inference)
     async with (
         open_local_ring(resolve(str(llama)), options) as ring,
         aclosing(ring.entry.generate(order([3, 1, 4], 120))) as steps,
@@ -113,15 +103,15 @@ async def test_decode_steps_overtake_a_long_prefill(
         while not isinstance(await anext(steps), Token):
             pass
         log.notes.clear()
-        prompt = asyncio.ensure_future(answer(ring, order([5] * 100, 1)))
-        while not prompt.done():
+        prompts = [order([5 + number] * 40, 1) for number in range(4)]
+        prefilled = asyncio.gather(*(answer(ring, each) for each in prompts))
+        while not prefilled.done():
             await anext(steps)
 
-    for notes in log.of_each_worker():
-        chunks = [at for at, note in enumerate(notes) if note in {(n, "begun") for n in CHUNKS}]
-        between = notes[chunks[0] : chunks[-1]]
-        assert len(chunks) >= 50
-        assert ("_run_batch", "begun") in between
+    for notes in log.of_each_rank():
+        chunks = [at for at, note in enumerate(notes) if note == "chunk"]
+        assert len(chunks) >= 80
+        assert "batch" in notes[chunks[0] : chunks[-1]]
         assert max(waits(notes)) <= 1
 
 

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from threading import Event
 from typing import Any
 
 import pytest
 
+from meshllm.names import SessionId
 from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.worker import Worker, compute_thread
+
+ONE, TWO, THREE = (SessionId(name) for name in (b"one", b"two", b"three"))
 
 
 class Tracer:
@@ -27,10 +31,10 @@ class Tracer:
             raise self.fault
         yield [4 * job for job in jobs]
 
-    def submit(self, number: int) -> list[asyncio.Future[int]]:
-        """Submit a job, and return the results of its phases."""
+    def submit(self, number: int, session: SessionId = ONE) -> list[asyncio.Future[int]]:
+        """Submit a step, and return the results of its phases."""
         told: list[asyncio.Future[int]] = [asyncio.Future(), asyncio.Future()]
-        self.batcher.submit(number, *(_settling(future) for future in told))
+        self.batcher.submit(session, number, *(_settling(future) for future in told))
         return told
 
 
@@ -80,26 +84,106 @@ async def test_waiting_jobs_run_in_one_batch() -> None:
     assert tracer.batches == [[0, 1, 2, 3, 4], [7]]
 
 
-async def test_no_later_job_joins_a_batch_before_a_change() -> None:
-    async with recording() as (worker, tracer):
-        gate, changes = busy(worker), list[int]()
-        first = tracer.submit(1)
-        tracer.batcher.submit_alone(lambda: None)
-        second = tracer.submit(2)
-        tracer.batcher.submit_between(lambda: changes.append(len(tracer.batches)))
-        third = tracer.submit(3)
-        gate.set()
-        for futures in (first, second, third):
-            await futures[1]
+async def order_of(*jobs: tuple[str, SessionId]) -> list[str]:
+    """Submit jobs while the thread is busy, and return the order in which they run.
 
-    assert tracer.batches == [[1, 2], [3]]
-    assert changes == [1]
+    "step", "chunk" and "change" are kinds; each is told with its place.
+    """
+    ran: list[str] = []
+
+    def run(names: Sequence[str]) -> Iterator[Sequence[None]]:
+        ran.append("+".join(names))
+        yield [None] * len(names)
+
+    async with (
+        compute_thread() as worker,
+        asyncio.TaskGroup() as group,
+        Batcher(worker, run, group) as batcher,
+    ):
+        gate = busy(worker)
+        for place, (kind, session) in enumerate(jobs):
+            name = f"{kind}{place}"
+            if kind == "step":
+                batcher.submit(session, name, _ignore)
+            else:
+                submit = batcher.submit_alone if kind == "chunk" else batcher.submit_brief
+                submit(session, partial(ran.append, name))
+        gate.set()
+    return ran
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+async def test_steps_and_chunks_take_turns() -> None:
+    """A running session waits for one chunk, however many prompts are behind it."""
+    ran: list[str] = []
+
+    async with compute_thread() as worker, asyncio.TaskGroup() as group:
+
+        def run(names: Sequence[str]) -> Iterator[Sequence[None]]:
+            ran.append("+".join(names))
+            yield [None] * len(names)
+
+        async with Batcher(worker, run, group) as batcher:
+            left = 3
+            is_done = asyncio.Event()
+
+            def again(_: object) -> None:  # as a session does: its next step follows its last
+                nonlocal left
+                left -= 1
+                if left:
+                    batcher.submit(ONE, "step", again)
+                    gates[3 - left].set()
+                else:
+                    is_done.set()
+
+            gates = [busy(worker), Event(), Event()]
+            batcher.submit(ONE, "step", again)
+            for number in range(4):
+                batcher.submit_alone(TWO, partial(_wait, ran, f"chunk{number}", gates, number))
+            gates[0].set()
+            await is_done.wait()
+
+    assert ran == ["step", "chunk0", "step", "chunk1", "step", "chunk2", "chunk3"]
+
+
+def _wait(ran: list[str], name: str, gates: list[Event], number: int) -> None:
+    """Run a chunk that lasts until the next step waits."""
+    if number + 1 < len(gates):
+        assert gates[number + 1].wait(10)
+    ran.append(name)
+
+
+async def test_steps_of_other_sessions_overtake_chunks() -> None:
+    jobs = ("chunk", ONE), ("chunk", ONE), ("step", TWO), ("step", THREE)
+
+    assert await order_of(*jobs) == ["step2+step3", "chunk0", "chunk1"]
+
+
+async def test_the_jobs_of_one_session_stay_in_order() -> None:
+    jobs = ("step", ONE), ("chunk", ONE), ("step", ONE), ("step", TWO), ("change", ONE)
+
+    assert await order_of(*jobs) == ["step0+step3", "chunk1", "step2", "change4"]
+
+
+async def test_a_change_runs_before_steps_of_its_session_that_follow() -> None:
+    jobs = ("step", ONE), ("change", TWO), ("step", TWO), ("step", ONE)
+
+    assert await order_of(*jobs) == ["change1", "step0+step2+step3"]
+
+
+async def test_changes_stay_in_order_and_take_no_turn() -> None:
+    jobs = ("change", ONE), ("change", TWO), ("chunk", TWO), ("change", THREE), ("step", ONE)
+
+    assert await order_of(*jobs) == ["change0", "change1", "step4", "chunk2", "change3"]
 
 
 async def test_jobs_of_one_batch_may_have_fewer_phases_than_others() -> None:
     async with recording() as (worker, tracer):
         gate, short = busy(worker), asyncio.Future[int]()
-        tracer.batcher.submit(1, _settling(short))
+        tracer.batcher.submit(ONE, 1, _settling(short))
         whole = tracer.submit(2)
         gate.set()
 
@@ -141,8 +225,8 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
     async def work() -> None:
         async with recording() as (worker, tracer):
             gate = busy(worker)
-            tracer.batcher.submit(1, heard.append, fail)
-            tracer.batcher.submit(2, heard.append, fail)
+            tracer.batcher.submit(ONE, 1, heard.append, fail)
+            tracer.batcher.submit(ONE, 2, heard.append, fail)
             gate.set()
             await asyncio.sleep(10)
 
@@ -157,10 +241,10 @@ async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     heard: list[int] = []
     async with recording() as (worker, tracer):
         gate = busy(worker)
-        tracer.batcher.submit(1, heard.append, heard.append)
+        tracer.batcher.submit(ONE, 1, heard.append, heard.append)
         asyncio.get_running_loop().call_later(0.05, gate.set)
     await asyncio.sleep(0)
-    tracer.batcher.submit(2, heard.append, heard.append)
+    tracer.batcher.submit(ONE, 2, heard.append, heard.append)
 
     assert tracer.batches == [[1]]
     assert not heard
@@ -191,18 +275,14 @@ async def test_a_function_runs_by_itself() -> None:
     told: list[object] = []
     async with recording() as (worker, tracer):
         gate = busy(worker)
-        tracer.submit(1)
-        tracer.batcher.submit_alone(lambda: order.append("first"))
-        tracer.batcher.submit_alone(lambda: order.append("second"), told.append)
-        tracer.batcher.submit_alone(lambda: 1 // 0, told.append)
-        last = tracer.submit(2)  # in the batch of the first
+        tracer.batcher.submit_alone(TWO, lambda: order.append("first"))
+        tracer.batcher.submit_alone(TWO, lambda: order.append("second"), told.append)
+        tracer.batcher.submit_alone(TWO, lambda: 1 // 0, told.append)
         gate.set()
-        await last[1]
         await worker.run(int)
         await asyncio.sleep(0)
-    tracer.batcher.submit_alone(lambda: order.append("late"))
+    tracer.batcher.submit_alone(TWO, lambda: order.append("late"))
 
-    assert tracer.batches == [[1, 2]]
     assert order == ["first", "second"]
     assert told[0] is None
     assert isinstance(told[1], ZeroDivisionError)
@@ -213,7 +293,9 @@ async def test_no_job_is_lost_between_the_threads() -> None:
 
         async def ask(number: int) -> None:
             for _ in range(200):
-                first, second = tracer.submit(number)
+                first, second = tracer.submit(number, SessionId(bytes([number])))
+                if number % 2:
+                    tracer.batcher.submit_alone(SessionId(bytes([number])), int)
                 assert (await first, await second) == (2 * number, 4 * number)
 
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
