@@ -60,10 +60,12 @@ class Batcher(Generic[Job]):
         self._worker = worker
         self._run = run
         self._jobs = jobs
-        self._lock = Lock()  # of the next three
+        self._lock = Lock()  # of the next five
         self._steps: list[_BatchedJob[Job]] = []  # that wait, in order of submission
         self._alone = deque[_LoneJob]()  # the same
         self._is_chunk_next = False
+        self._is_reporting = False  # the result of a chunk
+        self._held = 0  # turns that wait for that
         self._numbers = count()
         self._is_closed = False
         self._last: Future[object] | None = None  # submitted to the worker
@@ -126,7 +128,8 @@ class Batcher(Generic[Job]):
             self._run_batch(loop, batch)
         elif alone:
             results = [attempt(alone.function)] * len(alone.callbacks)
-            loop.call_soon_threadsafe(self._report, alone.callbacks, results)
+            report = self._report if alone.is_brief else self._report_chunk
+            loop.call_soon_threadsafe(report, alone.callbacks, results)
 
     def _next(self) -> tuple[Sequence[_BatchedJob[Job]], _LoneJob | None]:
         """Take what runs next: all steps that may run, or one other job."""
@@ -138,8 +141,12 @@ class Batcher(Generic[Job]):
             is_free = step.session not in first or step.number < first[step.session]
             (batch if is_free else later).append(step)
         if self._alone and self._may_precede(self._alone[0], batch):
+            if self._is_reporting and not self._alone[0].is_brief:
+                self._held += 1
+                return (), None
             alone = self._alone.popleft()
-            self._is_chunk_next &= alone.is_brief
+            if not alone.is_brief:
+                self._is_chunk_next, self._is_reporting = False, True
             return (), alone
         self._steps, self._is_chunk_next = later, True
         return batch, None
@@ -167,6 +174,13 @@ class Batcher(Generic[Job]):
                 loop.call_soon_threadsafe(self._report, callbacks, errors)
 
     # On the event loop.
+
+    def _report_chunk(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
+        self._report(callbacks, results)
+        with self._lock:
+            held, self._held, self._is_reporting = self._held, 0, False
+        for _ in range(0 if self._is_closed else held):
+            self._add_turn()
 
     def _report(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
         for callback, result in zip(callbacks, results, strict=True):

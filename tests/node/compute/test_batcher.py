@@ -109,7 +109,15 @@ async def order_of(*jobs: tuple[str, SessionId]) -> list[str]:
                 submit = batcher.submit_alone if kind == "chunk" else batcher.submit_brief
                 submit(session, partial(ran.append, name))
         gate.set()
+        await _counted(ran, len(jobs))
     return ran
+
+
+async def _counted(ran: list[str], jobs: int) -> None:
+    """Wait until as many jobs have run."""
+    async with asyncio.timeout(60):
+        while "+".join(ran).count("+") + 1 < jobs or not ran:  # noqa: ASYNC110  # another thread
+            await asyncio.sleep(0.001)
 
 
 def _ignore(_: object) -> None:
@@ -145,6 +153,7 @@ async def test_steps_and_chunks_take_turns() -> None:
                 batcher.submit_alone(TWO, partial(_wait, ran, f"chunk{number}", gates, number))
             gates[0].set()
             await is_done.wait()
+            await _counted(ran, 7)
 
     assert ran == ["step", "chunk0", "step", "chunk1", "step", "chunk2", "chunk3"]
 
@@ -154,6 +163,20 @@ def _wait(ran: list[str], name: str, gates: list[Event], number: int) -> None:
     if number + 1 < len(gates):
         assert gates[number + 1].wait(10)
     ran.append(name)
+
+
+async def test_the_step_that_follows_a_chunk_runs_before_the_next_chunk() -> None:
+    """The first token of a prompt does not wait for the prompts behind it."""
+    ran: list[str] = []
+    async with recording() as (worker, tracer):
+        gate, sampled = busy(worker), asyncio.Event()
+        sample = partial(tracer.batcher.submit, ONE, 1, lambda _: sampled.set())
+        tracer.batcher.submit_alone(ONE, lambda: ran.append("chunk"), lambda _: sample())
+        tracer.batcher.submit_alone(TWO, lambda: ran.append(f"chunk of {tracer.batches}"))
+        gate.set()
+        await sampled.wait()
+
+    assert ran == ["chunk", "chunk of [[1]]"]
 
 
 async def test_steps_of_other_sessions_overtake_chunks() -> None:
@@ -279,8 +302,9 @@ async def test_a_function_runs_by_itself() -> None:
         tracer.batcher.submit_alone(TWO, lambda: order.append("second"), told.append)
         tracer.batcher.submit_alone(TWO, lambda: 1 // 0, told.append)
         gate.set()
-        await worker.run(int)
-        await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while len(told) < 2:  # noqa: ASYNC110  # another thread
+                await asyncio.sleep(0.001)
     tracer.batcher.submit_alone(TWO, lambda: order.append("late"))
 
     assert order == ["first", "second"]

@@ -420,9 +420,10 @@ async def test_the_steps_of_several_generations_share_a_pass() -> None:
         assert ids(await entry.read(second)) == [10, 11, 12]
         assert entry.layers.passes == [
             ("prefill", [0]),
+            ("step", [2]),  # before the next prompt
             ("prefill", [0]),
-            ("step", [2, 3]),
-            ("step", [3, 4]),
+            ("step", [3, 3]),
+            ("step", [4]),
         ]
 
 
