@@ -53,7 +53,7 @@ from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
-MAX_WAITING = 64  # requests that wait here for their turn
+MAX_WAITING = 256  # requests that wait here for their turn
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load

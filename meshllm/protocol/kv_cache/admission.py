@@ -25,8 +25,8 @@ from meshllm.errors import Busy, ContextTooLong
 from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 
-MAX_WAITING = 64
-"""Length of the queue; its last generation waits for 8 rounds of 8."""
+MAX_WAITING = 256
+"""Length of the queue; its last generation waits for 32 rounds of 8."""
 QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
 
 
