@@ -21,6 +21,7 @@ from meshllm.model.kernels.jit import machine
 from meshllm.model.lean import lean
 from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause
 from meshllm.model.shape import free_memory
 from meshllm.model.split.kv_cache import SpanCache
@@ -39,10 +40,13 @@ TRIALS = 3
 ENOUGH_S = 0.2  # for repeated runs; many rows of a large layer are timed once
 LONGEST_S = 0.5  # for the largest number of rows, which is skipped if it would take longer
 MAX_AGE_S = 24 * 3600.0
+BUSY_AGE_S = 600.0  # the same, if other programs had much of the time
+BUSY_SHARE = 0.8  # of the time that this thread ran, and less: others had much of it
 SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
 
-_STEP_BYTES = 64 << 20  # of the layers of timed steps; so many that fixed overhead counts little
+_STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
+# fixed overhead counts little, and that they fit into no cache
 _HEAD_BYTES = 64 << 20  # of the timed part of the head
 _COLD_BYTES = 64 << 20  # more than the last-level cache of most machines
 _TILE = 4099  # values; prime, so that no two rows of a matrix are equal
@@ -70,8 +74,9 @@ def measure_speed(
     Steps of a few rows run over a few layers, with the strategy of a node. For many rows one layer
     is timed, on a GPU without the copies to it and back.
 
-    The result is cached in the folder ``cache`` for a day. Processes that measure at the same time
-    would slow down each other, so the second waits and uses the result of the first.
+    The result is cached in the folder ``cache`` for a day, or for `BUSY_AGE_S` if other programs
+    used the core meanwhile. Processes that measure at the same time would slow down each other, so
+    the second waits and uses the result of the first.
 
     Raises:
         ModelError: transformers cannot build the model.
@@ -85,10 +90,13 @@ def measure_speed(
     with locked(cache, *key):
         if known := _read(load_cached(cache, *key)):
             return known
+        begin, own = time.perf_counter(), time.thread_time()
         with torch.inference_mode():
             what = source, dtype, quant, device
             speed = Speed(_layer_seconds(*what), _head_seconds(*what))
-        store_cached(cache, asdict(speed) | {"at_s": time.time()}, *key)
+        share = (time.thread_time() - own) / (time.perf_counter() - begin)
+        record = asdict(speed) | {"at_s": time.time(), "share": share}
+        store_cached(cache, record, *key)
     return speed
 
 
@@ -116,7 +124,8 @@ def memory_budget(
 def _read(record: Any) -> Speed | None:
     """Parse a cached record; None if it is too old or damaged."""
     try:
-        if not 0 <= time.time() - record["at_s"] < MAX_AGE_S:
+        most_s = MAX_AGE_S if record["share"] > BUSY_SHARE else BUSY_AGE_S
+        if not 0 <= time.time() - record["at_s"] < most_s:
             return None
         rows = tuple((int(rows), float(seconds)) for rows, seconds in record["layer_s"])
         return Speed(rows, float(record["head_s"]))
@@ -301,8 +310,13 @@ def _random_shard(
 
 
 def _tiled(like: Tensor, tile: Tensor) -> nn.Parameter:
-    """Repeat a few random values, which is faster than drawing all."""
-    value = torch.empty(like.shape, dtype=like.dtype, device=tile.device)
+    """Repeat a few random values, which is faster than drawing all, in pages like loaded ones."""
+    shape, dtype = like.shape, like.dtype
+    value = (
+        huge_zeros(*shape, dtype=dtype)
+        if tile.device == CPU
+        else torch.empty(shape, dtype=dtype, device=tile.device)
+    )
     flat = value.view(-1)
     whole = flat.numel() // _TILE * _TILE
     flat[:whole].view(-1, _TILE).copy_(tile)

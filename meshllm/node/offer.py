@@ -9,7 +9,8 @@ each failure (backoff); while its compute thread hangs; and while it moves to an
 The speed was measured once. If the steps of a ring take `SLOW` times as long from some time on, as
 when the machine does something else, the offer says so, and other nodes may take over layers. It is
 the measured speed again once the steps are as fast, or if for `RESTORE_S` no step could tell: twice
-as long after each relapse.
+as long after each relapse. Steps that are `FAST` times as fast as measured show that the machine
+was busy when it was measured: their speed is the measured one from then on.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0  # s; backoff before the offer is publi
 SIGNED_BYTES = 1024  # of a record beside the profile
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 SLOW = 2.0  # change of the speed that is published, as a factor
-FAST = 1.4  # times as slow as measured, and less: as fast as measured
+FAST = 1.4  # change of the speed, as a factor, up to which it is as measured
 MOST_SLOW = 64.0  # times as slow as measured that are published
 RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
 WATCH_S = 1.0  # s between two checks of the speed, and of the compute thread,
@@ -190,6 +191,12 @@ class NodeOffer:
         if not measured or not self.profile.layer_s:
             return
         seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
+        if seen_s is not None and seen_s * FAST < measured[0][1]:
+            logger.info("layers are %.1f times as fast as measured", measured[0][1] / seen_s)
+            self.measured = _scaled(self.measured, seen_s / measured[0][1])
+            self._slow = 1.0
+            self._show(is_open=True)
+            return
         if seen_s is not None:
             slow = min(seen_s / measured[0][1], MOST_SLOW)
             slow, self._slow_since = slow if slow > FAST else 1.0, now
@@ -219,15 +226,21 @@ class NodeOffer:
     def _show(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it."""
         if is_open:
-            own, slow = self.measured, self._slow
+            own = _scaled(self.measured, self._slow)
             self.publish(
                 weights=own.weights,
-                layer_s=tuple((rows, slow * seconds) for rows, seconds in own.layer_s),
-                head_s=slow * own.head_s,
+                layer_s=own.layer_s,
+                head_s=own.head_s,
                 memory_bytes=max(own.memory_bytes, self.shared_bytes),
             )
         else:
             self.publish(weights=(), layer_s=())
+
+
+def _scaled(profile: Profile, times: float) -> Profile:
+    """Return a profile whose layers and head take so many times as long."""
+    layer_s = tuple((rows, times * seconds) for rows, seconds in profile.layer_s)
+    return replace(profile, layer_s=layer_s, head_s=times * profile.head_s)
 
 
 async def _sleep(worker: "Worker") -> None:

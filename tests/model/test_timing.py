@@ -18,7 +18,15 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, build
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.replay import SETTLED
-from meshllm.model.timing import LONGEST_S, MAX_AGE_S, ROWS, Speed, measure_speed, memory_budget
+from meshllm.model.timing import (
+    BUSY_AGE_S,
+    LONGEST_S,
+    MAX_AGE_S,
+    ROWS,
+    Speed,
+    measure_speed,
+    memory_budget,
+)
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 from tests.builders.fake_gpu import OTHER_CPU, graphs_pretended
@@ -133,6 +141,20 @@ def test_a_day_later_it_is_measured_again(
     monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
 
     assert measure_speed(source, torch.float32, tmp_path).head_s == 0.125
+
+
+@pytest.mark.parametrize(("share", "head_s"), [(0.5, 0.125), (1.0, KNOWN.head_s)])
+def test_what_was_measured_beside_other_programs_is_soon_measured_again(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, head_s: float
+) -> None:
+    no_measuring(monkeypatch)
+    monkeypatch.setattr(time, "thread_time", lambda: share * time.perf_counter())
+    measure_speed(source, torch.float32, tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + BUSY_AGE_S + 1)
+    monkeypatch.setattr(module, "_head_seconds", lambda *_: 0.125)
+
+    assert measure_speed(source, torch.float32, tmp_path).head_s == head_s
 
 
 def test_a_damaged_record_is_measured_again(

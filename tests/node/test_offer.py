@@ -180,6 +180,27 @@ def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
     run_virtual(story())
 
 
+def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case: Case) -> None:
+    rows, layer_s = MEASURED.layer_s[0]
+
+    async def story() -> None:
+        async def see(times: float) -> float:
+            case.layer_s = times * layer_s
+            await asyncio.sleep(3 * WATCH_S)
+            return case.told[-1].layer_s[0][1] / layer_s
+
+        case.offer.begin(MEASURED)
+        refining = asyncio.ensure_future(case.offer.refine())
+        published = [await see(times) for times in (0.8, 0.5, 0.4, 0.2, 1.0, 0.2)]
+        assert published == pytest.approx([1, 0.5, 0.5, 0.2, 1.0, 0.2])  # 1.0 is slow by then
+        assert case.told[-1].layer_s[0][0] == rows
+        assert case.told[-1].head_s == pytest.approx(0.2 * MEASURED.head_s)
+        assert case.offer.measured.layer_s == case.told[-1].layer_s
+        refining.cancel()
+
+    run_virtual(story())
+
+
 def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
     case.fail(ModelError("damaged"))
     case.offer.hang = "the compute thread has hung for 7 s"
