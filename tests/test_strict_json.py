@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshllm import strict_json
 from meshllm.errors import UserError
 from meshllm.names import Span
 from meshllm.strict_json import MAX_ITEMS, WrongField, build, lay_out, parse
@@ -77,6 +78,8 @@ def test_a_whole_number_is_a_number() -> None:
          "`pairs[0].right` is not supported"),
         ({"name": "t", "label": ["a", 2]}, "label[1]", "`label[1]` is a whole number, not text"),
         ({"name": "t", "label": 2}, "label", "`label` is a whole number, not text or a list"),
+        ({"name": "t", "numbers": [1, True]}, "numbers[1]",
+         "`numbers[1]` is true or false, not a whole number"),
         ({"name": "t", "label": ["a"] * (MAX_ITEMS + 1)}, "label",
          f"`label` has {MAX_ITEMS + 1} items, not at most {MAX_ITEMS}"),
     ],
@@ -91,6 +94,19 @@ def test_a_mismatch_is_named(value: Any, name: str, message: str) -> None:
 def test_a_wrong_span_is_refused() -> None:
     with pytest.raises(UserError, match="Invalid layer span"):
         build(Leaf, {"span": "4:0"})
+
+
+def test_token_ids_are_not_built_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, stock = list[object](), strict_json._Builder.build
+
+    def counted(own: strict_json._Builder, kind: Any, value: object, name: str) -> object:
+        built.append(value)
+        return stock(own, kind, value, name)
+
+    monkeypatch.setattr(strict_json._Builder, "build", counted)
+    build(Tree, {"name": "t", "numbers": list(range(1000))})
+
+    assert len(built) < 10
 
 
 def test_token_ids_may_be_many() -> None:

@@ -4,7 +4,9 @@ import asyncio
 import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -32,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
+SHORT_BYTES = 16 * 1024  # of JSON that is read in a millisecond or two
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
+
+
+_READER = ThreadPoolExecutor(1, "read-json")
+"""Reads long JSON, one at a time: threads share the interpreter with the event loop."""
 
 
 class BodyTooLarge(UserError):
@@ -198,9 +205,17 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+async def read_json(data: bytes, convert: Callable[[object], T]) -> T:
+    """Parse JSON and convert it, off the event loop unless it is short; raise `UserError`."""
+    if len(data) <= SHORT_BYTES:
+        return convert(parse(data))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_READER, lambda: convert(parse(data)))
+
+
 async def read(request: Request, kind: type[T]) -> T:
     """Read a body into a dataclass; raise `UserError` if it does not match."""
-    return build(kind, parse(await read_body(request)))
+    return await read_json(await read_body(request), partial(build, kind))
 
 
 async def on_error(_: Request, error: Exception) -> Response:

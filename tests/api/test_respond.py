@@ -1,10 +1,12 @@
 import asyncio
 from collections.abc import AsyncGenerator
+from threading import get_ident
 
+import pytest
 from starlette.types import Message
 
-from meshllm.api.respond import KEEP_ALIVE_S, Stream
-from meshllm.errors import MeshError
+from meshllm.api.respond import KEEP_ALIVE_S, SHORT_BYTES, Stream, read_json
+from meshllm.errors import MeshError, UserError
 from meshllm.testing.clock import run_virtual
 
 
@@ -95,3 +97,26 @@ def test_nothing_piles_up_for_a_client_that_does_not_read() -> None:
     run_virtual(stream({"type": "http"}, _stay, slowly))
 
     assert sent == [b"head", b"x", b""]
+
+
+async def test_long_json_is_read_off_the_loop_one_text_at_a_time() -> None:
+    threads = list[int]()
+
+    def convert(found: object) -> object:
+        threads.append(get_ident())
+        return found
+
+    long = b"[" + b"1," * SHORT_BYTES + b"1]"
+    assert await read_json(b"[1]", convert) == [1]
+    await asyncio.gather(*(read_json(long, convert) for _ in range(9)))
+
+    here, *others = threads
+    assert here == get_ident()
+    assert len(others) == 9
+    assert len(set(others)) == 1
+    assert here not in others
+
+
+async def test_long_json_that_is_invalid_is_refused() -> None:
+    with pytest.raises(UserError, match="Invalid JSON"):
+        await read_json(b"[" + b"1," * SHORT_BYTES, bool)

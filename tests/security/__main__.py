@@ -9,6 +9,7 @@ import sys
 from meshllm.cli.terminal.render import out, table, talk
 from tests.security import (
     addresses,
+    api,
     beacons,
     charter,
     clients,
@@ -37,6 +38,7 @@ ATTACKS: tuple[Attack, ...] = (
     *records.ATTACKS,
     *lies.ATTACKS,
     *clients.ATTACKS,
+    *api.ATTACKS,
     *floods.ATTACKS,
     *doors.ATTACKS,
     *beacons.ATTACKS,

@@ -32,13 +32,14 @@ from meshllm.api.failure import (
     failure_of,
     response_of,
 )
+from meshllm.api.respond import read_json
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
 from meshllm.api.v1.generating import build_fields
 from meshllm.api.v1.reply import Reply, reason
 from meshllm.api.v1.service import Service
 from meshllm.errors import MeshError, UserError
 from meshllm.request import Answer, Event, Piece, Prefilled
-from meshllm.strict_json import WrongField, build, parse
+from meshllm.strict_json import WrongField, build
 
 PATH = "/v1/chat/socket"
 PROTOCOL = "meshllm.chat.1"
@@ -119,7 +120,7 @@ class _ChatSocket:
             if message["type"] == "websocket.disconnect":
                 return
             try:
-                wanted = _parse(message.get("text"))
+                wanted = await _read_message(message.get("text"))
             except UserError as error:
                 await self._fail(None, error)
                 await self._end(_INVALID, "invalid message")
@@ -189,11 +190,14 @@ class _ChatSocket:
         await self.socket.send_text(compact(fields).decode())
 
 
-def _parse(text: str | None) -> Ask | CancelAsk:
+async def _read_message(text: str | None) -> Ask | CancelAsk:
     """Read a message; raise `UserError` for anything else."""
     if text is None:
         raise UserError("Invalid message: it is not text")
-    found = parse(text.encode())
+    return await read_json(text.encode(), _message)
+
+
+def _message(found: object) -> Ask | CancelAsk:
     kind = found.get("type") if isinstance(found, Mapping) else None
     if kind not in ("ask", "cancel"):  # not a set: it may be a list
         raise UserError("Invalid message", hint="`type` is `ask` or `cancel`")

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from meshllm.api.respond import read_body
+from meshllm.api.respond import read_body, read_json
 from meshllm.request import Request as Asked
 from meshllm.request import Sampling
-from meshllm.strict_json import WrongField, build, parse
+from meshllm.strict_json import WrongField, build
 
 T = TypeVar("T")
 
@@ -146,7 +146,9 @@ async def read_fields(
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:
     """Read a body into a dataclass, as `build_fields`."""
-    return build_fields(parse(await read_body(request)), kind, apart, harmless, neutral)
+    return await read_json(
+        await read_body(request), lambda found: build_fields(found, kind, apart, harmless, neutral)
+    )
 
 
 def build_fields(

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.failure import INVALID, LATER, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
-from meshllm.errors import MeshError
+from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
@@ -99,11 +99,13 @@ class Service:
         They are one request of the key, accounted for at its end; an error in one ends all.
 
         Raises:
+            ContextTooLong: a prompt has more token ids than the model takes.
             Refused: the key has reached a limit.
             QuotaUsed: it has no tokens left today, for all of this.
         """
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
+            _check_length(model, asked)
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
             with self._counted(key), self._reserved(key, asked) as reserved:
@@ -194,6 +196,16 @@ class Service:
 def day_of(seconds: float) -> str:
     """Return the day of a Unix time in UTC, as `2026-11-25`."""
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+def _check_length(model: ModelStatus, asked: Sequence[Request]) -> None:
+    """Refuse too many token ids before they are sent to the entry; it checks texts."""
+    longest = max((len(each.ids) for each in asked), default=0)
+    if 0 < model.context < longest:
+        raise ContextTooLong(
+            f"This model's maximum context length is {model.context} tokens; the prompt has"
+            f" {longest}"
+        )
 
 
 def _trusting(key: ApiKey | None, asked: Request) -> Request:

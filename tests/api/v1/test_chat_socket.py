@@ -5,15 +5,18 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from meshllm import strict_json
 from meshllm.api import connection
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.access.gate import KEY_PROTOCOL
+from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.tcp import DoorOptions, open_door
 from meshllm.api.v1 import chat_socket
 from meshllm.api.v1.chat_socket import MAX_ASKS, MAX_ID_CHARS, PATH, PROTOCOL
@@ -262,6 +265,25 @@ async def test_an_error_of_the_mesh_ends_the_ask_only(
     door.fails_at = None
     await ask(socket)
     assert (await until_end(socket))[-1]["type"] == "done"
+
+
+async def test_a_long_message_is_read_off_the_loop(
+    socket: ClientConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[int]()
+
+    def parse(data: bytes) -> object:
+        threads.append(get_ident())
+        return strict_json.parse(data)
+
+    monkeypatch.setattr("meshllm.api.respond.parse", parse)
+
+    await ask(socket, messages=[{"role": "user", "content": "x" * SHORT_BYTES}])
+    end = (await until_end(socket))[-1]
+
+    assert end["type"] == "done"
+    assert len(threads) == 1
+    assert threads != [get_ident()]
 
 
 async def test_asks_in_progress_are_bounded(socket: ClientConnection, door: FakeNode) -> None:

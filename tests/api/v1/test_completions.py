@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -6,6 +7,7 @@ import pytest
 
 from meshllm.errors import ContextTooLong
 from meshllm.request import Logprob, Piece, TokenLogprobs
+from meshllm.status import ModelStatus
 from tests.builders.fake_node import FakeNode
 
 PATH = "/v1/completions"
@@ -182,3 +184,20 @@ async def test_a_prompt_that_is_too_long_is_named(
 
     error = said.json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+async def test_more_ids_than_the_model_takes_are_not_sent_to_the_entry(
+    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def models(_: FakeNode) -> list[ModelStatus]:
+        known = door.status().model
+        assert known
+        return [replace(known, context=4)]
+
+    monkeypatch.setattr(FakeNode, "models", models)
+
+    said = [(await client.post(PATH, json=BODY | {"prompt": [1] * count})) for count in (4, 5)]
+
+    assert [each.status_code for each in said] == [200, 400]
+    assert said[1].json()["error"]["code"] == "context_length_exceeded"
+    assert [each.ids for each in door.requests] == [(1,) * 4]

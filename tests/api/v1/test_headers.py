@@ -1,10 +1,13 @@
 import json
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import httpx2
 import pytest
 
+from meshllm import strict_json
+from meshllm.api.respond import SHORT_BYTES
 from meshllm.names import Span
 from meshllm.request import Answer, HopReport, Piece
 from meshllm.status import ModelStatus
@@ -86,6 +89,26 @@ async def test_every_route_refuses_what_is_not_met(
     assert said.status_code == 400
     assert told in said.json()["error"]["message"]
     assert not door.requests
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_every_route_reads_a_long_body_off_the_loop(
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads = list[int]()
+
+    def parse(data: bytes) -> object:
+        threads.append(get_ident())
+        return strict_json.parse(data)
+
+    monkeypatch.setattr("meshllm.api.respond.parse", parse)
+    body = PATHS.get(path, {"messages": MESSAGES})
+
+    said = await client.post(path, json={"model": "builtin", **body, "x" * SHORT_BYTES: 1})
+
+    assert said.status_code == 400
+    assert len(threads) == 1
+    assert threads != [get_ident()]
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])

@@ -1,0 +1,53 @@
+"""A client of the API on TCP that sends numbers."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from meshllm.node.requests.request_json import REQUEST_BYTES
+from tests.processes.fleet import ALONE, Node, free_address, open_fleet
+from tests.security.attack import Attack, Outcome
+from tests.security.owner import slowed
+from tests.security.stranger import running
+
+LONG_PAUSE_S = 0.5  # s between two of 4 MiB
+HEAD, TAIL = b'{"model": "builtin", "prompt": [1', b"]}"
+NUMBERS = HEAD + b",1" * ((REQUEST_BYTES - len(HEAD) - len(TAIL)) // 2) + TAIL
+
+
+def numbers() -> Outcome:
+    """Send bodies of two million token ids, twice a second."""
+    with _owner() as (owner, address):
+        send = partial(_keep_asking, address, NUMBERS, LONG_PAUSE_S, "")
+        return slowed(owner, lambda: running(send))
+
+
+@contextmanager
+def _owner() -> Iterator[tuple[Node, str]]:
+    """Start a node that serves the API; yield it and the address."""
+    address = free_address()
+    with open_fleet() as fleet:
+        fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", "--serve", address, *ALONE)
+        fleet.form()
+        yield owner, address
+
+
+async def _keep_asking(address: str, body: bytes, pause_s: float, more: str) -> None:
+    """Make one request after the other, whatever comes back."""
+    host, port = address.split(":")
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\n{more}Connection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    while True:
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head.encode() + body)
+            await reader.read()
+            writer.close()
+        await asyncio.sleep(pause_s)
+
+
+ATTACKS = (Attack("4 MiB of numbers to the API", "not known", numbers),)
