@@ -186,12 +186,12 @@ async def test_while_it_waits_for_a_place(monkeypatch: pytest.MonkeyPatch, *, st
             await anext(first)
             leaving = asyncio.ensure_future(leave(app, CHAT, ASK | {"stream": stream}, reached))
             async with asyncio.timeout(60):
-                while not ring.entry._waiting:  # noqa: ASYNC110  # it has no event
+                while not ring.entry._queue._waiting:  # noqa: ASYNC110  # it has no event
                     await asyncio.sleep(0.01)
             reached.set()
 
             assert await leaving == []
-            assert not ring.entry._waiting
+            assert not ring.entry._queue._waiting
             assert ring.entry.sessions == 1
         await freed(ring)
 

@@ -1,19 +1,34 @@
-"""A client of the API on TCP that sends numbers."""
+"""Clients of the API on TCP: one with a key asks without end, one sends numbers."""
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from meshllm.node.requests.request_json import REQUEST_BYTES
-from tests.processes.fleet import ALONE, Node, free_address, open_fleet
+from tests.processes.fleet import ALONE, Node, free_address, meshllm, open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.owner import slowed
 from tests.security.stranger import running
 
+CONNECTIONS = 300  # more than may wait
+RUNNING = 8  # requests, one of them the owner's
+PAUSE_S = 1.0  # s between two requests of a connection
 LONG_PAUSE_S = 0.5  # s between two of 4 MiB
+TOKENS = 1900  # of an answer; the model has 2,048
 HEAD, TAIL = b'{"model": "builtin", "prompt": [1', b"]}"
 NUMBERS = HEAD + b",1" * ((REQUEST_BYTES - len(HEAD) - len(TAIL)) // 2) + TAIL
+
+
+def endless_requests_of_a_key() -> Outcome:
+    """Ask for 300 endless answers at a time with an API key, while the owner asks."""
+    fields = {"model": "builtin", "prompt": "once", "max_tokens": TOKENS, "ignore_eos": True}
+    with _owner() as (owner, address):
+        key = meshllm("key", "create", "guest", state=owner.state).stdout.strip()
+        body = json.dumps(fields).encode()
+        ask = partial(_keep_asking, address, body, PAUSE_S, f"Authorization: Bearer {key}\r\n")
+        return slowed(owner, lambda: running(partial(_all, ask, CONNECTIONS)), factor=RUNNING)
 
 
 def numbers() -> Outcome:
@@ -34,6 +49,10 @@ def _owner() -> Iterator[tuple[Node, str]]:
         yield owner, address
 
 
+async def _all(ask: Callable[[], Awaitable[None]], count: int) -> None:
+    await asyncio.gather(*(ask() for _ in range(count)))
+
+
 async def _keep_asking(address: str, body: bytes, pause_s: float, more: str) -> None:
     """Make one request after the other, whatever comes back."""
     host, port = address.split(":")
@@ -50,4 +69,7 @@ async def _keep_asking(address: str, body: bytes, pause_s: float, more: str) -> 
         await asyncio.sleep(pause_s)
 
 
-ATTACKS = (Attack("4 MiB of numbers to the API", "not known", numbers),)
+ATTACKS = (
+    Attack("endless requests with a key", "the owner was refused", endless_requests_of_a_key),
+    Attack("4 MiB of numbers to the API", "not known", numbers),
+)

@@ -37,6 +37,7 @@ def slowed(
     owner: Node,
     attack: Callable[[], AbstractContextManager[object]],
     during: Callable[[], Outcome] | None = None,
+    factor: float = FACTOR,
 ) -> Outcome:
     """Measure the owner's answers alone, then while an attack runs, and what else is done then."""
     owner_s(owner)  # the first answers trace and measure
@@ -44,8 +45,8 @@ def slowed(
     with attack():
         done = during() if during else None
         crowded = owner_s(owner)
-    effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= FACTOR * alone
+    effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= factor * alone
     if done is None:
-        return Outcome(effect, f"{FACTOR:g} times", held=held)
-    bound = f"{done.bound}, {FACTOR:g} times"
+        return Outcome(effect, f"{factor:g} times", held=held)
+    bound = f"{done.bound}, {factor:g} times"
     return Outcome(f"{done.effect}, {effect}", bound, held=done.held and held)

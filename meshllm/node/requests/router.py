@@ -9,8 +9,9 @@ before that. A client sends its request to any node, which is then the ingress, 
 the models (`AskModels`), since it knows no records of the mesh. Only the entry
 serves the `Generate` of a node, so no request is forwarded in a circle.
 
-An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait their turn here, in
-the order of arrival, and when `MAX_WAITING` wait, the next is refused.
+An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait here: those of its
+owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
+refused.
 
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses. An
 entry that has moved to another model refuses the request, which is repeated elsewhere, as after the
@@ -36,13 +37,16 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, TimedOut, UserError
-from meshllm.names import GroupId, LossCause, NodeId, short
+from meshllm.names import SESSION_ID_BYTES, GroupId, LossCause, NodeId, SessionId, short
+from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.timer import loop_time
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
+from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS
@@ -53,7 +57,7 @@ from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
-MAX_WAITING = 256  # requests that wait here for their turn
+MAX_WAITING = 256  # requests of the owner that wait here for their turn at one node
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
@@ -222,8 +226,7 @@ class RequestRouter:
         self._ring = ring
         self._send = send
         self._remote = Remote(send, asks_ingress=asks_ingress)
-        self._slots: dict[NodeId, asyncio.Semaphore] = {}
-        self._waiting = 0  # for a slot
+        self._queues: dict[NodeId, AdmissionQueue] = {}
         self.counts = Counts()
 
     async def run(self) -> None:
@@ -334,7 +337,7 @@ class RequestRouter:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)
             else:
-                await stack.enter_async_context(self._slot(node))
+                await stack.enter_async_context(self._slot(node, request))
                 events = self._remote.generate(node, request)
             yield await stack.enter_async_context(aclosing(events))
 
@@ -389,7 +392,7 @@ class RequestRouter:
         entry = await self._entry(request, wait_s, tried)
         async with AsyncExitStack() as stack:
             if entry != self._me:
-                await self._enter_slot(stack, entry, tried)
+                await self._enter_slot(stack, entry, request, tried)
                 entries = await self._entries(request.model, wait_s)
                 if entry not in entries:  # it has changed
                     entry = self._choose_entry(entries, request, tried)
@@ -405,36 +408,21 @@ class RequestRouter:
                 events = self._remote.generate(entry, request)
             yield await stack.enter_async_context(aclosing(events))
 
-    async def _enter_slot(self, stack: AsyncExitStack, entry: NodeId, tried: Tried) -> None:
+    async def _enter_slot(
+        self, stack: AsyncExitStack, entry: NodeId, request: Request, tried: Tried
+    ) -> None:
         try:
-            await stack.enter_async_context(self._slot(entry))
+            await stack.enter_async_context(self._slot(entry, request))
         except Busy:
             tried.failed.append(entry)
             raise
 
-    @asynccontextmanager
-    async def _slot(self, node: NodeId) -> AsyncIterator[None]:
-        """Wait for a turn at another node, and hold it inside the context.
-
-        Raises:
-            Busy: too many wait already.
-        """
-        slots = self._slots.setdefault(node, asyncio.Semaphore(MAX_FORWARDED))
-        if slots.locked() and self._waiting >= MAX_WAITING:
-            raise Busy(
-                f"The queue is full: {MAX_FORWARDED} requests of this node are in progress"
-                f" and {self._waiting} are waiting",
-                hint="retry later, or ask another node",
-            )
-        self._waiting += 1
-        try:
-            await slots.acquire()
-        finally:
-            self._waiting -= 1
-        try:
-            yield
-        finally:
-            slots.release()
+    def _slot(self, node: NodeId, request: Request) -> AbstractAsyncContextManager[None]:
+        """Wait for a turn at another node, and hold it inside the context; raise `Busy`."""
+        places = Admission(KvBudget([]), MAX_FORWARDED, MAX_WAITING)
+        queue = self._queues.setdefault(node, AdmissionQueue(places))
+        session = SessionId(os.urandom(SESSION_ID_BYTES))
+        return queue.admitted(session, QUANTUM, asker_of((None, request.scope)))
 
     async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""

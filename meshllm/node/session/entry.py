@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import SystemRandom
@@ -14,7 +13,8 @@ from meshllm.model.speculation.draft_model import ModelDrafting
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
-from meshllm.names import NodeId, SessionId, WireMode
+from meshllm.names import SessionId, WireMode
+from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
@@ -47,7 +47,7 @@ from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
-from meshllm.protocol.kv_cache.admission import Admission
+from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
@@ -130,8 +130,7 @@ class EntryNode:
         self._samples = Batcher(worker, self._sample, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
-        self._admission = Admission(self.budget, config.max_sessions)
-        self._waiting: dict[SessionId, asyncio.Future[None]] = {}
+        self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._timer = DeadlineTimer(self._deadline, self._expire)
@@ -202,7 +201,8 @@ class EntryNode:
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
-        async with self._admitted(task, order.asker):
+        asker = asker_of(order.prefix_scope)
+        async with self._queue.admitted(session, task.limit, asker):
             generation = self._open(task, order, key)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
@@ -213,22 +213,6 @@ class EntryNode:
             finally:
                 self._act(session, generation.machine.finish(FinishReason.CANCELLED, loop_time()))
                 await generation.closed.wait()
-
-    @asynccontextmanager
-    async def _admitted(self, task: GenerationTask, asker: NodeId | None) -> AsyncIterator[None]:
-        """Wait for admission of a task; hold its reservation inside the context."""
-        try:
-            if not self._admission.ask(task.session, task.limit, asker):
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiting[task.session] = waiter
-                await waiter
-            yield
-        finally:
-            self._waiting.pop(task.session, None)
-            for session in self._admission.leave(task.session):
-                waiter = self._waiting.pop(session)
-                if not waiter.done():  # else it was cancelled and leaves by itself
-                    waiter.set_result(None)
 
     def _task(self, session: SessionId, order: GenerationRequest) -> GenerationTask:
         return GenerationTask(
@@ -491,9 +475,7 @@ class EntryNode:
     def _end(self, reason: MeshError) -> None:
         """Interrupt the generations in progress; their Close cannot come back."""
         self._lost = reason
-        for waiter in self._waiting.values():
-            if not waiter.done():
-                waiter.set_exception(reason)
+        self._queue.end(reason)
         for session, generation in list(self._sessions.items()):
             if generation.machine.interrupt():
                 generation.outcome = reason

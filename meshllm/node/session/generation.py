@@ -80,12 +80,11 @@ class GenerationRequest:
     """Takes the rows [T, D] after the final norm, in order and once each, from that of the last
     token of the prompt on; nothing is sampled then."""
     asker: NodeId | None = field(default=None, kw_only=True)
-    """The node that sent the request, for its turn in the queue; None is the owner of this one."""
+    """The node that sent the request; None is this one."""
     begin: float | None = field(default=None, kw_only=True)
     """Loop time from which the time to its first token counts; None is its admission."""
     scope: str = field(default="", kw_only=True)
-    """Of the asker, see `Request`."""
-
+    """Of the asker, see `Request`; with it, whose turn in the queue the request takes."""
     shares_prefix: bool = field(default=False, kw_only=True)
     """Other requests continue the same text: its cache is copied, not taken over."""
 

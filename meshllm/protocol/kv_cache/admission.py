@@ -12,22 +12,38 @@ A generation is admitted if the queue is empty, fewer than ``most`` run, and the
 may need fits on every rank along with theirs. Else it waits: in FIFO order behind those of the same
 asker, and askers take turns by deficit round robin (Shreedhar and Varghese 1995), so that each gets
 the same number of tokens, however many requests it sends. The asker None, who owns this node, comes
-before all others. Who has the turn keeps it until its generation fits: a short one does not
-overtake a long one, which could starve. When nothing runs, the next one is always admitted, because
-a generation that does not fit on an empty ring is rejected at once; so there is always progress. A
-full queue rejects, and the client may retry; others cannot fill the queue of the owner. Each
-`leave` returns the generations that it lets in.
+before all others, which leave one of the running places to it. Who has the turn keeps it until its
+generation fits: a short one does not overtake a long one, which could starve. When nothing runs,
+the next one is always admitted, because a generation that does not fit on an empty ring is rejected
+at once; so there is always progress. Each `leave` returns the generations that it lets in.
+
+A full queue rejects, and the client may retry. Others cannot fill the queue of the owner; of their
+own, which is twice as long, an asker may have as many places as it leaves free, so that there is
+one for the next asker.
 """
 
 from collections import defaultdict
+from typing import TypeAlias
 
 from meshllm.errors import Busy, ContextTooLong
 from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 
 MAX_WAITING = 256
-"""Length of the queue; its last generation waits for 32 rounds of 8."""
+"""Length of the owner's queue; its last generation waits for 32 rounds of 8."""
 QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
+
+Asker: TypeAlias = NodeId | str | None
+"""A node or client, the scope of an API key of this node, or None: the owner of this node."""
+
+
+def asker_of(scope: PrefixScope) -> Asker:
+    """Return whose turn a request takes; another node answers for those who ask it."""
+    node, name = scope
+    if node is not None:
+        return node
+    return None if is_owners(scope) else name
 
 
 class Admission:
@@ -37,15 +53,15 @@ class Admission:
         self._budget = budget
         self._most = most
         self._most_waiting = waiting
-        self._admitted: set[SessionId] = set()
-        self._waiting: dict[NodeId | None, dict[SessionId, int]] = {}
+        self._admitted: dict[SessionId, Asker] = {}
+        self._waiting: dict[Asker, dict[SessionId, int]] = {}
         """Tokens in order of arrival, by asker; the first asker has the turn."""
-        self._credit: defaultdict[NodeId | None, int] = defaultdict(int)  # tokens, of those waiting
+        self._credit: defaultdict[Asker, int] = defaultdict(int)  # tokens, of those waiting
 
-    def ask(self, session: SessionId, tokens: int, asker: NodeId | None = None) -> bool:
+    def ask(self, session: SessionId, tokens: int, asker: Asker = None) -> bool:
         """Request admission of up to ``tokens`` tokens; return whether to start now, else wait.
 
-        ``asker`` is the node that sent the request; None is the owner of this one.
+        ``asker`` is who sent the request; None is the owner of this node.
 
         Raises:
             ContextTooLong: they would not fit on an empty ring.
@@ -53,8 +69,8 @@ class Admission:
         """
         if not self._budget.holds(tokens):
             raise self._too_long(tokens)
-        waiting = self._places_taken(by_owner=asker is None)
-        if waiting >= self._most_waiting:
+        if self._is_full(asker):
+            waiting = sum(map(len, self._waiting.values()))
             raise Busy(
                 f"The queue is full: {len(self._admitted)} generations are running and"
                 f" {waiting} are waiting",
@@ -69,7 +85,7 @@ class Admission:
             if session in sessions:
                 self._forget(asker, session)
                 break
-        self._admitted.discard(session)
+        self._admitted.pop(session, None)
         self._budget.release(session)
         return self._admit()
 
@@ -77,20 +93,30 @@ class Admission:
         begun = []
         while self._waiting and len(self._admitted) < self._most:
             asker = self._turn()
+            if asker is not None and self._others >= max(1, self._most - 1):
+                break
             session, tokens = next(iter(self._waiting[asker].items()))
             if not self._budget.reserve(session, tokens):
                 break
             self._credit[asker] -= tokens
             self._forget(asker, session)
-            self._admitted.add(session)
+            self._admitted[session] = asker
             begun.append(session)
         return begun
 
-    def _places_taken(self, *, by_owner: bool) -> int:
-        askers = self._waiting.items()
-        return sum(len(each) for asker, each in askers if (asker is None) == by_owner)
+    @property
+    def _others(self) -> int:
+        """How many generations of others than the owner run."""
+        return sum(asker is not None for asker in self._admitted.values())
 
-    def _turn(self) -> NodeId | None:
+    def _is_full(self, asker: Asker) -> bool:
+        own, all_of_them = len(self._waiting.get(asker, ())), sum(map(len, self._waiting.values()))
+        owners = len(self._waiting.get(None, ()))
+        if asker is None:
+            return owners >= self._most_waiting
+        return own >= 2 * self._most_waiting - (all_of_them - owners)
+
+    def _turn(self) -> Asker:
         """Return the asker whose first generation is next, which has the credit for it."""
         if None in self._waiting:
             return None
@@ -101,7 +127,7 @@ class Admission:
             self._credit[asker] += QUANTUM
             self._waiting[asker] = self._waiting.pop(asker)  # to the end
 
-    def _forget(self, asker: NodeId | None, session: SessionId) -> None:
+    def _forget(self, asker: Asker, session: SessionId) -> None:
         """Remove a waiting generation; an asker without any has no credit either."""
         del self._waiting[asker][session]
         if not self._waiting[asker]:

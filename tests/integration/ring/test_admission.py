@@ -125,7 +125,7 @@ async def test_a_cancelled_wait_frees_its_place(
 
         assert len(await third) == 5
         assert len(await first) == 50
-        assert not ring.entry._waiting
+        assert not ring.entry._queue._waiting
         assert ring.entry.budget.live_bytes == 0
 
 

@@ -768,7 +768,26 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
         await asyncio.wait(asking)
 
     world.run(story)
-    assert router._waiting == 0
+    assert not any(queue._waiting for queue in router._queues.values())
+
+
+def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[[None]] * (MAX_FORWARDED - 1) + [answer()] * 2))
+    of_key = replace(REQUEST, scope="a key")
+
+    async def story() -> None:
+        endless = [asyncio.ensure_future(all_of(router, of_key)) for _ in range(3 * MAX_WAITING)]
+        await asyncio.sleep(1)
+        refused = [each for each in endless if each.done()]
+        assert {type(each.exception()) for each in refused} == {Busy}
+        assert [text_of(await all_of(router)) for _ in range(2)] == [TEXT] * 2
+        assert sum(not each.done() for each in endless) == MAX_FORWARDED - 1 + MAX_WAITING
+        for each in endless:
+            each.cancel()
+        await asyncio.wait(endless)
+
+    world.run(story)
 
 
 def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:

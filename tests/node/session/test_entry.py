@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -218,11 +218,12 @@ async def test_a_generation_waits_until_another_has_left() -> None:
         assert ids(rest) == [9, 10, 11]
 
 
-async def test_the_owner_does_not_wait_behind_the_requests_of_others() -> None:
+@pytest.mark.parametrize("who", [{"asker": NodeId(b"o" * 32)}, {"scope": "a key"}])
+async def test_the_owner_does_not_wait_behind_the_requests_of_others(who: dict[str, Any]) -> None:
     async with running(sessions=1) as entry:
         first = entry.node.generate(order())
         await entry.read(first, 1)
-        other = replace(order(7, 8), asker=NodeId(b"o" * 32))
+        other = replace(order(7, 8), **who)
         theirs = asyncio.ensure_future(anext(entry.node.generate(other)))
         await entry.settle()
         own = entry.node.generate(order(7, 8))

@@ -1,11 +1,15 @@
 """Admission control: turns by asker, FIFO order for each, and every generation gets its chance."""
 
+from collections import Counter
+from contextlib import suppress
+
 import pytest
 
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId, SessionId
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission
+from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
+from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
 from tests.protocol.kv_cache.test_budget import room
 
 A, B, C, D = (SessionId(name * 16) for name in (b"a", b"b", b"c", b"d"))
@@ -149,10 +153,51 @@ def test_others_cannot_fill_the_queue_of_the_owner() -> None:
     entry.ask(A, 1, GREEDY)
     entry.ask(B, 1, GREEDY)
     with pytest.raises(Busy, match="1 are waiting"):
-        entry.ask(C, 1, MODEST)
+        entry.ask(C, 1, GREEDY)
 
     assert not entry.ask(D, 1)
     assert order_of(entry, A) == [D, B]
+
+
+def test_an_asker_leaves_places_of_the_queue_to_the_next_one() -> None:
+    entry = admission(most=1, waiting=4)
+    entry.ask(A, 1, GREEDY)
+    asked: Counter[NodeId | str] = Counter()
+
+    for asker in (GREEDY, MODEST, "a key"):
+        with suppress(Busy):
+            for number in range(9):
+                entry.ask(SessionId(f"{asker!r} {number}".encode()), 1, asker)
+                asked[asker] += 1
+
+    assert asked == {GREEDY: 4, MODEST: 2, "a key": 1}
+
+
+def test_others_leave_a_place_to_the_owner() -> None:
+    entry = admission(most=2)
+    entry.ask(A, 1, GREEDY)
+
+    assert not entry.ask(B, 1, MODEST)
+    assert entry.ask(C, 1)
+    assert entry.leave(C) == []
+    assert entry.leave(A) == [B]
+
+
+@pytest.mark.parametrize(
+    ("scope", "asker"),
+    [
+        (OWN, None),
+        ((None, OWNERS + "door"), None),
+        ((None, "key"), "key"),
+        ((GREEDY, ""), GREEDY),
+        ((GREEDY, OWNERS), GREEDY),
+        ((GREEDY, "key"), GREEDY),
+    ],
+)
+def test_a_key_takes_turns_of_its_own_and_a_node_those_of_all_who_ask_it(
+    scope: PrefixScope, asker: NodeId | str | None
+) -> None:
+    assert asker_of(scope) == asker
 
 
 def test_one_whose_turn_it_is_is_not_overtaken_until_it_fits() -> None:

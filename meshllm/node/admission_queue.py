@@ -1,0 +1,45 @@
+"""Waiting for what `meshllm.protocol.kv_cache.admission` admits: one waiter for each request."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from meshllm.errors import MeshError
+from meshllm.names import SessionId
+from meshllm.protocol.kv_cache.admission import Admission, Asker
+
+
+class AdmissionQueue:
+    """Drives one `Admission`."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._waiting: dict[SessionId, asyncio.Future[None]] = {}
+
+    @asynccontextmanager
+    async def admitted(self, session: SessionId, tokens: int, asker: Asker) -> AsyncIterator[None]:
+        """Wait for admission; hold it inside the context.
+
+        Raises:
+            ContextTooLong: so many tokens would not fit on an empty ring.
+            Busy: the queue is full.
+            MeshError: the error of `end`.
+        """
+        try:
+            if not self._admission.ask(session, tokens, asker):
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiting[session] = waiter
+                await waiter
+            yield
+        finally:
+            self._waiting.pop(session, None)
+            for each in self._admission.leave(session):
+                waiter = self._waiting.pop(each)
+                if not waiter.done():  # else it was cancelled and leaves by itself
+                    waiter.set_result(None)
+
+    def end(self, error: MeshError) -> None:
+        """End all that wait with an error."""
+        for waiter in self._waiting.values():
+            if not waiter.done():
+                waiter.set_exception(error)
