@@ -1,17 +1,19 @@
 """Strangers that take the places of a relay."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_bytes
 from tempfile import TemporaryDirectory
 from urllib.request import urlopen
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from meshllm_quic.net.network import Address
@@ -27,6 +29,12 @@ MOST = 512  # of all of them, which are one network
 STREAMS = 8  # of each host
 CLOSED_S = 15.0  # s; a relay closes a stream without a registration after 10 s
 WAIT_S = 0.5  # s for an answer
+OTHER = "127.9.0.1"
+TRIES = 20
+UPGRADE = (
+    b"GET /relay HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 
 
 def idle_streams() -> Outcome:
@@ -42,6 +50,21 @@ def idle_streams() -> Outcome:
     opened = len(HOSTS) * STREAMS
     effect = f"{left - 1:.0f} of {opened} open after {CLOSED_S:.0f} s"
     return Outcome(effect, "closed after 10 s", held=left <= 1)
+
+
+def all_streams() -> Outcome:
+    """Hold all streams from 14 hosts of seven networks, and let others open one."""
+    with _relay() as address, ExitStack() as stack:
+        host, _, port = address.rpartition(":")
+        held = list[socket.socket]()
+        for source in [f"127.{number}.0.{last}" for number in range(2, 9) for last in (1, 2)] * 64:
+            held.append(stack.enter_context(socket.socket()))
+            held[-1].bind((source, 0))
+            with suppress(OSError):
+                held[-1].connect((host, int(port)))
+                held[-1].sendall(UPGRADE)
+        opened = sum(_answers(f"ws://{host}:{port}/relay", source=OTHER) for _ in range(TRIES))
+    return Outcome(f"{TRIES - opened} of {TRIES} others kept out", "none", held=opened == TRIES)
 
 
 def many_registrations() -> Outcome:
@@ -66,7 +89,7 @@ async def _register(host: str, relay: Address) -> None:
         for data, _ in batch:
             heard.put_nowait(data)
 
-    socket = await UdpNetwork().open(host, 0, receive)
+    own = await UdpNetwork().open(host, 0, receive)
     for _ in range(KEYS):
         key = Ed25519PrivateKey.from_private_bytes(token_bytes(32))
         node = Registration(relay, key.public_key().public_bytes_raw(), key.sign)
@@ -75,13 +98,13 @@ async def _register(host: str, relay: Address) -> None:
         while not node.is_registered:
             for action in actions:
                 if isinstance(action, SendToRelay):
-                    socket.send([action.packet.encode()], relay)
+                    own.send([action.packet.encode()], relay)
             try:
                 async with asyncio.timeout(WAIT_S):
                     actions = node.receive(decode(await heard.get()), now)
             except TimeoutError:
                 break
-    socket.close()
+    own.close()
 
 
 @contextmanager
@@ -99,11 +122,11 @@ def _relay() -> Iterator[str]:
                 process.kill()
 
 
-def _answers(uri: str) -> bool:
+def _answers(uri: str, source: str = "127.0.0.1") -> bool:
     try:
-        with connect(uri, compression=None):
+        with connect(uri, source_address=(source, 0), compression=None):
             return True
-    except OSError:
+    except (OSError, WebSocketException):
         return False
 
 
@@ -114,6 +137,7 @@ def _metric(address: str, name: str) -> float:
 
 
 ATTACKS = (
+    Attack("all streams of a relay", "others kept out", all_streams),
     Attack("idle streams at a relay", "all 800 held for over 32 s", idle_streams),
     Attack("registrations at a relay", "9,998 of 10,000 in 17 s", many_registrations),
 )

@@ -1,10 +1,14 @@
-"""Limits on the streams to a relay, and the source address that a stream gets."""
+"""Limits on the streams to a relay, and the source address that a stream gets.
+
+When all places are taken, a newcomer takes one of the network that has most, first one on which no
+node is registered: strangers that renew their streams again and again keep nobody out.
+"""
 
 from asyncio import BaseTransport, Transport
 from collections import Counter
 from http import HTTPStatus
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any
+from typing import Any, Protocol
 
 from websockets.asyncio.server import ServerConnection
 from websockets.http11 import Request
@@ -15,6 +19,14 @@ from meshllm_quic.path.rate_limit import host_of, network_of
 MAX_CONNECTIONS = 800  # below 1024, the usual limit of open files
 MAX_HOST_CONNECTIONS = 64
 MAX_NETWORK_CONNECTIONS = 128
+
+
+class Droppable(Protocol):
+    """A connection that can make room for another one."""
+
+    def drop(self) -> None:
+        """Close it at once."""
+        ...
 
 
 class ConnectionLimiter:
@@ -29,25 +41,46 @@ class ConnectionLimiter:
         self._most = most
         self._most_of_host = most_of_host
         self._most_of_network = most_of_network
-        self._hosts: Counter[bytes] = Counter()
+        self._hosts: dict[Droppable, bytes] = {}
+        """By connection, the oldest first."""
+        self._used: set[Droppable] = set()
 
-    def enter(self, host: str) -> bool:
-        """Count one more connection of a host; return False if it exceeds a limit."""
+    def enter(self, who: Droppable, host: str) -> bool:
+        """Count a connection of a host, in place of another one if there are too many.
+
+        Return False if it exceeds a limit.
+        """
         name = host_of((host, 0))
-        network = network_of(name)
-        own = [count for each, count in self._hosts.items() if network_of(each) == network]
-        is_crowded = sum(own) >= self._most_of_network or self._hosts.total() >= self._most
-        if is_crowded or self._hosts[name] >= self._most_of_host:
+        hosts = list(self._hosts.values())
+        near = sum(network_of(each) == network_of(name) for each in hosts)
+        if hosts.count(name) >= self._most_of_host or near >= self._most_of_network:
             return False
-        self._hosts[name] += 1
+        if len(hosts) >= self._most:
+            victim = self._crowding(near)
+            if victim is None:
+                return False
+            self.leave(victim)
+            victim.drop()
+        self._hosts[who] = name
         return True
 
-    def leave(self, host: str) -> None:
-        """Count one connection less."""
-        name = host_of((host, 0))
-        self._hosts[name] -= 1
-        if not self._hosts[name]:
-            del self._hosts[name]
+    def use(self, who: Droppable) -> None:
+        """Note that a node is registered on a connection."""
+        self._used.add(who)
+
+    def leave(self, who: Droppable) -> None:
+        """Stop counting a connection."""
+        self._hosts.pop(who, None)
+        self._used.discard(who)
+
+    def _crowding(self, near: int) -> Droppable | None:
+        """Return one of the network with most, unless that has no more than the newcomer's."""
+        networks = {who: network_of(name) for who, name in self._hosts.items()}
+        ((crowded, most),) = Counter(networks.values()).most_common(1)
+        if most <= near + 1:
+            return None
+        there = [who for who, network in networks.items() if network == crowded]
+        return next((who for who in there if who not in self._used), there[0])
 
 
 class CountedConnection(ServerConnection):
@@ -84,15 +117,18 @@ class CountedConnection(ServerConnection):
         self._leave()
         return None if self._enter(host) else HTTPStatus.TOO_MANY_REQUESTS
 
+    def drop(self) -> None:
+        """Close it at once, for another connection."""
+        self.transport.abort()
+
     def _enter(self, host: str) -> bool:
         self.host = host
-        self._is_counted = self._limiter.enter(host)
+        self._is_counted = self._limiter.enter(self, host)
         return self._is_counted
 
     def _leave(self) -> None:
-        if self._is_counted:
-            self._limiter.leave(self.host)
-            self._is_counted = False
+        self._limiter.leave(self)
+        self._is_counted = False
 
 
 def stream_source(host: str, number: int) -> Address:

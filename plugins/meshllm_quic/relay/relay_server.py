@@ -103,10 +103,12 @@ class RelayServer:
             del self._streams[source]
             self._lost += waiting.lost
 
-    async def _watch(self, connection: ServerConnection, source: Address) -> None:
+    async def _watch(self, connection: CountedConnection, source: Address) -> None:
         while True:
             await asyncio.sleep(UNREGISTERED_S)
-            if not self.relay.is_registered(source, self._clock()):
+            if self.relay.is_registered(source, self._clock()):
+                self.limiter.use(connection)
+            else:
                 await connection.close()
 
     def _take(self, batch: Batch) -> None:

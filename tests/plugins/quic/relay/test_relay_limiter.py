@@ -7,43 +7,88 @@ from meshllm_quic.path.rate_limit import host_of
 from meshllm_quic.relay.relay_limiter import ConnectionLimiter, CountedConnection, stream_source
 
 
+class Door:
+    """Connections to a limiter, by number."""
+
+    def __init__(self, limiter: ConnectionLimiter) -> None:
+        self.limiter = limiter
+        self.made: list[Visitor] = []
+        self.dropped: list[int] = []
+
+    def enter(self, host: str) -> bool:
+        visitor = Visitor(self, len(self.made))
+        self.made.append(visitor)
+        return self.limiter.enter(visitor, host)
+
+    def leave(self, number: int) -> None:
+        self.limiter.leave(self.made[number])
+
+
+class Visitor:
+    """One of them."""
+
+    def __init__(self, door: Door, number: int) -> None:
+        self.door, self.number = door, number
+
+    def drop(self) -> None:
+        self.door.dropped.append(self.number)
+
+
 def test_connections_per_host_are_limited() -> None:
-    limiter = ConnectionLimiter(most=10, most_of_host=2)
+    limiter = Door(ConnectionLimiter(most=10, most_of_host=2))
 
     assert [limiter.enter("192.0.2.1") for _ in range(3)] == [True, True, False]
     assert limiter.enter("192.0.2.2")
-    limiter.leave("192.0.2.1")
+    limiter.leave(0)
     assert [limiter.enter("192.0.2.1") for _ in range(2)] == [True, False]
 
 
 def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
-    limiter = ConnectionLimiter(most=10, most_of_host=2)
+    limiter = Door(ConnectionLimiter(most=10, most_of_host=2))
 
     entered = [limiter.enter(f"2001:db8::{number}") for number in range(1, 4)]
 
     assert entered == [True, True, False]
-    limiter.leave("2001:db8::1")
+    limiter.leave(0)
     assert limiter.enter("2001:db8::9")
     assert limiter.enter("2001:db8:0:1::1")
 
 
 def test_connections_per_network_are_limited() -> None:
-    limiter = ConnectionLimiter(most_of_network=2)
+    limiter = Door(ConnectionLimiter(most_of_network=2))
 
     assert [limiter.enter(f"192.0.2.{number}") for number in range(3)] == [True, True, False]
     assert limiter.enter("192.0.3.1")
 
 
 def test_connections_in_total_are_limited() -> None:
-    limiter = ConnectionLimiter(most=2, most_of_host=2)
+    limiter = Door(ConnectionLimiter(most=2, most_of_host=2))
 
     assert [limiter.enter(host) for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3")] == [
         True,
         True,
         False,
     ]
-    limiter.leave("192.0.2.2")
+    limiter.leave(1)
     assert limiter.enter("192.0.2.3")
+
+
+def test_when_all_places_are_taken_the_most_crowded_network_makes_room() -> None:
+    door = Door(ConnectionLimiter(most=4))
+    for host in ("198.51.100.1", "192.0.2.1", "192.0.2.2", "192.0.2.3"):
+        assert door.enter(host)
+    door.limiter.use(door.made[1])
+
+    assert door.enter("203.0.113.1")
+    assert door.dropped == [2]
+    assert not door.enter("198.51.100.2")  # two networks of two would not be fairer
+    door.limiter.use(door.made[3])
+    door.leave(4)
+    assert door.enter("192.0.2.4")
+    door.limiter.use(door.made[-1])
+    assert door.enter("203.0.113.2")
+    assert door.dropped == [2, 1]
+    assert len(door.limiter._hosts) == 4
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,19 @@ async def test_streams_per_host_are_limited() -> None:
             assert isinstance(decode(await client.recv(decode=False)), AddressReply)
 
 
+async def test_a_stream_takes_the_place_of_one_of_a_crowded_network() -> None:
+    async with (
+        relaying(ConnectionLimiter(most=2)) as server,
+        stream(server, X_Forwarded_For="192.0.2.1") as first,
+        stream(server, X_Forwarded_For="192.0.2.2"),
+        stream(server, X_Forwarded_For="198.51.100.1") as newcomer,
+    ):
+        with pytest.raises(ConnectionClosed):
+            await first.recv()
+        await newcomer.send(AddressRequest(NONCE).encode())
+        assert isinstance(decode(await newcomer.recv(decode=False)), AddressReply)
+
+
 async def test_silent_connections_count_too() -> None:
     async with relaying(ConnectionLimiter(most_of_host=1)) as server:
         _, writer = await asyncio.open_connection(HOST, server.udp.port)
