@@ -1,15 +1,28 @@
 """An idle mesh, as seen by its owner and by a client, and its logs."""
 
 import json
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
+from meshllm.config import cache_path
 from meshllm.node.membership.state_store import StateStore
 from tests.processes.conftest import QUESTION, Answers
-from tests.processes.fleet import MESHLLM, Fleet, ask, environment, meshllm
+from tests.processes.fleet import (
+    ALONE,
+    MESHLLM,
+    WAIT_S,
+    Fleet,
+    ask,
+    environment,
+    free_address,
+    meshllm,
+)
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -66,3 +79,29 @@ def test_no_log_holds_a_prompt_an_answer_or_a_secret(trio: Fleet) -> None:
     for secret in (CANARY, answer, ticket, ticket[60:90], *keys, *tickets):
         assert len(secret) > 5
         assert [name for name, log in logs.items() if secret in log] == []
+
+
+def test_no_file_of_a_node_holds_a_prompt_or_an_answer(fleet: Fleet) -> None:
+    address, trace, cache = free_address(), fleet.folder / "trace.jsonl", fleet.folder / "cache"
+    if cache_path().exists():  # measurements and kernels of this machine
+        shutil.copytree(cache_path(), cache / "meshllm", ignore=shutil.ignore_patterns("weights"))
+    fleet.found("attic")
+    door = "--model", "builtin", "--serve", address, "--trace", str(trace)
+    own_cache = "env", f"XDG_CACHE_HOME={cache}"
+    node = fleet.node("attic").start(*door, *ALONE, root=("-vv",), within=own_cache)
+    fleet.form()
+
+    told = [ask(node, f"Repeat after me: {CANARY}")]
+    asked = {"model": "builtin", "input": f"Tell me of {CANARY}", "max_output_tokens": 32}
+    said = httpx2.post(f"http://{address}/v1/responses", json=asked, timeout=WAIT_S).json()
+    told.append(said["output"][0]["content"][0]["text"])
+    node.send(signal.SIGINT)
+    node.ended()
+
+    written = {each: each.read_bytes() for each in fleet.folder.rglob("*") if each.is_file()}
+    lines = [max(text.splitlines(), key=len).encode() for text in told]
+    assert all(len(line) > 5 for line in lines)
+    assert b"prompt_tokens" in written[trace]
+    assert {"mesh.json", "node.key", "err"} <= {each.name for each in written}
+    for secret in (CANARY.encode(), *lines):
+        assert [each for each, data in written.items() if secret in data] == []
