@@ -13,6 +13,7 @@ from meshllm.model.kernels.gemm_int4 import CODES, GROUP, OUTPUTS
 from meshllm.model.modules.int8 import is_dequantised, multiply_dequantised
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 from meshllm.model.pages import huge_zeros
+from meshllm.model.pauses import pause
 
 CHUNK_ROWS = 4096  # of a matrix quantised at a time; a multiple of `OUTPUTS`
 
@@ -47,6 +48,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     data = huge_zeros(blocks, inputs // CODES, OUTPUTS, dtype=torch.int32)
     scales = huge_zeros(blocks, groups, OUTPUTS, 2, dtype=torch.bfloat16)
     for at in range(0, outputs, CHUNK_ROWS):
+        pause()
         words, pairs = _pack_rows(weight[at : at + CHUNK_ROWS])
         missing = -len(words) % OUTPUTS
         words = torch.nn.functional.pad(words, (0, 0, 0, missing))

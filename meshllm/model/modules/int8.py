@@ -19,6 +19,7 @@ from meshllm.model.kernels.gemm_int8 import OUTPUTS
 from meshllm.model.kernels.scratch import scratch
 from meshllm.model.modules.quant_form import Form, Packed, Shape
 from meshllm.model.pages import huge_zeros
+from meshllm.model.pauses import pause
 
 CHUNK_ROWS = 4096  # of a matrix quantised at a time
 DEQUANTISE_ROWS = 48  # rows from which on dequantising pays
@@ -89,6 +90,7 @@ def pack(weight: Tensor) -> dict[str, Tensor]:
     data = huge_zeros(blocks, -(-inputs // 2), OUTPUTS, 2, dtype=torch.int8)
     scales = torch.zeros(blocks * OUTPUTS, dtype=torch.float32)
     for at in range(0, outputs, CHUNK_ROWS):
+        pause()
         part = weight[at : at + CHUNK_ROWS].float()
         scale = part.abs().amax(1).clamp_min_(_TINY).div_(127)
         whole = (part / scale[:, None]).round_()

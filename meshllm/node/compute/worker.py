@@ -176,9 +176,7 @@ class Worker:
         async with self._idle_lock:
             while (left := self._last_busy(loop.time()) + idle_s - loop.time()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(left)
-            return await loop.run_in_executor(
-                self._executor, self._timed, LOAD_HANG_S, function, *args
-            )
+            return await loop.run_in_executor(self._executor, self._pausable, function, *args)
 
     @staticmethod
     def _now() -> float:

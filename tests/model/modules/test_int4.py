@@ -10,6 +10,7 @@ from meshllm.model.kernels.gemm_int4 import GROUP
 from meshllm.model.modules import int4, int8
 from meshllm.model.modules.int4 import Int4Matrix, form, layout, pack
 from meshllm.model.modules.int8 import DEQUANTISE_ROWS
+from meshllm.model.pauses import pausing
 
 SHAPES = [(64, 64), (192, 576), (48, 128), (1, 64)]
 
@@ -82,13 +83,16 @@ def test_it_takes_less_than_two_sevenths_of_the_memory_of_bfloat16() -> None:
     assert weight.nbytes / sum(part.nbytes for part in pack(weight).values()) > 3.5
 
 
-def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = normal(144, 64)
+def test_a_large_matrix_is_packed_in_pieces_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, pauses = normal(144, 64), list[Tensor]()
     whole = pack(weight)
 
     monkeypatch.setattr(int4, "CHUNK_ROWS", 64)
+    with pausing(lambda: pauses.append(packed(weight)(weight))):  # as steps compute meanwhile
+        parts = pack(weight)
 
-    assert all(torch.equal(part, whole[name]) for name, part in pack(weight).items())
+    assert all(torch.equal(part, whole[name]) for name, part in parts.items())
+    assert len(pauses) == 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)

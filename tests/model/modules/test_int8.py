@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshllm.model.modules import int8
 from meshllm.model.modules.int8 import Int8Matrix, form, pack
+from meshllm.model.pauses import pausing
 
 SHAPES = [(64, 64), (192, 576), (200, 100), (1000, 77), (1, 32)]
 
@@ -95,13 +96,16 @@ def test_outputs_of_zeros_give_zeros() -> None:
     assert torch.equal(packed(torch.zeros(32, 64))(normal(3, 64)), torch.zeros(3, 32))
 
 
-def test_a_large_matrix_is_packed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = normal(100, 64)
+def test_a_large_matrix_is_packed_in_pieces_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, pauses = normal(100, 64), list[Tensor]()
     whole = pack(weight)
 
     monkeypatch.setattr(int8, "CHUNK_ROWS", 64)
+    with pausing(lambda: pauses.append(packed(weight)(weight))):  # as steps compute meanwhile
+        parts = pack(weight)
 
-    assert all(torch.equal(part, whole[name]) for name, part in pack(weight).items())
+    assert all(torch.equal(part, whole[name]) for name, part in parts.items())
+    assert len(pauses) == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)

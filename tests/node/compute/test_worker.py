@@ -158,7 +158,8 @@ async def test_a_panic_on_the_compute_thread_is_an_error_that_can_be_caught() ->
         assert await worker.run(int) == 0
 
 
-async def test_steps_run_in_the_pauses_of_a_long_function_in_their_order() -> None:
+@pytest.mark.parametrize("is_urgent", [True, False])
+async def test_steps_run_in_the_pauses_of_a_long_function_in_their_order(is_urgent: bool) -> None:
     seen: list[str] = []
     begun, submitted = threading.Event(), threading.Event()
 
@@ -175,7 +176,8 @@ async def test_steps_run_in_the_pauses_of_a_long_function_in_their_order() -> No
         return name
 
     async with compute_thread() as worker:
-        loading = asyncio.ensure_future(worker.run(load))
+        whole = worker.run(load) if is_urgent else worker.run_when_idle(0, load)
+        loading = asyncio.ensure_future(whole)
         await asyncio.to_thread(begun.wait)
         steps = [worker.start(step, name) for name in ("one", "two")]
         after = asyncio.ensure_future(worker.run(seen.append, "run"))
