@@ -3,7 +3,8 @@
 The first steps of each number of rows take up to three times as long, since they are recorded and
 tried. So a rank runs them with dummy rows, one at a time, each after a second without other
 computation: a request waits for at most one of them on each rank. Other programs of the machine
-cannot be seen waiting, so after the first minute the steps take a second of one core per minute.
+cannot be seen waiting, so after the first minute the steps of all rings together take a second of
+one core per minute, see `Allowance`.
 """
 
 import asyncio
@@ -14,14 +15,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from meshllm.model.steps.runner import Runner
+from meshllm.node.compute.allowance import Allowance
 from meshllm.node.compute.worker import Worker
 
 QUIET_S = 1.0
 """s without other computation before each step."""
-FREE_S = 60.0
-"""s from the start in which steps follow one another."""
-CORE_S_PER_S = 1 / 60
-"""Core-seconds of steps per second after that."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +34,22 @@ class WarmUp:
 
     async def run(self) -> None:
         """Run every warm-up step, which may take as long as requests keep the ranks busy."""
-        begin = time.monotonic()
         for worker, runner in self._ranks:
-            steps = runner.warm_up_steps()
+            steps, allowance, is_done = runner.warm_up_steps(), worker.allowance, False
             try:
-                while True:
-                    spent = await worker.run_when_idle(QUIET_S, _step, steps)
-                    if spent is None:
-                        break
-                    await asyncio.sleep(pause_s(time.monotonic() - begin, spent))
+                while not is_done:
+                    await asyncio.sleep(allowance.wait_s(time.monotonic()))
+                    is_done = await worker.run_when_idle(QUIET_S, _step, steps, allowance)
             except Exception as error:  # foreign code; steps are recorded on first use, or never
                 logger.warning("warm-up ended: %s: %s", type(error).__name__, error)
                 logger.debug("traceback of the warm-up", exc_info=error)
         self._done.set()
 
 
-def pause_s(age_s: float, core_s: float) -> float:
-    """Return how long to wait after a step that took ``core_s``, ``age_s`` after the start."""
-    return 0.0 if age_s < FREE_S else core_s / CORE_S_PER_S
-
-
-def _step(steps: Iterator[None]) -> float | None:
-    """Run the next step; return the core-seconds that it took, or None if there are no more."""
+def _step(steps: Iterator[None], allowance: Allowance) -> bool:
+    """Run the next step, and count it even if it was given up; return whether none is left."""
     begin = time.thread_time()
-    if next(steps, steps) is steps:
-        return None
-    return (time.thread_time() - begin) * torch.get_num_threads()
+    is_done = next(steps, steps) is steps
+    core_s = (time.thread_time() - begin) * torch.get_num_threads()
+    allowance.spend(core_s, time.monotonic())
+    return is_done

@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 
 from meshllm.model.pauses import pausing
+from meshllm.node.compute.allowance import Allowance
 from meshllm.node.timer import loop_time
 from meshllm.protocol.ring.hang import HangLimits
 
@@ -62,6 +63,8 @@ class Worker:
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
         """Threads that torch uses by default."""
+        self.allowance = Allowance()
+        """Of the warm-ups of all rings."""
         self._executor = executor
         self._steps = deque[_Step]()
         self._latest: Callable[[], Future[Any] | None] = lambda: None

@@ -4,9 +4,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
 
@@ -17,6 +18,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute import warm_up
+from meshllm.node.compute.allowance import FREE_S, Allowance
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
@@ -68,29 +70,57 @@ async def test_all_runners_run_all_of_their_steps() -> None:
     assert [each.done for each in runners] == [3, 0, 5]
 
 
-@pytest.mark.parametrize(
-    ("age_s", "core_s", "pause"), [(0.0, 5.0, 0.0), (59.9, 5.0, 0.0), (60.0, 0.5, 30.0)]
-)
-def test_after_the_first_minute_steps_take_a_core_second_per_minute(
-    age_s: float, core_s: float, pause: float
-) -> None:
-    assert warm_up.pause_s(age_s, core_s) == pytest.approx(pause)
+class NotedAllowance(Allowance):
+    """Notes how long each step has to wait, and lets it run at once."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
 
-async def test_each_step_is_followed_by_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = list[float]()
-
-    def pause_s(age_s: float, core_s: float) -> float:
-        assert age_s >= 0
-        pauses.append(core_s)
+    def wait_s(self, now: float) -> float:
+        self.waits.append(super().wait_s(now))
         return 0.0
 
-    monkeypatch.setattr(warm_up, "pause_s", pause_s)
-    async with begin(FakeRunner(3), FakeRunner(2)) as (whole, _):
-        await whole.run()
 
-    assert len(pauses) == 5
-    assert min(pauses) >= 0
+async def test_a_ring_that_forms_later_has_no_minute_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, used = [0.0], count()
+    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: float(next(used)))
+    monkeypatch.setattr(warm_up, "time", clock)
+    async with begin(FakeRunner(1)) as (first, worker):
+        worker.allowance = allowance = NotedAllowance()
+        await first.run()
+        now[0] = FREE_S + 1
+        later = FakeRunner(2)
+        await WarmUp([(worker, cast("Runner", later))], asyncio.Event()).run()
+
+    # Of the first ring two, as the end is found by one more; then each took a core-second.
+    assert allowance.waits == pytest.approx([0, 0, 0, 60, 120])
+    assert later.done == 2
+
+
+async def test_a_step_counts_that_is_running_when_the_warm_up_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on, spent = Event(), Event(), list[float]()
+
+    class Slow(FakeRunner):
+        def warm_up_steps(self) -> Iterator[None]:
+            begun.set()
+            go_on.wait(10)
+            yield
+
+    async with begin(Slow(1)) as (whole, worker):
+        monkeypatch.setattr(worker.allowance, "spend", lambda core_s, _: spent.append(core_s))
+        task = asyncio.create_task(whole.run())
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.wait([task])
+        go_on.set()
+        await worker.run(int)
+
+    assert len(spent) == 1
 
 
 async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
