@@ -22,7 +22,7 @@ from meshllm.outline.eligibility import OutlineMode, may_be_long, objection
 from meshllm.outline.join import Join
 from meshllm.outline.outlining import Outlining
 from meshllm.outline.points import Point
-from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
+from meshllm.request import Answer, Backend, Event, Interruption, Piece, Prefilled, Request
 
 TOGETHER = 8  # sessions of one answer at a time
 
@@ -62,7 +62,7 @@ class OutlineBackend:
         begin = _now()
         async with aclosing(self.backend.generate(outlining.asked)) as events:
             async for event in events:
-                if isinstance(event, Prefilled):
+                if isinstance(event, Prefilled | Interruption):
                     yield event
                 elif isinstance(event, Piece) and event.tokens:
                     yield Piece("", event.tokens)

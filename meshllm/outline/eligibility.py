@@ -10,14 +10,32 @@ MIN_TOKENS = 128  # two points of a sentence or two, and their outline
 MIN_LONG_TOKENS = 256  # below, an answer is not long
 
 _NEVER = re.compile(
-    r"```|\b(?:code|coding|function|script|program|regex|sql|python|javascript|rust|implement"
-    r"|debug|compile|calculate|compute|solve|prove|proof|theorem|equation|integral|derivative"
-    r"|translate|rewrite|rephrase|proofread|poem|story|song|joke|letter|email|dialogue"
-    r"|briefly|short(?:ly)?|one (?:word|line|sentence)|in a (?:word|line|sentence)|yes or no)\b"
-    r"|\d\s*[-+*/^=]\s*\d|\\(?:frac|sum|int)|\$[^$\n]+\$",
+    r"```|\b(?:code|coding|function|script|program|regex|sql|python|java|javascript|typescript"
+    r"|rust|golang|kotlin|php|haskell|bash|html|css|json|yaml|algorithm|implement|refactor|debug"
+    r"|compile|unit tests?|calculate|compute|solve|prove|proof|theorem|equation|integral|derivative"
+    r"|factorial|(?:square|cube) roots?|(?:sum|average|product) of \d+|translate|rewrite|rephrase"
+    r"|proofread|summar(?:y|i[sz]e)|poem|story|song|joke|letter|email|dialogue)\b|\bc(?:\+\+|#)"
+    r"|\d\s*(?:[-+*/^=x\u00d7\u00f7]|times|plus|minus|divided by|(?:%|percent) of)\s*\d"
+    r"|\\(?:frac|sum|int)|\$[^$\n]+\$",
     re.IGNORECASE,
 )
-"""Code, mathematics, texts of one piece, and short answers."""
+"""Code, mathematics, and texts of one piece."""
+
+_SHORT = re.compile(
+    r"\b(?:brief(?:ly)?|short(?:ly)?|concise(?:ly)?|terse(?:ly)?|yes or no"
+    r"|(?:in|with|than|most) (?:an?|one|two|three|\d{1,2}|a (?:single|few)) "
+    r"(?:words?|lines?|sentences?)|(?:one|single)[ -](?:word|line|sentence))\b",
+    re.IGNORECASE,
+)
+"""What asks for short answers."""
+
+_FACT = re.compile(
+    r"^\W*(?:who|when|where (?:is|are|was|were)|how (?:many|much|old|tall|far|big|high|heavy)"
+    r"|what (?:time|day|date|year)|what(?:'s| is| was) the (?:capital|name|date|time|year|height"
+    r"|population|price|weather))\b",
+    re.IGNORECASE,
+)
+"""Questions for one fact."""
 
 
 class OutlineMode(StrEnum):
@@ -55,5 +73,12 @@ def objection(request: Request) -> WrongField | None:
 
 def may_be_long(request: Request) -> bool:
     """Return whether nothing in the request says that its answer is short or of one piece."""
-    question = request.turns[-1]["content"]
-    return request.max_tokens >= MIN_LONG_TOKENS and not _NEVER.search(question)
+    *before, last = request.turns
+    question, rules = last["content"], [each for each in before if each["role"] == "system"]
+    return (
+        request.max_tokens >= MIN_LONG_TOKENS
+        and not _NEVER.search(question)
+        and not _FACT.search(question)
+        and not any(_SHORT.search(each["content"]) for each in (*rules, last))
+        and not any("```" in each["content"] for each in before)
+    )

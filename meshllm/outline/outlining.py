@@ -45,8 +45,8 @@ class Outlining:
     def points(self) -> Sequence[Point]:
         """Return the points; none if the request is better answered as usual."""
         points = self.directive.read(self.text, self._most)
-        is_fit = len(points) > 1 and not (self.may_decline and not is_independent(points))
-        return points if is_fit else ()
+        is_declined = self.may_decline and (declines(self.text) or not is_independent(points))
+        return points if len(points) > 1 and not is_declined else ()
 
     def expansions(self, points: Sequence[Point]) -> list[Request]:
         """Return the requests of the points, which continue the text of the outline.

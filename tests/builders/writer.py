@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 from meshllm.config import Settings
 from meshllm.errors import MeshError
-from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Request, Turn
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Turn,
+)
 
 QUESTION = Turn(role="user", content="What makes a city worth living in?")
 ASKED = Request(turns=(QUESTION,), max_tokens=400)
@@ -25,6 +34,8 @@ class Writer:
     """Points that wait for this before their last word."""
     errors: dict[int, MeshError] = field(default_factory=dict)
     """Points that fail behind their first word."""
+    losses: dict[int, Interruption] = field(default_factory=dict)
+    """Told before the first word."""
     lengths: set[int] = field(default_factory=set)
     """Points that end at their length."""
     requests: list[Request] = field(default_factory=list)
@@ -50,6 +61,8 @@ class Writer:
         self.most_open = max(self.most_open, self.open)
         try:
             yield Prefilled(10, 10)
+            if number in self.losses:
+                yield self.losses[number]
             for place, word in enumerate(words):
                 await asyncio.sleep(0)
                 if place and number in self.errors:

@@ -5,9 +5,20 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import LinkLost
+from meshllm.names import LossCause
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
-from meshllm.request import Answer, Event, FinishReason, Piece, Prefilled, Request, Tools
+from meshllm.request import (
+    Answer,
+    Event,
+    FinishReason,
+    Interruption,
+    Piece,
+    Prefilled,
+    Request,
+    Tools,
+    Turn,
+)
 from meshllm.strict_json import WrongField
 from tests.builders.writer import ASKED, OUTLINE, QUESTION, Writer
 
@@ -172,6 +183,15 @@ async def test_an_outline_that_fails_ends_the_answer(writer: Writer) -> None:
     assert len(writer.requests) == 1
 
 
+async def test_a_loss_is_told_while_the_outline_is_written_too(writer: Writer) -> None:
+    writer.losses = {0: Interruption(LossCause.NODE_LOST, "attic is gone", 0.5)}
+
+    events = await events_of(writer)
+
+    assert [each for each in events if isinstance(each, Interruption)] == [writer.losses[0]]
+    assert text_of(events) == WHOLE
+
+
 async def test_cancelling_ends_all_sessions(writer: Writer) -> None:
     writer.held = {1: asyncio.Event(), 2: asyncio.Event(), 3: asyncio.Event()}
     asking = asyncio.ensure_future(events_of(writer))
@@ -208,6 +228,13 @@ async def test_auto_stops_an_outline_that_is_an_answer(writer: Writer) -> None:
     assert (text_of(events), writer.cancelled) == ("the usual answer", 1)
 
 
+async def test_auto_does_not_use_the_points_of_an_answer_that_comes_in_one_piece() -> None:
+    whole = "Parks:\n1.Parks\n2.Work\n"
+
+    assert text_of(await events_of(Writer(whole), mode=OutlineMode.AUTO)) == "the usual answer"
+    assert text_of(await events_of(Writer(whole))).startswith("1. Parks\n\n")
+
+
 async def test_auto_does_not_split_points_that_build_on_each_other(writer: Writer) -> None:
     writer.outline = "1. Parks\n2. Then work\n"
 
@@ -227,9 +254,22 @@ async def test_auto_lets_the_model_decline(writer: Writer) -> None:
     "question",
     [
         "Write a Python function that sorts",
+        "Write quicksort in C++",
+        "Sort a list in Java",
+        "Make me a page of HTML",
         "What is 12 * 7?",
+        "What is 12 times 7?",
+        "What are 15% of 80?",
+        "Tell me the square root of 2",
         "Solve x for me",
         "Answer in one word",
+        "Explain rings in two sentences",
+        "Describe bees in at most 20 words",
+        "Who wrote Hamlet?",
+        "When did the war end?",
+        "What is the capital of France?",
+        "How many legs has a bee?",
+        "Summarise this chapter",
     ],
 )
 async def test_auto_asks_for_no_outline_of_code_mathematics_and_short_answers(
@@ -240,6 +280,50 @@ async def test_auto_asks_for_no_outline_of_code_mathematics_and_short_answers(
     await events_of(writer, request, OutlineMode.AUTO)
 
     assert writer.requests == [request]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        (Turn(role="system", content="Answer briefly."),),
+        (Turn(role="system", content="Reply with one sentence."),),
+        (QUESTION, Turn(role="assistant", content="So:\n```\nprint(1)\n```")),
+    ],
+)
+async def test_auto_asks_for_no_outline_where_the_conversation_has_short_answers_or_code(
+    writer: Writer, before: tuple[Turn, ...]
+) -> None:
+    request = replace(ASKED, turns=(*before, QUESTION))
+
+    await events_of(writer, request, OutlineMode.AUTO)
+
+    assert writer.requests == [request]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "How do bees live?",
+        "Compare cats and dogs",
+        "Can you describe how a bill becomes a law?",
+        "Explain the causes of the war of 1914",
+        "What is a ring, and how does it answer together?",
+        "Give me a guide to growing tomatoes",
+        "Where should I travel in Spain, and why?",
+    ],
+)
+async def test_auto_asks_for_an_outline_of_long_answers(writer: Writer, question: str) -> None:
+    turns = (
+        Turn(role="system", content="You are a helpful assistant."),
+        QUESTION,
+        Turn(role="assistant", content="Parks, work and friends do."),
+        Turn(role="user", content=question),
+    )
+
+    await events_of(writer, replace(ASKED, turns=turns), OutlineMode.AUTO)
+
+    assert len(writer.requests) == 4
+    assert "outline" in writer.requests[0].turns[-1]["content"]
 
 
 UNFIT = {
