@@ -32,10 +32,11 @@ import torch
 
 from meshllm.bench.engine_table import probe, read_memory
 from meshllm.bench.engines import CONTEXT, Engine, EngineTask, Forward, open_node, open_stock
+from meshllm.bench.machine import commit, processor
 from meshllm.bench.ring_table import DIMENSIONS, TRANSFORMERS, random_model
+from meshllm.errors import ModelError
 from meshllm.model.device import CPU
 from meshllm.model.files.source import open_folder
-from meshllm.model.kernels import jit
 from meshllm.names import Quant
 from tests.bench.gguf_file import write_gguf
 from tests.bench.report import Report, counts, parser_of
@@ -44,7 +45,6 @@ LLAMA = "llama.cpp"
 STEPS = 8  # decode steps of a turn
 MORE_STEPS = 64  # of a longer run of llama.cpp
 MORE_PROMPTS = 4  # the same
-FEATURES = "amx-bf16", "avx512bf16", "avx512vnni", "avx512f", "avx2", "bf16", "neon"
 
 
 class Peer(Protocol):
@@ -256,13 +256,6 @@ def lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 4]
 
 
-def processor() -> str:
-    """Name this machine's processor and the instructions that kernels use."""
-    model, _, features, _ = jit.machine()
-    found = [name for name in FEATURES if f"+{name}" in features.split(",")]
-    return f"{model.partition(':')[2].strip() or model}, {os.cpu_count()} cores: {' '.join(found)}"
-
-
 @contextmanager
 def load_of_others() -> Iterator[list[float]]:
     """Yield a list that gets the cores which other programs used inside the block."""
@@ -278,6 +271,7 @@ def conditions(options: Namespace, others: Sequence[float], **found: object) -> 
     """Return what a table says about the machine and the model; ``others`` of `load_of_others`."""
     return {
         "processor": processor(),
+        "commit": commit(),
         "others": round(others[0], 2) if others else None,
         **found,
         "model": options.model,
@@ -305,7 +299,12 @@ def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> 
     yield InProcess(TRANSFORMERS, Quant.NONE, open_stock(source, CPU), clock)
     for quant in options.quants:
         report(f"loading {quant}")
-        yield InProcess("meshllm", quant, next(open_node(source, quant, CPU)), clock)
+        try:
+            engine = next(open_node(source, quant, CPU))
+        except ModelError as error:  # this machine has no kernel for it
+            report(f"without {quant}: {error}")
+            continue
+        yield InProcess("meshllm", quant, engine, clock)
     if options.llama is None:
         return
     for quant in options.quants:

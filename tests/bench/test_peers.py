@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshllm.bench import engine_table
-from meshllm.bench.engines import EngineTask
+from meshllm.bench import engine_table, engines
+from meshllm.bench.engines import Engine, EngineTask
+from meshllm.bench.machine import commit, processor
 from meshllm.bench.ring_table import TRANSFORMERS, random_model
+from meshllm.errors import ModelError
 from meshllm.names import Quant
 from tests.bench import gguf_file, peers
 from tests.bench.peers import (
@@ -21,7 +24,6 @@ from tests.bench.peers import (
     load_of_others,
     lower_quartile,
     main,
-    processor,
     seconds_of,
     summarise,
     table,
@@ -110,7 +112,7 @@ def test_a_quarter_of_the_values_is_not_above_the_lower_quartile() -> None:
     assert lower_quartile([4.0, 3.0, 2.0, 1.0, 5.0]) == 2.0
 
 
-def test_the_processor_and_the_load_of_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, own = iter([10.0, 30.0]), iter([1.0, 6.0])
     clock = SimpleNamespace(perf_counter=iter([0.0, 5.0]).__next__)
     monkeypatch.setattr(peers, "_busy_s", lambda: next(busy))
@@ -121,7 +123,6 @@ def test_the_processor_and_the_load_of_others_are_told(monkeypatch: pytest.Monke
         pass
 
     assert others == [3.0]
-    assert "cores" in processor()
 
 
 @pytest.mark.parametrize("more", [(), ("--cpu-time",)])
@@ -140,10 +141,33 @@ def test_a_run_without_llama_prints_a_table(
 
     lines, report = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
     assert sum("meshllm" in line for line in lines) == 6
-    assert sum("transformers" in line for line in lines[6:]) == 3
-    assert report["processor"] == processor()
+    assert sum("transformers" in line for line in lines[7:]) == 3
+    assert (report["processor"], report["commit"]) == (processor(), commit())
+    assert {f"processor: {processor()}", f"commit: {commit()}"} <= {*lines}
     assert {row["width"] for row in report["rows"]} == {"none", "int8"}
     assert torch.get_num_threads() == threads
+
+
+def test_a_width_without_a_kernel_on_this_machine_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_node(source: Any, quant: Quant, device: Any) -> Iterator[Engine]:
+        if quant is Quant.INT8:
+            raise ModelError("No int8 kernel on this machine")
+        yield from engines.open_node(source, quant, device)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(engine_table, "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(peers, "open_node", open_node)
+    options = "--model tiny --threads 1 --prompts 8 --sessions 1 --rounds 1 --quants none,int8"
+
+    assert main(options.split()) == 0
+
+    told = capsys.readouterr()
+    assert "without int8: No int8 kernel on this machine" in told.err
+    assert [line.split()[3] for line in told.out.splitlines() if " meshllm " in line] == [
+        "none"
+    ] * 2
 
 
 def test_the_file_of_llama_has_every_tensor_in_the_format(

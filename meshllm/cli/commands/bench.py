@@ -96,7 +96,8 @@ def bench(
     Rings and the engine are measured beside transformers. Models are `qwen3-0.6b`, `llama-3.2-1b`
     and `qwen3-8b-4-layers`, with random weights. Each round measures every contestant once, and
     ratios are taken within a round, so that load on the machine affects all alike. A speedup above
-    1.00, or a first token ratio below it, beats transformers.
+    1.00, or a first token ratio below it, beats transformers. Figures of one processor do not carry
+    over to another, so the table names it, its instructions, and the versions.
 
     `--engine` compares all quantisations by default on a CPU, and measures short steps up to four
     times as often. The limit is the time to read the weights at the memory bandwidth, measured in
@@ -137,7 +138,7 @@ def bench(
             engine_case = engine_table.EngineBenchmark(model, quants, rounds, threads, device)
             measured = engine_table.measure(engine_case, status.show)
         about |= {"gb_per_s": measured.gb_per_s, **_facts(engine_case, measured.rows)}
-        _show(about, _engine_table(measured), json)
+        _show(about, _with_machine(_engine_table(measured), about), json)
         _check(measured.rows)
         return
     sizes = _sizes(nodes)
@@ -151,7 +152,8 @@ def bench(
         )  # fmt: skip
         rows = measure(case, status.show)
     about |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "processes": processes}
-    _show(about | _facts(case, rows), _ring_table(rows), json)
+    about |= _facts(case, rows)
+    _show(about, _with_machine(_ring_table(rows), about), json)
 
 
 def _device(wanted: str, quants: Sequence[Quant]) -> str:
@@ -218,6 +220,13 @@ def _facts(
 
     about = machine(case.threads, case.device)
     return {"machine": about, "rows": [asdict(row) for row in rows]}
+
+
+def _with_machine(table: str, about: dict[str, Any]) -> str:
+    """Add on what the figures of a table were measured."""
+    from meshllm.bench.machine import lines_of
+
+    return "\n".join([table, *lines_of(about["machine"])])
 
 
 def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:

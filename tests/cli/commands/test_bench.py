@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshllm.bench import engine_table, ring_table
+from meshllm.bench.machine import processor
 from meshllm.cli.commands import replay
 from meshllm.errors import MeshError
 from meshllm.names import Quant
@@ -74,6 +75,7 @@ def test_rings_are_measured_as_asked(
     assert text.splitlines()[2].split() == [
         "ring", "of", "1", "50.00", "10.00", "100.00", "2.00", "1.00", "0.50", "2.50",
     ]  # fmt: skip
+    assert f"measured on {processor()}; 1 thread" in text
 
 
 def test_rings_are_measured_with_several_quantisations(
@@ -100,11 +102,14 @@ def test_an_engine_is_measured_as_asked(
         engine_table.EngineBenchmark("qwen3-0.6b", EVERY, 3, None),
     ]
     assert cases == []
-    assert [line.split() for line in text.splitlines()[1:]] == [
+    *rows, here, versions = text.splitlines()[1:]
+    assert [line.split() for line in rows] == [
         ["prefill", "32", "none", "1192", "100.00", "90.00", "320.00", "1.25", "-", "same"],
         ["decode", "1", "int8", "600", "40.00", "30.00", "25.00", "2.00", "0.45", "-"],
         ["memory", "bandwidth", "32.5", "GB/s"],
     ]
+    assert here == f"measured on {processor()}; 1 thread"
+    assert versions.startswith("meshllm ")
 
 
 @pytest.mark.usefixtures("engines")

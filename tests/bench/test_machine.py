@@ -1,0 +1,79 @@
+"""What a benchmark tells about the machine, the commit and the versions."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import meshllm
+from meshllm.bench.machine import commit, lines_of, machine, processor
+from meshllm.model.kernels import jit
+
+INTEL = "model name\t: Core 9"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pretend that the package is in a folder of its own; return its file."""
+    file = tmp_path / "meshllm" / "__init__.py"
+    file.parent.mkdir()
+    file.touch()
+    monkeypatch.setattr(meshllm, "__file__", str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("model", "features", "name"),
+    [
+        (INTEL, "+avx2,+amx-bf16,-avx512f", "Core 9, 8 cores: amx-bf16 avx2"),
+        ("apple-m1", "", "apple-m1, 8 cores"),
+    ],
+)
+def test_the_processor_is_told_with_its_instructions(
+    monkeypatch: pytest.MonkeyPatch, model: str, features: str, name: str
+) -> None:
+    monkeypatch.setattr(jit, "machine", lambda: (model, "cpu", features, "DEFAULT"))
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+    assert processor() == name
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_of_a_checkout_is_told_and_whether_files_differ(package: Path) -> None:
+    def git(*words: str) -> str:
+        who = "-c", "user.name=a", "-c", "user.email=a@b"
+        command = ["git", "-C", str(package.parents[1]), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one", "--no-gpg-sign")
+    git("tag", "v9")
+    clean = commit()
+    package.write_text("x = 1\n")
+
+    assert clean
+    assert git("rev-parse", "HEAD").startswith(clean)
+    assert commit() == f"{clean}-dirty"
+
+
+def test_an_installed_package_has_no_commit(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert commit() is None
+    (package.parents[1] / ".git").mkdir()
+    assert commit() is None  # damaged
+    monkeypatch.setenv("PATH", "")
+    assert commit() is None  # git is not installed
+
+
+def test_figures_name_what_they_were_measured_on() -> None:
+    about = machine(3) | {"commit": "abc1234", "meshllm": "1.2"}
+
+    here, versions = lines_of(about)
+    bare = lines_of(about | {"commit": None, "device": "cuda:0 Fake 100", "threads": 1})
+
+    assert here == f"measured on {processor()}; 3 threads"
+    assert versions.startswith("meshllm 1.2 (abc1234), torch ")
+    assert versions.endswith("; figures of other processors differ")
+    assert bare[0] == f"measured on cuda:0 Fake 100; {processor()}; 1 thread"
+    assert bare[1].startswith("meshllm 1.2, torch ")
