@@ -6,6 +6,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -241,6 +242,7 @@ def check_execution(chosen: Settings) -> Finding:
     """Report how this machine would run steps of the model, without loading it."""
     from meshllm.model.kernels import jit
     from meshllm.model.steps.execution import forecast
+    from meshllm.node.compute.worker import calibrate
 
     try:
         source, quant = resolve(chosen.model), Quant(chosen.quant)
@@ -248,6 +250,10 @@ def check_execution(chosen: Settings) -> Finding:
         dtype = stored_dtype(source) if stored else getattr(torch, chosen.dtype)
         where = device.choose(chosen.device, dtype, quant)
         found = forecast(source.config, dtype, where, quant)
+        if where == device.CPU:
+            width = int(source.config.get_text_config(decoder=True).hidden_size)
+            threads = chosen.threads or calibrate(torch.get_num_threads(), width, dtype)
+            found = replace(found, threads=threads)
     except MeshError as error:
         return Finding("fail", "execution", str(error), error.hint or "")
     if chosen.exact:

@@ -53,6 +53,8 @@ class Execution:
     attention: str = "torch"
     reason: str = ""
     """Why no better strategy is used; empty if there is none."""
+    threads: int = 0
+    """Of a step on the CPU; 0 before they are chosen, and on a GPU."""
 
     @property
     def replays(self) -> bool:
@@ -64,7 +66,8 @@ class Execution:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.linears)
         linears = f"; linears: {kinds}" if kinds else ""
         reason = f" ({self.reason})" if self.reason else ""
-        return f"{self.strategy}{reason}; attention: {self.attention}{linears}"
+        count = f"; {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
+        return f"{self.strategy}{reason}; attention: {self.attention}{linears}{count}"
 
 
 def linears_of(model: nn.Module) -> tuple[tuple[str, int], ...]:

@@ -344,7 +344,8 @@ def _stock(shard: Shard, reason: str) -> tuple[Steps, Execution]:
 
 
 def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "") -> Execution:
-    return Execution(strategy, linears_of(shard.model), attention, reason)
+    threads = torch.get_num_threads() if shard.device == CPU else 0
+    return Execution(strategy, linears_of(shard.model), attention, reason, threads)
 
 
 def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:

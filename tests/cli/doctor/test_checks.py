@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +276,9 @@ def test_the_execution_strategy_is_reported() -> None:
 
     assert (told.verdict, wide.verdict, exact.verdict) == ("ok", "warn", "ok")
     assert "row-invariant" in told.found or "replayed" in told.found
+    assert re.search(r"; \d+ threads?$", told.found)  # the fastest number, measured now
+    asked = checks.check_execution(Settings(model="builtin", threads=3))
+    assert asked.found.endswith("; 3 threads")
     assert wide.advice == "use `--dtype bfloat16`"
     assert exact.found.startswith("stock")
     assert missing.verdict == "fail"

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -117,6 +118,8 @@ def test_the_execution_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "less than 5 %" in eager.execution.reason
     assert runner.execution.replays > eager.execution.replays
     assert foreseen.strategy is Strategy.REPLAYED
+    assert (runner.execution.threads, foreseen.threads) == (torch.get_num_threads(), 0)
+    assert str(replace(foreseen, threads=2)) == f"{foreseen}; 2 threads"
     before = config._attn_implementation
     runner.step(ids(1), filled(runner, 3))
     assert config._attn_implementation == before
