@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import llvmlite
 import pytest
 import torch
 
@@ -82,6 +84,26 @@ def test_a_number_of_inputs_is_measured_once_on_a_machine(asked: list[int]) -> N
         assert fastest(2048) is TORCH
 
     assert asked == [1024, 2048]
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (jit, "machine", lambda: ("another processor",)),
+        (torch, "__version__", "99"),
+        (llvmlite, "__version__", "99"),
+    ],
+)
+def test_another_processor_or_library_is_measured_again(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch, place: Any, name: str, value: Any
+) -> None:
+    fastest(1024)
+    fastest.cache_clear()
+    monkeypatch.setattr(place, name, value)
+
+    fastest(1024)
+
+    assert asked == [1024, 1024]
 
 
 def test_damaged_measurements_are_repeated(asked: list[int], folder: Path) -> None:
