@@ -13,7 +13,8 @@ An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait h
 owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
 refused.
 
-Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses. An
+Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses;
+rings with a node that the request does not trust are left out, if there are others, or refused. An
 entry that has moved to another model refuses the request, which is repeated elsewhere, as after the
 loss of a ring. So does one whose queue is full: the request is refused only if all replicas refuse.
 
@@ -396,10 +397,8 @@ class RequestRouter:
                 entries = await self._entries(request.model, wait_s)
                 if entry not in entries:  # it has changed
                     entry = self._choose_entry(entries, request, tried)
-            if not (self._asks_ingress or _is_trusted(entry, request)):
-                raise WrongField(
-                    "meshllm.trust", f"The entry of the ring, {short(entry)}, is not trusted"
-                )
+            if error := self._objection(entry, request):
+                raise error
             stack.enter_context(self._replicas.asking(entry, tried))
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(asker, request.model))
@@ -429,8 +428,19 @@ class RequestRouter:
         return self._choose_entry(await self._entries(request.model, wait_s), request, tried)
 
     def _choose_entry(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
-        trusted = [entry for entry in entries if _is_trusted(entry, request)]
-        return self._replicas.choose(trusted or entries, request, tried)
+        allowed = [entry for entry in entries if self._objection(entry, request) is None]
+        return self._replicas.choose(allowed or entries, request, tried)
+
+    def _objection(self, entry: NodeId, request: Request) -> WrongField | None:
+        """Return why a ring may not answer a request, as far as the ring is known here."""
+        if self._asks_ingress:
+            return None
+        ring = self._ring.ring_at(entry, request.model)
+        nodes = [stage.node for stage in ring[1].stages] if ring else [entry]
+        if others := [short(node) for node in nodes if not _is_trusted(node, request)]:
+            text = f"The ring has nodes that are not trusted: {', '.join(others)}"
+            return WrongField("meshllm.trust", text)
+        return None
 
     async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:
         since = loop_time()

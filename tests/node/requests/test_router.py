@@ -28,7 +28,7 @@ from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
 
-ME, ENTRY, OTHER = (NodeId(name * 32) for name in (b"m", b"e", b"o"))
+ME, ENTRY, OTHER, THIRD = (NodeId(name * 32) for name in (b"m", b"e", b"o", b"t"))
 REQUEST = Request(raw="what?")
 TEXT = "a ring of nodes"
 ASK = b"i" * 16
@@ -453,8 +453,9 @@ def test_the_latest_answers_of_a_few_rings_are_kept() -> None:
     assert (counts.last_tokens, counts.by_ring[GroupId(bytes([4]))][1]) == (9, 3)
 
 
-def _plan(node: NodeId) -> Plan:
-    return Plan(1, "big", Ends.ENTRY, (PlanStage(node, Span(0, 4)),))
+def _plan(*nodes: NodeId) -> Plan:
+    stages = (PlanStage(node, Span(at, at + 1)) for at, node in enumerate(nodes))
+    return Plan(1, "big", Ends.ENTRY, tuple(stages))
 
 
 def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> None:
@@ -1048,3 +1049,32 @@ def test_a_prompt_goes_to_a_replica_with_a_trusted_entry(world: World) -> None:
 
     world.run(story)
     assert world.rings[ENTRY].asked == []
+
+
+def test_a_prompt_goes_to_a_replica_whose_nodes_are_all_trusted(world: World) -> None:
+    plans = {ENTRY: _plan(ENTRY, THIRD), OTHER: _plan(OTHER, ME)}
+    router = world.add(ME, FakeRing(replicas=TWINS, plans=plans))
+    world.add(ENTRY, FakeRing(replicas=TWINS))
+    world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
+
+    async def story() -> None:
+        for number in range(9):
+            request = replace(FOX, raw=f"{number}", trusted=("entry", "other"))
+            assert text_of(await all_of(router, request)) == TEXT
+
+    world.run(story)
+    assert world.rings[ENTRY].asked == []
+
+
+def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
+    plans = {ENTRY: _plan(ENTRY, THIRD)}
+    router = world.add(ME, FakeRing(at=ENTRY, plans=plans))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="nodes that are not trusted: or2hi5d") as refused:
+            await all_of(router, replace(REQUEST, trusted=("entry", "other")))
+        assert refused.value.name == "meshllm.trust"
+
+    world.run(story)
+    assert world.sent == []
