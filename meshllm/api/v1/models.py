@@ -1,4 +1,4 @@
-"""`/v1/models`: the models that are served."""
+"""`/v1/models`: the models that are served, and by whom."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
+from meshllm.api.v1.precision import precision_of
 from meshllm.api.v1.service import Service
+from meshllm.status import ModelStatus
 
 
 def routes(service: Service) -> list[Route]:
@@ -15,14 +17,23 @@ def routes(service: Service) -> list[Route]:
 
     async def list_models(request: Request) -> Response:
         served = await service.models(key_of(request))
-        return JSONResponse({"object": "list", "data": [_model(each.name) for each in served]})
+        return JSONResponse({"object": "list", "data": [_model(each) for each in served]})
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["name"]
-        return JSONResponse(_model((await service.model(key_of(request), name)).name))
+        return JSONResponse(_model(await service.model(key_of(request), name)))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", show_model)]
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "meshllm"}
+def _model(model: ModelStatus) -> dict[str, Any]:
+    """Return OpenAI's object, vLLM's field for the context, and ours; without what is unknown."""
+    said = {"precision": precision_of(model), "providers": list(model.providers)}
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "meshllm",
+        **({"max_model_len": model.context} if model.context else {}),
+        "meshllm": {name: value for name, value in said.items() if value},
+    }

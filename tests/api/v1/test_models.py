@@ -1,8 +1,16 @@
+from dataclasses import replace
+from typing import Any
+
 import httpx2
+import pytest
 
-from tests.builders.fake_node import FakeNode
+from meshllm.node.provider.engine_json import offers_of
+from meshllm.protocol.membership.records import ModelOffer
+from meshllm.status import ModelStatus
+from tests.builders.fake_node import FOX, FakeNode
 
-MODEL = {"id": "builtin", "object": "model", "created": 0, "owned_by": "meshllm"}
+OBJECT = {"object": "model", "created": 0, "owned_by": "meshllm"}
+MODEL = OBJECT | {"id": "builtin", "meshllm": {"precision": "bfloat16"}}
 
 
 async def test_models_are_listed(client: httpx2.AsyncClient) -> None:
@@ -13,6 +21,35 @@ async def test_models_are_listed(client: httpx2.AsyncClient) -> None:
 
 async def test_one_model_is_shown(client: httpx2.AsyncClient) -> None:
     assert (await client.get("/v1/models/builtin")).json() == MODEL
+
+
+@pytest.mark.parametrize(
+    ("provided", "said"),
+    [
+        (FOX, {"max_model_len": 2048, "meshllm": {"precision": "bf16", "providers": ["gpu"]}}),
+        (replace(FOX, precision="", context=0), {"meshllm": {"providers": ["gpu"]}}),
+    ],
+    ids=["known", "unknown"],
+)
+async def test_a_model_of_an_engine_names_provider_precision_and_context(
+    client: httpx2.AsyncClient, door: FakeNode, provided: ModelStatus, said: dict[str, Any]
+) -> None:
+    door.provided = (provided,)
+
+    listed = (await client.get("/v1/models")).json()["data"]
+
+    assert listed == [MODEL, OBJECT | {"id": "fox"} | said]
+    assert (await client.get("/v1/models/fox")).json() == listed[1]
+
+
+async def test_what_a_door_lists_can_be_provided_to_another_mesh(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.served, door.provided = None, (FOX,)
+
+    listed = (await client.get("/v1/models")).json()
+
+    assert offers_of(listed, "bf16") == (ModelOffer("fox", "bf16", 2048),)
 
 
 async def test_a_name_with_a_slash_is_one_name(client: httpx2.AsyncClient) -> None:
