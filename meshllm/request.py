@@ -160,6 +160,8 @@ class Request:
     trusted: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see the prompt or hidden states, in place of which the
     ingress puts whole ids; None trusts all members."""
+    needs_exact: bool = False
+    """Only rings whose nodes all compute bit-identically to transformers may answer."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
     scope: str = ""

@@ -70,7 +70,7 @@ class ModelStatus:
     epoch: int = 0
     """Of the ring that serves it; 0 if none does."""
     is_exact: bool = field(default=False, metadata={"json": "exact"})
-    """Whether every node of the ring computes each token bit-identically to transformers."""
+    """Whether a ring serves it whose nodes all compute bit-identically to transformers."""
 
 
 @dataclass(frozen=True, slots=True)

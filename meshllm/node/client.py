@@ -225,6 +225,11 @@ class MeshClient:
         _ = entry, model
         return None
 
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        """Return True: the ingress knows which rings are exact."""
+        _ = entry, model
+        return True
+
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         """Return that the link to the ingress was lost: an ingress survives other losses."""
         _ = before, after

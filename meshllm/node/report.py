@@ -6,8 +6,9 @@ from dataclasses import asdict
 from blake3 import blake3
 
 from meshllm.errors import UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Quant, short
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, short
 from meshllm.node.view import LinkView, NodeView, RingView
+from meshllm.protocol.agreement.groups import is_exact
 from meshllm.protocol.agreement.trial import Trial
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
@@ -225,7 +226,7 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
     """Return the status of a model that rings serve."""
     shape = charter.shape
     dtype, quant = charter.dtype.name.lower(), str(charter.quant)
-    plan = _plan_for(view, charter)
+    plans = _plans_of(view, charter)
     return ModelStatus(
         shape.name,
         shape.layers,
@@ -237,22 +238,16 @@ def model_status(view: NodeView, charter: Charter) -> ModelStatus:
         aliases=charter.aliases,
         key=charter.key.hex(),
         replicas=charter.replicas,
-        epoch=plan.epoch if plan else 0,
-        is_exact=charter.quant is Quant.NONE and _is_exact(view, plan),
+        epoch=plans[0].epoch if plans else 0,
+        is_exact=any(is_exact(charter, each, view.profiles) for each in plans),
     )
 
 
-def _plan_for(view: NodeView, charter: Charter) -> Plan | None:
-    """Return the plan of the first ring that serves a model, as far as known here."""
-    if view.charter is not None and view.charter.key == charter.key and view.plan:
-        return view.plan
-    plans = (ring.plan for ring in view.rings if ring.group.charter.key == charter.key)
-    return next(filter(None, plans), None)
-
-
-def _is_exact(view: NodeView, plan: Plan | None) -> bool:
-    stages = plan.stages if plan else ()
-    return bool(stages) and all(view.profiles.get(at.node, _UNKNOWN).is_exact for at in stages)
+def _plans_of(view: NodeView, charter: Charter) -> list[Plan]:
+    """Return the plans of the rings that serve a model, as far as known here, the own one first."""
+    is_own = view.charter is not None and view.charter.key == charter.key
+    rings = (ring.plan for ring in view.rings if ring.group.charter.key == charter.key)
+    return [plan for plan in (view.plan if is_own else None, *rings) if plan]
 
 
 def _provided(view: NodeView) -> tuple[ModelStatus, ...]:

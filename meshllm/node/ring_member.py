@@ -45,7 +45,7 @@ from meshllm.node.provider import Provider
 from meshllm.node.timer import loop_time
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import decoded
-from meshllm.protocol.agreement.groups import find_group, groups_of
+from meshllm.protocol.agreement.groups import find_group, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import ENDS, Lifecycle, RingMembership, StateRecord
@@ -398,6 +398,14 @@ class RingMember:
         return next(
             ((group, plan) for group, plan in rings if plan and plan.stages[0].node == entry), None
         )
+
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        """Return whether the ring of a model with this entry computes as transformers does."""
+        charter, ring = self._machine.charter, self.ring_at(entry, model)
+        wanted = charter.find(model) if charter else None
+        if wanted is None or ring is None:
+            return False
+        return is_exact(wanted, ring[1], self._machine.profiles)
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         """Return why a ring with its earlier plan was lost, and a phrase about it."""

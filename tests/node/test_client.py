@@ -58,6 +58,9 @@ class Inn(House):
     def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
         return None
 
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        return True
+
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         raise NotImplementedError
 

@@ -291,6 +291,24 @@ async def test_a_model_is_exact_if_the_whole_ring_is(
     assert (model.is_exact, model.epoch) == (expected, plan.epoch)
 
 
+async def test_a_model_is_exact_if_one_of_its_rings_is() -> None:
+    owned = Owned()
+    (ring,), plan = owned.view.rings, plan_of(owned.view)
+    alone = replace(plan, stages=plan.stages[:1])
+    owned.see(
+        rings=(ring, replace(ring, group=replace(ring.group, replica=1), plan=alone)),
+        profiles={
+            node: replace(each, is_exact=node == alone.stages[0].node)
+            for node, each in owned.view.profiles.items()
+        },
+    )
+
+    (model,) = await owned.control.models()
+
+    assert len(plan.stages) > 1
+    assert (model.is_exact, model.epoch) == (True, plan.epoch)
+
+
 def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
     (ring,), plan = node.view.rings, plan_of(node.view)
     ours = OwnRing(node.view.agreement, "more memory", "it loads", "stock", (("loading", 2.0),))

@@ -595,6 +595,31 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
     run(story)
 
 
+def test_a_ring_is_exact_if_all_its_nodes_are() -> None:
+    whole, second, _ = several()
+
+    async def story() -> None:
+        place, (exact, other) = (
+            Place(),
+            (replace(profile(3), is_exact=each) for each in (True, False)),
+        )
+        member, plan = place.ring_member, replace(ALONE, epoch=7)
+        plan = replace(plan, stages=(replace(plan.stages[0], node=STAGE),))
+        assert not member.is_exact(ENTRY)
+        place.machine.charter = whole
+        place.profiles |= {ENTRY: other, STAGE: exact}
+        place.states[STAGE] = replace(loaded(plan), group=second)
+        place.links.by_peer[STAGE] = None
+        place.serve()
+        place.work()
+        assert member.serving_entries() == [ENTRY, STAGE]
+        assert [member.is_exact(entry) for entry in (ENTRY, STAGE, C)] == [False, True, False]
+        place.profiles[ENTRY] = exact
+        assert member.is_exact(ENTRY, "tiny")
+
+    run(story)
+
+
 def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() -> None:
     whole, *_ = several()
 

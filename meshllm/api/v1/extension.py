@@ -102,6 +102,6 @@ def answer_as_needed(
     """Return the events of requests, see `Service.answer`; raise `WrongField` for an unmet need."""
     needs = needs or Needs()
     needs.check(model)
-    trusting = [replace(each, trusted=needs.trust) for each in asked]
-    events = service.answer(key, model, trusting, outline)
+    needing = [replace(each, trusted=needs.trust, needs_exact=bool(needs.exact)) for each in asked]
+    events = service.answer(key, model, needing, outline)
     return within(events, needs.deadline_ms / 1000) if needs.deadline_ms else events

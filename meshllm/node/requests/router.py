@@ -14,9 +14,10 @@ owner first, the others in turns, as at the entry. When `MAX_WAITING` of the own
 refused.
 
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses;
-rings with a node that the request does not trust are left out, if there are others, or refused. An
-entry that has moved to another model refuses the request, which is repeated elsewhere, as after the
-loss of a ring. So does one whose queue is full: the request is refused only if all replicas refuse.
+rings with a node that the request does not trust, or that are not exact where the request needs
+that, are left out, and refused if there are no others. An entry that has moved to another model
+refuses the request, which is repeated elsewhere, as after the loss of a ring. So does one whose
+queue is full: the request is refused only if all replicas refuse.
 
 A request for a model that no ring serves goes to a node that provides it with an engine of
 its own, to the next one if it fails before its first event. Between the trusted nodes that provide
@@ -84,6 +85,10 @@ class Ring(Protocol):
 
     def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
         """Return the ring of a model with this entry, as far as it is known here."""
+        ...
+
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        """Return whether all nodes of that ring compute bit-identically to transformers."""
         ...
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
@@ -440,6 +445,9 @@ class RequestRouter:
         if others := [short(node) for node in nodes if not _is_trusted(node, request)]:
             text = f"The ring has nodes that are not trusted: {', '.join(others)}"
             return WrongField("meshllm.trust", text)
+        if request.needs_exact and not self._ring.is_exact(entry, request.model):
+            text = f"The ring of {short(entry)} is not bit-identical to transformers"
+            return WrongField("meshllm.exact", text, hint="start its nodes with `--exact`")
         return None
 
     async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:

@@ -45,7 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Quant, Span
 from meshllm.protocol.agreement.candidates import MeshView, decode_plans
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
@@ -617,6 +617,13 @@ class _Table:
         rooms = sum(self.room(node, number)[0] for node in self.nodes(number))
         layers = self.groups[number].charter.shape.layers
         return self.groups[number].replica > 0, 10**6 * rooms // layers, number
+
+
+def is_exact(charter: Charter, plan: Plan, profiles: Mapping[NodeId, Profile]) -> bool:
+    """Return whether all nodes of a ring compute each token bit-identically to transformers."""
+    known = (profiles.get(stage.node) for stage in plan.stages)
+    is_plain = charter.quant is Quant.NONE
+    return is_plain and all(profile is not None and profile.is_exact for profile in known)
 
 
 def holds(profile: Profile, charter: Charter) -> bool:

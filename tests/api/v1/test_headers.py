@@ -67,10 +67,11 @@ async def test_what_is_unknown_is_left_out(client: httpx2.AsyncClient, door: Fak
 
 
 @pytest.mark.usefixtures("exact")
-async def test_an_exact_ring_meets_exact(client: httpx2.AsyncClient) -> None:
+async def test_an_exact_ring_meets_exact(client: httpx2.AsyncClient, door: FakeNode) -> None:
     asked = {"model": "builtin", "messages": MESSAGES, "meshllm": {"exact": True}}
 
     assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+    assert [each.needs_exact for each in door.requests] == [True]  # others may not answer it
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])

@@ -77,6 +77,8 @@ class FakeRing:
 
     plans: dict[NodeId, Plan] = field(default_factory=dict)
     """Of the ring of each entry."""
+    exact: frozenset[NodeId] = frozenset()
+    """The entries of rings that are exact."""
     explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
 
     async def entries(self, model: str = "") -> Sequence[NodeId]:
@@ -90,6 +92,9 @@ class FakeRing:
     def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
         plan = self.plans.get(entry)
         return (GroupId(model.encode()), plan) if plan else None
+
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        return entry in self.exact
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         self.explained.append((before, after))
@@ -1078,3 +1083,41 @@ def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
 
     world.run(story)
     assert world.sent == []
+
+
+def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) -> None:
+    router = world.add(ME, FakeRing(replicas=TWINS, exact=frozenset({OTHER})))
+    world.add(ENTRY, FakeRing(replicas=TWINS))
+    world.add(OTHER, FakeRing(replicas=TWINS, attempts=[answer()] * 9))
+
+    async def story() -> None:
+        for number in range(9):
+            request = replace(FOX, raw=f"{number}", needs_exact=True)
+            assert text_of(await all_of(router, request)) == TEXT
+        world.rings[ME].exact = frozenset()
+        with pytest.raises(WrongField, match="not bit-identical") as refused:
+            await all_of(router, replace(FOX, needs_exact=True))
+        assert refused.value.name == "meshllm.exact"
+
+    world.run(story)
+    assert world.rings[ENTRY].asked == []
+    assert len(world.rings[OTHER].asked) == 9
+
+
+def test_an_exact_answer_does_not_go_on_at_a_ring_that_is_not_exact(world: World) -> None:
+    ring = FakeRing(attempts=[[*answer()[:3], LinkLost("gone")], answer()], exact=frozenset({ME}))
+    router = world.add(ME, ring)
+    events: list[Event] = []
+
+    async def answer_exactly() -> None:
+        async for event in router.generate(replace(REQUEST, needs_exact=True)):
+            events.append(event)
+            ring.exact = frozenset()  # the next ring has another node
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="not bit-identical"):
+            await answer_exactly()
+
+    world.run(story)
+    assert text_of(events) == TEXT[:6]
+    assert len(ring.asked) == 1

@@ -18,6 +18,7 @@ from meshllm.protocol.agreement.groups import (
     groups_of,
     has_several,
     holds,
+    is_exact,
     plans_in_force,
     ring_of,
     shortage,
@@ -106,6 +107,16 @@ def test_the_groups_are_in_order_and_the_first_is_that_of_earlier_versions() -> 
     assert [name for name in order if name[1] == 2] == [("m3", 2)]
     assert find_group(charter, groups[3].id) == groups[3]
     assert find_group(charter, UNASSIGNED) is None
+
+
+def test_a_ring_is_exact_if_all_its_nodes_are_and_nothing_is_quantised() -> None:
+    charter, plan = model(1, 4), ring("m1", (A, 0, 2), (B, 2, 4))
+    exact, other = (Profile("n", "1", (), 100, is_exact=each) for each in (True, False))
+
+    assert is_exact(charter, plan, {A: exact, B: exact, C: other})
+    assert not is_exact(charter, plan, {A: exact, B: other})
+    assert not is_exact(charter, plan, {A: exact})
+    assert not is_exact(replace(charter, quant=Quant.INT8), plan, {A: exact, B: exact})
 
 
 def test_only_a_mesh_of_several_groups_moves_nodes() -> None:
