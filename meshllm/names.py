@@ -126,6 +126,17 @@ class Quant(StrEnum):
     """4 bits with a scale and a zero point per group of 64 inputs: 3.5 times less memory."""
 
 
+_BITS = {
+    "int4": 4, "int8": 8, "fp8": 8, "bf16": 16, "bfloat16": 16, "fp16": 16, "float16": 16,
+    "fp32": 32, "float32": 32,
+}  # fmt: skip
+
+
+def bits_of(precision: str) -> int:
+    """Return the bits of a weight; 0 if the precision is unknown."""
+    return _BITS.get(precision.lower(), 0)
+
+
 class WireMode(StrEnum):
     """Encoding of the hidden states sent to the next rank."""
 

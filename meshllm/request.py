@@ -162,6 +162,10 @@ class Request:
     ingress puts whole ids; None trusts all members."""
     needs_exact: bool = False
     """Only rings whose nodes all compute bit-identically to transformers may answer."""
+    min_bits: int = 0
+    """Fewest bits of a weight, and"""
+    min_context: int = 0
+    """tokens of context of a provider: those of one model may differ, rings of one do not."""
     shares_prefix: bool = False
     """Other requests continue the same text: its cached prefix is copied, not taken over."""
     scope: str = ""

@@ -6,7 +6,7 @@ It is told no records of the mesh. Which models there are, it asks the node that
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -43,6 +43,7 @@ from meshllm.protocol.membership.client_quota import places
 from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList, RequestMessage
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.handshake import Own
@@ -240,10 +241,10 @@ class MeshClient:
         _ = model
         return False
 
-    def providers(self, model: str) -> Sequence[NodeId]:
+    def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
         """Return no node: the ingress knows them."""
         _ = model
-        return ()
+        return {}
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the names: the ingress resolves them."""

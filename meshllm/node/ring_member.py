@@ -48,7 +48,13 @@ from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import find_group, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import ENDS, Lifecycle, RingMembership, StateRecord
+from meshllm.protocol.membership.records import (
+    ENDS,
+    Lifecycle,
+    ModelOffer,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
@@ -299,16 +305,17 @@ class RingMember:
         charter = self._machine.charter
         return bool(model) and (charter is None or charter.find(model) is None)
 
-    def providers(self, model: str) -> list[NodeId]:
-        """Return the nodes that provide a model now."""
+    def offers(self, model: str) -> dict[NodeId, ModelOffer]:
+        """Return the nodes that provide a model now, and what they say of it."""
         machine = self._machine
-        return [
-            node
+        return {
+            node: offer
             for node, state in machine.states.items()
             if state.lifecycle is Lifecycle.SERVING
-            and any(each.model == model for each in state.offers)
             and (node == machine.me or node in self._links.by_peer)
-        ]
+            for offer in reversed(state.offers)
+            if offer.model == model
+        }
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""

@@ -24,6 +24,7 @@ from meshllm.node.net import beacon
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
+from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
@@ -67,8 +68,8 @@ class Inn(House):
     def is_provided(self, model: str) -> bool:
         return bool(model)
 
-    def providers(self, model: str) -> list[NodeId]:
-        return [self.me] if model else []
+    def offers(self, model: str) -> dict[NodeId, ModelOffer]:
+        return {self.me: ModelOffer(model)} if model else {}
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(names)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.respond import within
 from meshllm.api.v1.generating import DRAWN_SEEDS, SEEDS
-from meshllm.api.v1.precision import bits_of, precision_of
+from meshllm.api.v1.precision import precision_of
 from meshllm.api.v1.service import Choices, Service
+from meshllm.names import bits_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Request as Asked
 from meshllm.status import ModelStatus
@@ -32,26 +33,51 @@ class Needs:
     trust: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see the request."""
 
-    def check(self, model: ModelStatus) -> None:
-        """Raise `WrongField` if a model does not have what the request needs."""
-        bits, known = bits_of(self.min_precision or ""), bits_of(precision_of(model))
-        if self.min_precision is not None and not bits:
+    @property
+    def min_bits(self) -> int:
+        """The fewest bits of a weight; raise `WrongField` for an unknown precision."""
+        if self.min_precision is None:
+            return 0
+        if not (bits := bits_of(self.min_precision)):
             text = f"Invalid value `{self.min_precision[:40]}` for `meshllm.min_precision`"
             raise WrongField("meshllm.min_precision", text, hint="int4, int8, bf16, fp16 or fp32")
-        if bits > known:
+        return bits
+
+    def check(self, model: ModelStatus) -> None:
+        """Raise `WrongField` if a model does not have what the request needs.
+
+        Of several providers of a model some may have it: they are chosen by precision and context
+        when they are asked.
+        """
+        bits = self.min_bits
+        if self.deadline_ms is not None and self.deadline_ms < 1:
+            text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
+            raise WrongField("meshllm.deadline_ms", text)
+        if self.exact and not model.is_exact:
+            text = f"`{model.name}` is not computed bit-identically to transformers"
+            hint = "start every node of its ring with `--exact`"
+            raise WrongField("meshllm.exact", text, hint=hint)
+        if len(model.providers) <= 1:
+            self._check_sizes(model, bits)
+
+    def of(self, asked: Asked) -> Asked:
+        """Return a request that only what meets these needs may answer."""
+        return replace(
+            asked,
+            trusted=self.trust,
+            needs_exact=bool(self.exact),
+            min_bits=self.min_bits,
+            min_context=self.min_context or 0,
+        )
+
+    def _check_sizes(self, model: ModelStatus, bits: int) -> None:
+        if bits > bits_of(precision_of(model)):
             has = precision_of(model) or "of unknown precision"
             text = f"`{model.name}` is {has}, and `meshllm.min_precision` is {self.min_precision}"
             raise WrongField("meshllm.min_precision", text)
         if (self.min_context or 0) > model.context:
             text = f"`{model.name}` takes {model.context or 'an unknown number of'} tokens"
             raise WrongField("meshllm.min_context", text)
-        if self.exact and not model.is_exact:
-            text = f"`{model.name}` is not computed bit-identically to transformers"
-            hint = "start every node of its ring with `--exact`"
-            raise WrongField("meshllm.exact", text, hint=hint)
-        if self.deadline_ms is not None and self.deadline_ms < 1:
-            text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
-            raise WrongField("meshllm.deadline_ms", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +128,5 @@ def answer_as_needed(
     """Return the events of requests, see `Service.answer`; raise `WrongField` for an unmet need."""
     needs = needs or Needs()
     needs.check(model)
-    needing = [replace(each, trusted=needs.trust, needs_exact=bool(needs.exact)) for each in asked]
-    events = service.answer(key, model, needing, outline)
+    events = service.answer(key, model, [needs.of(each) for each in asked], outline)
     return within(events, needs.deadline_ms / 1000) if needs.deadline_ms else events

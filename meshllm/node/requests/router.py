@@ -21,7 +21,8 @@ queue is full: the request is refused only if all replicas refuse.
 
 A request for a model that no ring serves goes to a node that provides it with an engine of
 its own, to the next one if it fails before its first event. Between the trusted nodes that provide
-it the ingress chooses the one with the fewest of its requests.
+it with the precision and the context that the request needs, the ingress chooses the one with the
+fewest of its requests.
 
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
@@ -39,7 +40,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, TimedOut, UserError
-from meshllm.names import SESSION_ID_BYTES, GroupId, LossCause, NodeId, SessionId, short
+from meshllm.names import (
+    SESSION_ID_BYTES,
+    GroupId,
+    LossCause,
+    NodeId,
+    SessionId,
+    bits_of,
+    short,
+)
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
@@ -51,7 +60,7 @@ from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
-from meshllm.protocol.membership.records import MAX_RINGS
+from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.identity import show
@@ -112,8 +121,8 @@ class Ring(Protocol):
         """Return whether a request for a model is one for a provider, not for the ring."""
         ...
 
-    def providers(self, model: str) -> Sequence[NodeId]:
-        """Return the nodes that provide a model now."""
+    def offers(self, model: str) -> Mapping[NodeId, ModelOffer]:
+        """Return the nodes that provide a model now, and what they say of it."""
         ...
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -319,14 +328,18 @@ class RequestRouter:
 
         Raises:
             ModelError: no trusted node provides it.
+            WrongField: none of these has the precision and the context that the request needs.
             MeshError: the error of the last one, if all have failed.
         """
-        known = self._ring.providers(request.model)
-        trusted = [node for node in known if _is_trusted(node, request)]
-        if left := [node for node in trusted if node not in tried]:
+        known = self._ring.offers(request.model)
+        trusted = {node: offer for node, offer in known.items() if _is_trusted(node, request)}
+        able = [node for node, offer in trusted.items() if not _lacks(offer, request)]
+        if left := [node for node in able if node not in tried]:
             return min(left, key=lambda node: (self._asked[node], self._chosen[node]))
         if tried:
             raise list(tried.values())[-1]
+        if trusted:
+            raise _unmet(trusted, request)
         who = "trusted node" if known else "node"
         raise ModelError(
             f"No {who} provides `{request.model[:100]}`",
@@ -477,6 +490,25 @@ class RequestRouter:
         count, paused_s = self.counts.losses.get(cause, (0, 0.0))
         self.counts.losses = {**self.counts.losses, cause: (count + 1, paused_s + seconds)}
         logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
+
+
+def _lacks(offer: ModelOffer, request: Request) -> str:
+    """Return the need of a request that an offer does not meet; empty if it meets all."""
+    if bits_of(offer.precision) < request.min_bits:
+        return "meshllm.min_precision"
+    return "meshllm.min_context" if offer.context < request.min_context else ""
+
+
+def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> WrongField:
+    """Return the error of a need that no provider meets, with what each has."""
+    listed = ", ".join(
+        f"{short(node)} {offer.precision or 'of unknown precision'}"
+        f" with {offer.context or 'an unknown number of'} tokens"
+        for node, offer in offers.items()
+    )
+    name = request.model[:100]
+    lacking = max(_lacks(offer, request) for offer in offers.values())  # precision, else context
+    return WrongField(lacking, f"No provider of `{name}` has what the request needs: {listed}")
 
 
 def _is_trusted(node: NodeId, request: Request) -> bool:

@@ -623,6 +623,19 @@ async def test_what_a_request_needs_is_met_or_refused(
         assert said.headers["x-meshllm-precision"] in {"bfloat16", "bf16"}
 
 
+async def test_of_several_providers_those_are_asked_that_have_what_a_request_needs(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (replace(FOX, precision="", context=2048, providers=("gpu", "desk")),)
+    needs = {"min_precision": "bf16", "min_context": 4096}
+
+    said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
+
+    assert said.status_code == 200
+    (asked,) = door.requests
+    assert (asked.min_bits, asked.min_context) == (16, 4096)
+
+
 async def test_a_model_of_unknown_precision_meets_none(
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:

@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
-from meshllm.names import GroupId, LossCause, NodeId, Span
+from meshllm.names import GroupId, LossCause, NodeId, Span, short
 from meshllm.node.requests import remote
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
 from meshllm.node.requests.router import MAX_WAITING, RING_S, Counts, RequestRouter
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
-from meshllm.protocol.membership.records import MAX_RINGS
+from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
 from meshllm.protocol.ring.interruption import RingPlan
@@ -64,7 +64,9 @@ class FakeRing:
     askers: list[NodeId | None] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     provided: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
-    """Who provides each model."""
+    """Who provides each model,"""
+    offered: dict[NodeId, ModelOffer] = field(default_factory=dict)
+    """and what some of them say of it."""
     loads_s: float | None = None
     """After an error there is no ring, and its nodes load for so long; None keeps the ring."""
     loads_until: float = 0.0
@@ -103,8 +105,9 @@ class FakeRing:
     def is_provided(self, model: str) -> bool:
         return bool(model) and model not in self.replicas
 
-    def providers(self, model: str) -> list[NodeId]:
-        return list(self.provided.get(model, ()))
+    def offers(self, model: str) -> dict[NodeId, ModelOffer]:
+        provided = self.provided.get(model, ())
+        return {node: self.offered.get(node, ModelOffer(model)) for node in provided}
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         known = {"me": ME, "entry": ENTRY, "other": OTHER}
@@ -819,6 +822,7 @@ def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
 
 
 FOX = replace(REQUEST, model="fox")
+OFFERED = {ENTRY: ModelOffer("fox", "bf16", 2048), OTHER: ModelOffer("fox", "int4", 4096)}
 GONE, BUSY, LATE = LinkLost("gone"), Busy("full"), TimedOut("late")
 
 
@@ -907,6 +911,59 @@ def test_a_model_that_nobody_provides_is_an_error(
     async def story() -> None:
         with pytest.raises(ModelError, match=message):
             await all_of(router, replace(FOX, trusted=("entry",)))
+
+    world.run(story)
+    assert world.sent == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "asked"),
+    [
+        ({"min_bits": 16}, {ENTRY}),
+        ({"min_bits": 4, "min_context": 4096}, {OTHER}),
+        ({"min_context": 2048}, {ENTRY, OTHER}),
+        ({}, {ENTRY, OTHER, THIRD}),
+    ],
+    ids=["bits", "context", "both", "nothing"],
+)
+def test_a_request_goes_to_providers_that_have_what_it_needs(
+    world: World, needs: dict[str, Any], asked: set[NodeId]
+) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER, THIRD)}, offered=OFFERED))
+    for node in (ENTRY, OTHER, THIRD):
+        world.add(node, FakeRing(attempts=[answer()] * 6))
+
+    async def story() -> None:
+        for _ in range(6):
+            assert text_of(await all_of(router, replace(FOX, **needs))) == TEXT
+
+    world.run(story)
+    assert {node for node in (ENTRY, OTHER, THIRD) if world.rings[node].asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("needs", "param"),
+    [
+        ({"min_bits": 32}, "meshllm.min_precision"),
+        ({"min_context": 4097}, "meshllm.min_context"),
+        ({"min_bits": 16, "min_context": 4096}, "meshllm.min_precision"),
+    ],
+    ids=["bits", "context", "both at one"],
+)
+def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
+    world: World, needs: dict[str, Any], param: str
+) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER, THIRD)}, offered=OFFERED))
+
+    async def story() -> None:
+        with pytest.raises(WrongField) as refused:
+            await all_of(router, replace(FOX, **needs))
+        assert refused.value.name == param
+        assert str(refused.value) == (
+            f"No provider of `fox` has what the request needs: {short(ENTRY)} bf16 with 2048"
+            f" tokens, {short(OTHER)} int4 with 4096 tokens, {short(THIRD)} of unknown precision"
+            " with an unknown number of tokens"
+        )
 
     world.run(story)
     assert world.sent == []
