@@ -9,6 +9,12 @@ went, while that ring has less than `MARGIN` requests of this node more in progr
 busy one. A node counts its own requests only, which is exact where one node is the door, and close
 where the doors are used alike.
 
+A request counts as often as the ring is slower than the fastest, by the time per token of its best
+answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. Rings
+that differ by less than `ALIKE` are alike, since load and drafts change times as well; one whose
+times are old counts as fast, and is measured by the next chat. No ring counts as more than
+`SLOWEST` times as slow: the times are what its entry says.
+
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then.
 
@@ -16,18 +22,23 @@ The ring that failed last is avoided while there is another one, and so are thos
 often than others. A request that no ring has accepted yet is refused once each of them was asked.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 from blake3 import blake3
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
+from meshllm.node.timer import loop_time
 from meshllm.request import Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
+ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per token
+MAX_TIMES, FRESH_S = 8, 300.0  # answers of a ring, and for how many seconds each counts
+MAX_TIMED = 1024  # rings by the name that was asked for
 MAX_KNOWN = 4096  # beginnings whose ring is remembered, some 150 bytes each
 BEGINNING_BYTES = 256  # of a prompt without turns, which may go on with an answer and more
 
@@ -52,8 +63,11 @@ class Tried:
 class ReplicaChoice:
     """Chooses the entry for each request; counts the requests in progress of this node."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = loop_time) -> None:
+        self._clock = clock
         self._active: Counter[NodeId] = Counter()
+        self._times: dict[tuple[str, NodeId], deque[tuple[float, float]]] = {}
+        """When the latest answers of each ring of a model ended, and their times per token."""
         self._known: dict[bytes, NodeId] = {}
         """The ring that each beginning went to last; the oldest are first, and forgotten."""
 
@@ -65,15 +79,46 @@ class ReplicaChoice:
         fewest = min(failures[entry] for entry in others)
         others = [entry for entry in others if failures[entry] == fewest]
         beginning = _beginning(request)
-        least = min(self._active[entry] for entry in others)
+        slowness = self._slowness(others, request.model)
+
+        def load(entry: NodeId, fewer: int = 0) -> float:
+            return (self._active[entry] + 1 - fewer) * slowness[entry]
+
+        least = min(map(load, others))
         chosen = self._known.pop(beginning, None)
-        if chosen not in others or self._active[chosen] >= least + MARGIN:
-            idle = (entry for entry in others if self._active[entry] == least)
+        if chosen not in others or load(chosen, MARGIN) >= least:
+            idle = (entry for entry in others if load(entry) == least)
             chosen = min(idle, key=lambda entry: blake3(beginning + entry).digest())
         self._known[beginning] = chosen
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return chosen
+
+    def note(self, entry: NodeId, model: str, token_ms: float) -> None:
+        """Note the time per token of an answer that has ended, if it had two tokens."""
+        if not 0 < token_ms < inf:
+            return
+        times = self._times.pop((model, entry), deque[tuple[float, float]](maxlen=MAX_TIMES))
+        times.append((self._clock(), token_ms))
+        self._times[model, entry] = times
+        if len(self._times) > MAX_TIMED:
+            del self._times[next(iter(self._times))]
+
+    def _slowness(self, entries: Sequence[NodeId], model: str) -> dict[NodeId, float]:
+        """Return how many times as slow as the fastest each ring is; 1 for those that are alike."""
+        best = {entry: self._best(entry, model) for entry in entries}
+        least = min((each for each in best.values() if each), default=inf)
+        return {
+            entry: min(each / least, SLOWEST) if each > ALIKE * least else 1.0
+            for entry, each in best.items()
+        }
+
+    def _best(self, entry: NodeId, model: str) -> float:
+        """Return the least time per token of late; 0 if there is none."""
+        if not (times := self._times.get((model, entry))):
+            return 0.0
+        since = self._clock() - FRESH_S
+        return min((each for ended, each in times if ended >= since), default=0.0)
 
     @contextmanager
     def asking(self, entry: NodeId, tried: Tried) -> Iterator[None]:

@@ -483,6 +483,8 @@ class RequestRouter:
             yield interruption
         if isinstance(event, Answer):
             self.counts.count(event, pause.current[0] if pause.current else None)
+            if pause.tried.entry is not None:
+                self._replicas.note(pause.tried.entry, pause.model, event.ms_per_token)
         yield event
 
     def _note(self, interruption: Interruption) -> None:

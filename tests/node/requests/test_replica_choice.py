@@ -7,7 +7,15 @@ import pytest
 
 from meshllm.errors import LinkLost
 from meshllm.names import NodeId
-from meshllm.node.requests.replica_choice import MARGIN, MAX_KNOWN, ReplicaChoice, Tried, _beginning
+from meshllm.node.requests.replica_choice import (
+    FRESH_S,
+    MARGIN,
+    MAX_KNOWN,
+    MAX_TIMED,
+    ReplicaChoice,
+    Tried,
+    _beginning,
+)
 from meshllm.request import Request, Turn
 from tests.builders.offers import A, B, C, node
 
@@ -58,6 +66,89 @@ def test_new_chats_go_to_the_least_busy_ring_and_stay_where_they_went() -> None:
     assert {*Counter(chosen).values()} == {10}
     later = [Request(turns=(*each.turns, *each.turns)) for each in requests]
     assert [choice.choose(RINGS, each, Tried()) for each in later] == chosen
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spread(choice: ReplicaChoice, chats: int, model: str = "", begin: str = "") -> list[int]:
+    """Begin chats at the same time; return how many went to each ring."""
+    counts = Counter[NodeId]()
+    with ExitStack() as stack:
+        for number in range(chats):
+            request = Request(raw=f"{begin}{number}", model=model)
+            entry = choice.choose(RINGS, request, Tried())
+            counts[entry] += 1
+            stack.enter_context(choice.asking(entry, Tried()))
+    return [counts[each] for each in RINGS]
+
+
+def test_a_ring_gets_as_many_new_chats_as_it_is_fast() -> None:
+    choice = ReplicaChoice(Clock())
+    for entry, token_ms in ((A, 10.0), (B, 30.0), (C, 10.0), (C, 999.0)):
+        choice.note(entry, "", token_ms)
+
+    assert spread(choice, 28) == [12, 4, 12]
+    assert spread(choice, 27, model="another") == [9, 9, 9]
+
+
+def test_rings_that_differ_a_little_are_alike() -> None:
+    choice = ReplicaChoice(Clock())
+    for entry, token_ms in ((A, 10.0), (B, 14.9), (C, 0.0)):
+        choice.note(entry, "", token_ms)
+
+    assert spread(choice, 27) == [9, 9, 9]
+
+
+def test_a_ring_without_late_answers_is_tried_again() -> None:
+    clock = Clock()
+    choice = ReplicaChoice(clock)
+    choice.note(B, "", 30.0)
+    clock.now = FRESH_S
+    for entry in (A, C):
+        choice.note(entry, "", 10.0)
+
+    assert spread(choice, 28) == [12, 4, 12]
+    clock.now += 1.0
+    assert spread(choice, 27, begin="later ") == [9, 9, 9]
+
+
+@pytest.mark.parametrize("token_ms", [1e-300, -1.0, float("inf"), float("nan")])
+def test_no_time_that_an_entry_tells_gets_it_all_chats(token_ms: float) -> None:
+    choice = ReplicaChoice(Clock())
+    for entry, told in ((A, 10.0), (B, token_ms), (C, 10.0)):
+        choice.note(entry, "", told)
+
+    assert spread(choice, 24) in ([4, 16, 4], [8, 8, 8])
+
+
+def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
+    choice, request = ReplicaChoice(Clock()), Request(raw="hello")
+    first = choice.choose(RINGS, request, Tried())
+    for entry in RINGS:
+        choice.note(entry, "", 40.0 if entry == first else 10.0)
+
+    with ExitStack() as stack:
+        for _ in range(MARGIN):
+            assert choice.choose(RINGS, request, Tried()) == first
+            stack.enter_context(choice.asking(first, Tried()))
+        assert choice.choose(RINGS, request, Tried()) != first
+
+
+def test_the_times_of_few_rings_are_kept() -> None:
+    choice = ReplicaChoice(Clock())
+    for number in range(MAX_TIMED + 1):
+        choice.note(A, f"{number}", 1.0)
+        choice.note(A, f"{number}", 1.0)
+
+    assert len(choice._times) == MAX_TIMED
+    assert ("0", A) not in choice._times
 
 
 def test_a_chat_that_moved_stays_where_it_moved_to() -> None:

@@ -1099,6 +1099,24 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
     assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
 
 
+def test_a_slow_replica_gets_fewer_new_requests(world: World) -> None:
+    router = world.add(ME, FakeRing(replicas=TWINS))
+    for entry, token_ms in ((ENTRY, 10.0), (OTHER, 30.0)):
+        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms)]
+        world.add(entry, FakeRing(replicas=TWINS, attempts=[timed] * 20))
+
+    async def story() -> None:
+        first = (replace(FOX, raw=f"first {number}") for number in range(4))
+        await asyncio.gather(*(all_of(router, each) for each in first))
+        for entry in TWINS["fox"]:
+            assert len(world.rings[entry].asked) == 2
+        second = (replace(FOX, raw=f"second {number}") for number in range(12))
+        await asyncio.gather(*(all_of(router, each) for each in second))
+
+    world.run(story)
+    assert [len(world.rings[entry].asked) - 2 for entry in TWINS["fox"]] == [9, 3]
+
+
 def test_a_prompt_goes_to_a_replica_with_a_trusted_entry(world: World) -> None:
     router = world.add(ME, FakeRing(replicas=TWINS))
     world.add(ENTRY, FakeRing(replicas=TWINS))
