@@ -160,6 +160,9 @@ class Request:
     trusted: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see the prompt or hidden states, in place of which the
     ingress puts whole ids; None trusts all members."""
+    affinity: str = ""
+    """Requests of a scope with the same text go to the same replica or provider, if that is not
+    much busier: its prefix cache has what they share. If empty, those that begin alike do."""
     needs_exact: bool = False
     """Only rings whose nodes all compute bit-identically to transformers may answer."""
     min_bits: int = 0

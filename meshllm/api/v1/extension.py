@@ -15,6 +15,8 @@ from meshllm.request import Request as Asked
 from meshllm.status import ModelStatus
 from meshllm.strict_json import WrongField
 
+MAX_AFFINITY = 128  # characters
+
 _MODES = {None: None, False: None, True: OutlineMode.ON, "auto": OutlineMode.AUTO}
 
 
@@ -32,6 +34,8 @@ class Needs:
     """End the answer with an error if it is not complete by then."""
     trust: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see the request."""
+    affinity: str | None = None
+    """Go to the replica or provider that answers other requests with this text."""
 
     @property
     def min_bits(self) -> int:
@@ -53,6 +57,9 @@ class Needs:
         if self.deadline_ms is not None and self.deadline_ms < 1:
             text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
             raise WrongField("meshllm.deadline_ms", text)
+        if len(self.affinity or "") > MAX_AFFINITY:
+            text = f"`meshllm.affinity` has more than {MAX_AFFINITY} characters"
+            raise WrongField("meshllm.affinity", text)
         if self.exact and not model.is_exact:
             text = f"`{model.name}` is not computed bit-identically to transformers"
             hint = "start every node of its ring with `--exact`"
@@ -68,6 +75,7 @@ class Needs:
             needs_exact=bool(self.exact),
             min_bits=self.min_bits,
             min_context=self.min_context or 0,
+            affinity=self.affinity or "",
         )
 
     def _check_sizes(self, model: ModelStatus, bits: int) -> None:

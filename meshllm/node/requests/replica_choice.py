@@ -1,4 +1,4 @@
-"""The choice between the rings that serve a model: replicas, or one.
+"""The choice between the rings that serve a model, replicas or one, or between its providers.
 
 Theory of operation
 -------------------
@@ -16,7 +16,8 @@ times are old counts as fast, and is measured by the next chat. No ring counts a
 `SLOWEST` times as slow: the times are what its entry says.
 
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
-many chats have a system prompt in common, whose cache all rings have then.
+many chats have a system prompt in common, whose cache all rings have then. A request may name
+another text in its place, its affinity, which other requests have in common with it.
 
 The ring that failed last is avoided while there is another one, and so are those that failed more
 often than others. A request that no ring has accepted yet is refused once each of them was asked.
@@ -138,7 +139,9 @@ class ReplicaChoice:
 
 def _beginning(request: Request) -> bytes:
     """Return a hash of what requests for a model with a common prefix have in common."""
-    if request.ids:
+    if request.affinity:
+        text = f"{request.scope}\n{request.affinity}"
+    elif request.ids:
         text = " ".join(map(str, request.ids[: BEGINNING_BYTES // 4]))  # bytes of a token
     elif request.raw is not None:
         text = request.raw[:BEGINNING_BYTES]

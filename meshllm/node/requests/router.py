@@ -21,8 +21,7 @@ queue is full: the request is refused only if all replicas refuse.
 
 A request for a model that no ring serves goes to a node that provides it with an engine of
 its own, to the next one if it fails before its first event. Between the trusted nodes that provide
-it with the precision and the context that the request needs, the ingress chooses the one with the
-fewest of its requests.
+it with the precision and the context that the request needs, the ingress chooses as between rings.
 
 When a ring breaks, the ingress repeats the request on the next ring, see
 `meshllm.protocol.ring.failover`. While the nodes of the next one still load their layers, a request
@@ -234,8 +233,6 @@ class RequestRouter:
         """Those that others send here."""
         self._asks_ingress = asks_ingress
         self._replicas = ReplicaChoice()
-        self._asked: Counter[NodeId] = Counter()  # requests in progress at providers
-        self._chosen: Counter[NodeId] = Counter()  # requests to providers so far
         self._scopes = ScopeNames(os.urandom(SECRET_BYTES))
         self._me = me
         self._ring = ring
@@ -304,14 +301,13 @@ class RequestRouter:
         tried: dict[NodeId, MeshError] = {}
         while True:
             node, is_begun = self._choose(request, tried), False
-            self._asked[node] += 1
-            self._chosen[node] += 1
             try:
                 async with self._from(node, request) as events:
                     async for event in events:
                         is_begun = True
                         if isinstance(event, Answer):
                             self.counts.count(event, None)
+                            self._replicas.note(node, request.model, event.ms_per_token)
                         yield event
             except (LinkLost, Busy, TimedOut) as error:
                 if is_begun:
@@ -320,11 +316,9 @@ class RequestRouter:
                 logger.info("provider %s failed: %s", short(node), error)
             else:
                 return
-            finally:
-                self._asked[node] -= 1
 
     def _choose(self, request: Request, tried: Mapping[NodeId, MeshError]) -> NodeId:
-        """Return the provider of a model that has the fewest requests of this node.
+        """Return a provider of a model, as between replicas.
 
         Raises:
             ModelError: no trusted node provides it.
@@ -335,7 +329,7 @@ class RequestRouter:
         trusted = {node: offer for node, offer in known.items() if _is_trusted(node, request)}
         able = [node for node, offer in trusted.items() if not _lacks(offer, request)]
         if left := [node for node in able if node not in tried]:
-            return min(left, key=lambda node: (self._asked[node], self._chosen[node]))
+            return self._replicas.choose(left, request, Tried())
         if tried:
             raise list(tried.values())[-1]
         if trusted:
@@ -352,6 +346,7 @@ class RequestRouter:
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of a provider, local or remote; close it at the end."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._replicas.asking(node, Tried()))
             if node == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)

@@ -601,6 +601,8 @@ async def test_an_outline_that_cannot_be_made_is_refused(
         ("builtin", {"min_precision": "gold"}, "min_precision"),
         ("builtin", {"min_context": 1}, "min_context"),
         ("builtin", {"deadline_ms": 0}, "deadline_ms"),
+        ("builtin", {"affinity": "x" * 128}, None),
+        ("builtin", {"affinity": "x" * 129}, "affinity"),
         ("builtin", {"exact": True}, "exact"),
         ("builtin", {"exact": False, "min_precision": "bf16"}, None),
         ("fox", {"exact": True}, "exact"),
@@ -627,13 +629,13 @@ async def test_of_several_providers_those_are_asked_that_have_what_a_request_nee
     client: httpx2.AsyncClient, door: FakeNode
 ) -> None:
     door.provided = (replace(FOX, precision="", context=2048, providers=("gpu", "desk")),)
-    needs = {"min_precision": "bf16", "min_context": 4096}
+    needs = {"min_precision": "bf16", "min_context": 4096, "affinity": "manual"}
 
     said = await client.post(PATH, json=BODY | {"model": "fox", "meshllm": needs})
 
     assert said.status_code == 200
     (asked,) = door.requests
-    assert (asked.min_bits, asked.min_context) == (16, 4096)
+    assert (asked.min_bits, asked.min_context, asked.affinity) == (16, 4096, "manual")
 
 
 async def test_a_model_of_unknown_precision_meets_none(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_requests_that_begin_alike_go_to_the_same_ring() -> None:
             RINGS[1:] + RINGS[:1], ids, Tried()
         )
         assert choice.choose(RINGS, Request(turns=(answer,)), Tried()) in RINGS
+
+
+def test_requests_of_one_affinity_go_to_the_same_ring() -> None:
+    choice = ReplicaChoice()
+    asked = [Request(raw=f"{number}", affinity="manual.pdf") for number in range(20)]
+    scoped = [Request(raw="a", affinity=f"{number}", scope="key") for number in range(20)]
+
+    assert len({choice.choose(RINGS, each, Tried()) for each in asked}) == 1
+    assert {choice.choose(RINGS, each, Tried()) for each in scoped} == {*RINGS}
+    assert _beginning(scoped[0]) != _beginning(replace(scoped[0], scope="of another key"))
 
 
 def test_nodes_choose_alike_while_all_rings_are_idle() -> None:

@@ -862,42 +862,64 @@ def test_another_provider_answers_if_one_fails_at_once(world: World, error: Mesh
 
 def test_an_answer_of_a_provider_that_has_begun_ends_with_its_error(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
-    world.add(ENTRY, FakeRing(attempts=[[Piece("a"), GONE]]))
-    world.add(OTHER, FakeRing(attempts=[answer()]))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[[Piece("a"), GONE]]))
 
     async def story() -> None:
         with pytest.raises(LinkLost, match="gone"):
             await all_of(router, FOX)
 
     world.run(story)
-    assert world.rings[OTHER].asked == []
+    assert sum(len(world.rings[node].asked) for node in (ENTRY, OTHER)) == 1
     assert router.counts.failed == 1
 
 
 def test_the_last_error_is_told_if_all_providers_fail(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
-    world.add(ENTRY, FakeRing(attempts=[[GONE]]))
-    world.add(OTHER, FakeRing(attempts=[[BUSY]]))
+    errors: dict[NodeId, MeshError] = {ENTRY: GONE, OTHER: BUSY}
+    for node, error in errors.items():
+        world.add(node, FakeRing(attempts=[[error]]))
 
     async def story() -> None:
-        with pytest.raises(Busy):
+        with pytest.raises((LinkLost, Busy)) as told:
             await all_of(router, FOX)
+        asked = [peer for _, peer, message in world.sent if isinstance(message, Generate)]
+        assert {*asked} == {ENTRY, OTHER}
+        assert type(told.value) is type(errors[asked[-1]])
 
     world.run(story)
 
 
-def test_requests_are_spread_over_providers(world: World) -> None:
+def test_requests_are_spread_over_providers_and_chats_stay_where_they_went(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     for node in (ENTRY, OTHER):
-        world.add(node, FakeRing(attempts=[answer(), answer()]))
+        world.add(node, FakeRing(attempts=[answer()] * 6))
+    chats = [replace(FOX, raw=f"{number}") for number in range(4)]
 
     async def story() -> None:
-        await asyncio.gather(*(all_of(router, FOX) for _ in range(2)))
-        for _ in range(2):
-            await all_of(router, FOX)
+        await asyncio.gather(*(all_of(router, chat) for chat in chats))
+        for chat in chats * 2:
+            await all_of(router, chat)
 
     world.run(story)
-    assert [len(world.rings[node].asked) for node in (ENTRY, OTHER)] == [2, 2]
+    asked = [[each.raw for each in world.rings[node].asked] for node in (ENTRY, OTHER)]
+    assert [len(each) for each in asked] == [6, 6]
+    assert {*asked[0]}.isdisjoint(asked[1])
+
+
+def test_a_slow_provider_gets_fewer_new_requests(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
+    for node, token_ms in ((ENTRY, 10.0), (OTHER, 40.0)):
+        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms)]
+        world.add(node, FakeRing(attempts=[timed] * 20))
+
+    async def story() -> None:
+        for begin, count in (("first", 2), ("second", 10)):
+            asked = (replace(FOX, raw=f"{begin} {number}") for number in range(count))
+            await asyncio.gather(*(all_of(router, each) for each in asked))
+
+    world.run(story)
+    assert [len(world.rings[node].asked) for node in (ENTRY, OTHER)] == [9, 3]
 
 
 @pytest.mark.parametrize(
@@ -934,8 +956,9 @@ def test_a_request_goes_to_providers_that_have_what_it_needs(
         world.add(node, FakeRing(attempts=[answer()] * 6))
 
     async def story() -> None:
-        for _ in range(6):
-            assert text_of(await all_of(router, replace(FOX, **needs))) == TEXT
+        each = (replace(FOX, raw=f"{number}", **needs) for number in range(6))
+        texts = await asyncio.gather(*(all_of(router, request) for request in each))
+        assert [text_of(events) for events in texts] == [TEXT] * 6
 
     world.run(story)
     assert {node for node in (ENTRY, OTHER, THIRD) if world.rings[node].asked} == asked
