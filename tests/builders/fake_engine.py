@@ -1,6 +1,7 @@
 """An engine with OpenAI's API: `python -m tests.builders.fake_engine PORT [MODEL]`.
 
-It answers with the words of the last message. `die` ends it, `cut` closes the connection.
+It answers with the words of the last message. `die` ends it, `cut` closes the connection, `hold`
+waits for a test.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ class FakeEngine:
     list_status: int = 200
     """Of the list of its models."""
     closed: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    """Ends `hold`."""
 
     def application(self) -> Starlette:
         """Return the API."""
@@ -65,6 +68,8 @@ class FakeEngine:
                     yield b'data: {"error": {"message": "out of memory"}}\n\n'
                 if word == "odd":
                     yield b"data: {odd\n\n"
+                if word == "hold":
+                    await self.go.wait()
                 if word == "wait":
                     await asyncio.sleep(60)
                 yield _event({"choices": [{"delta": {"content": f"{word} "}}]})

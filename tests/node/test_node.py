@@ -610,3 +610,30 @@ async def test_a_prompt_with_a_key_reaches_only_the_nodes_that_the_key_trusts(
             assert engine.asked == []
             assert await answer("away", "b") == "What is a ring? "
             assert len(engine.asked) == 1
+
+
+@pytest.mark.socket
+async def test_a_provider_that_leaves_finishes_its_answers(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider_module, "POLL_S", 0.05)
+    engine, said = FakeEngine(), ""
+    question = Request(({"role": "user", "content": "one hold two"},), model="fox")
+    a = await mesh.start("a")
+    async with serving(engine) as url:
+        b = await mesh.start("b", Provider(EngineClient(url)), join=a.ticket)
+        await until(lambda: provided(a) == {"fox": ("b",)}, a)
+        async with asyncio.timeout(2 * PATIENCE_S):
+            async for event in control_of(a).generate(question):
+                if isinstance(event, Piece) and not said:
+                    b.leave()
+                    await until(lambda: states(a)["b"] == "leaving", a)
+                    with pytest.raises(ModelError, match="No node provides `fox`"):
+                        await ask(control_of(a), question)
+                    assert not b.stopped.done()
+                    engine.go.set()
+                said += event.text if isinstance(event, Piece) else ""
+
+        assert said == "one hold two "
+        await asyncio.wait_for(b.stopped, PATIENCE_S)
+    assert len(engine.asked) == 1
