@@ -1,10 +1,15 @@
 """Nodes that join and leave a mesh of several models, which are stopped, served and used, or not.
 
     python -m tests.bench.turnover --changes 10000
+    python -m tests.bench.turnover --shares --changes 2000
 
 After every change each node computes `assign`, and moves. Nothing else is simulated: how rings form
 is the matter of `tests.simulation`. It prints how many nodes moved, and how often a model had no
 ring although the memory for all models was there, or for all that are used.
+
+With ``--shares`` up to 12 nodes follow plans, so that they take part in several rings with shares
+of their memory. After every change they exchange records until nothing changes; the command fails
+if that does not end, or a node plans more memory than it has.
 """
 
 import argparse
@@ -20,8 +25,11 @@ from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 from meshllm.protocol.session.messages import DType
+from tests.builders.sharing import served_model, shared_mesh
 
 NODES, MODELS = 50, 6
+SHARED_NODES, SHARED_SIZES = 12, (300, 700, 1500, 6000)
+SHARED_LAYER = 100  # bytes with its part of what stays free
 LAYER = 80  # bytes
 SIZES = (200, 300, 500, 900, 1500)  # bytes of memory of a node
 ROOM = 10  # layers of a node that may be left over in each group: a node is not divided
@@ -144,18 +152,75 @@ class Turnover:
         return sum(size // LAYER for size in usable) >= needed
 
 
+class SharedTurnover:
+    """A mesh under change whose nodes share their memory between rings, determined by its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.models = [
+            served_model(number, random.randint(1, 6), random.choice((1, 1, 2)))
+            for number in range(MODELS)
+        ]
+        self.mesh = shared_mesh({}, *self.models)
+        self.report = Report()
+        self.shares = 0
+        """The most shares of all nodes at a time."""
+
+    def run(self, changes: int) -> Report:
+        """Make changes."""
+        for _ in range(changes):
+            self._change()
+        return self.report
+
+    def _change(self) -> None:
+        random, mesh, report = self.random, self.mesh, self.report
+        before = {node: part.first for node, part in mesh.parts.items()}
+        newcomer = None
+        if random.random() < 0.2 and mesh.memory:
+            chosen = (each.key for each in self.models if random.random() < 0.5)
+            mesh.used = tuple(sorted(chosen))
+        elif len(mesh.memory) > 1 and (len(mesh.memory) == SHARED_NODES or random.random() < 0.45):
+            mesh.lose(random.choice(sorted(mesh.memory)))
+        else:
+            newcomer = NodeId(random.randbytes(32))
+            mesh.join(newcomer, random.choice(SHARED_SIZES))
+        mesh.settle()
+        moved = [
+            node
+            for node, part in mesh.parts.items()
+            if node != newcomer and before.get(node, part.first) != part.first
+        ]
+        report.changes += 1
+        report.moves += len(moved)
+        report.most = max(report.most, len(moved))
+        report.unserved += self._suffices() and bool(self._unserved())
+        self.shares = max(self.shares, sum(len(part.further) for part in mesh.parts.values()))
+
+    def _unserved(self) -> list[GroupId]:
+        served = self.mesh.served()
+        groups = groups_of(self.mesh.charter)
+        return [each.id for each in groups if not each.replica and each.id not in served]
+
+    def _suffices(self) -> bool:
+        """Return whether one node has the memory for all models, with room to divide it."""
+        needed = sum(len(each.shape.layer_bytes) * SHARED_LAYER for each in self.models)
+        return max(self.mesh.memory.values()) >= 2 * needed
+
+
 def main() -> None:
     """Run meshes of 500 changes each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--changes", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first mesh")
+    parser.add_argument("--shares", action="store_true", help="nodes take part in several rings")
     arguments = parser.parse_args()
     start, reports, left, seed = perf_counter(), list[Report](), arguments.changes, arguments.seed
+    kind, nodes = (SharedTurnover, SHARED_NODES) if arguments.shares else (Turnover, NODES)
     while left > 0:
-        reports.append(Turnover(seed).run(min(left, 500)))
+        reports.append(kind(seed).run(min(left, 500)))
         left, seed = left - 500, seed + 1
     changes = sum(each.changes for each in reports)
-    print(f"{changes} changes of {NODES} nodes and {MODELS} models, {perf_counter() - start:.0f} s")
+    print(f"{changes} changes of {nodes} nodes and {MODELS} models, {perf_counter() - start:.0f} s")
     print(f"moved besides the newcomer: {sum(each.moves for each in reports) / changes:.3f} nodes")
     print(f"  for a node that joins or leaves, at most {max(each.most for each in reports)}")
     for name in ("unserved", "unstable", "differing"):

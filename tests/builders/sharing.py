@@ -66,6 +66,9 @@ class SharedMesh:
                 return
         raise AssertionError(f"something changes after {MOST_ROUNDS} rounds")
 
+    def join(self, node: NodeId, memory: int) -> None:
+        self.memory[node] = memory
+
     def lose(self, node: NodeId) -> None:
         del self.memory[node]
         self.parts.pop(node, None)

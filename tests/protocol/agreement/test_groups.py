@@ -29,7 +29,7 @@ from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, S
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS
-from tests.bench.turnover import Turnover
+from tests.bench.turnover import SharedTurnover, Turnover
 from tests.builders.offers import A, B, C, D, node
 from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
 from tests.builders.snapshots import World, profile
@@ -392,6 +392,17 @@ def test_nodes_that_come_and_go_move_little_and_leave_no_model_unserved(seed: in
     assert report.changes == 60
     assert (report.unserved, report.unstable, report.differing) == (0, 0, 0)
     assert report.most <= MOST_MOVES
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_with_shares_that_come_and_go_leave_no_model_unserved(seed: int) -> None:
+    turnover = SharedTurnover(seed)
+
+    report = turnover.run(25)
+
+    assert (report.changes, report.unserved) == (25, 0)
+    assert report.most <= MOST_MOVES
+    assert turnover.shares > 1
 
 
 def using(view: MeshView, *numbers: int) -> MeshView:
