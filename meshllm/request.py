@@ -290,6 +290,8 @@ class Resumable:
     """Those of them behind decode steps; the others are behind chunks of a prompt."""
     held: int | None = None
     """Positions that every rank holds; None are those of all tokens but the last."""
+    cached: int = 0
+    """Tokens of the prompt that the first ring of the answer took from its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from meshllm.node.session.resume import (
     Start,
     new_key,
     read_resumable,
-    resumable,
     session_of,
     start_from,
 )
@@ -252,7 +251,8 @@ class EntryNode:
         )
         self._sessions[session] = generation
         if order.resume and start.base:  # another loss may come before the next token
-            generation.outputs.put_nowait(resumable(key, start.base.chunks, start.base.length))
+            again = generation.resumable(start.base.chunks, start.base.length)
+            generation.outputs.put_nowait(again)
         self._act(session, machine.open(now, start.base))
         return generation
 

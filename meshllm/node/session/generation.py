@@ -28,6 +28,7 @@ from meshllm.node.session.resume import (
 )
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
+from meshllm.protocol.kv_cache.prefix_index import Chunk
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope
 from meshllm.protocol.session.actions import Done, Embed, Emit, Failed, Pick, Progress
 from meshllm.protocol.session.blob import SessionKey
@@ -227,6 +228,12 @@ class Generation:
         """Tokens of the prompt, and of the answer that were given."""
         return len(self._order.known)
 
+    def resumable(self, chunks: Sequence[Chunk], held: int | None = None) -> Resumable:
+        """Return what an ingress needs to resume it, see `Resumable`."""
+        before = self._order.resume
+        cached = before.cached if before else min(self.machine.reused, self.prompt_tokens)
+        return resumable(self._resume_key, chunks, held, cached)
+
     def logits_request_for(self, job: Pick) -> LogitsRequest | None:
         """Return the logits request that belongs to this job, if any."""
         request = self.logits_request
@@ -244,12 +251,11 @@ class Generation:
         match action:
             case Emit(token):
                 if chunks := self.machine.take_chunks():
-                    self.outputs.put_nowait(resumable(self._resume_key, chunks))
+                    self.outputs.put_nowait(self.resumable(chunks))
                 self.outputs.put_nowait(Token(token))
             case Progress(done, total):
                 if done < total and not self._is_alone:  # else tokens follow, or nobody would do it
-                    held = self.machine.held
-                    self.outputs.put_nowait(resumable(self._resume_key, *held))
+                    self.outputs.put_nowait(self.resumable(*self.machine.held))
                 self.outputs.put_nowait(Prefilled(done, total))
             case Done(reason):
                 self.outcome = reason

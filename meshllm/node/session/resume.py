@@ -85,10 +85,12 @@ def session_of(key: ResumeKey) -> SessionId:
     return SessionId(blake3(key).digest(SESSION_ID_BYTES))
 
 
-def resumable(key: ResumeKey, chunks: Sequence[Chunk], held: int | None = None) -> Resumable:
-    """Return what an ingress needs to resume a session; see `Resumable` for ``held``."""
+def resumable(
+    key: ResumeKey, chunks: Sequence[Chunk], held: int | None = None, cached: int = 0
+) -> Resumable:
+    """Return what an ingress needs to resume a session; see `Resumable` for the last two."""
     steps = tuple(chunk.stop for chunk in chunks if chunk.is_step)
-    return Resumable(key.hex(), tuple(chunk.stop for chunk in chunks), steps, held)
+    return Resumable(key.hex(), tuple(chunk.stop for chunk in chunks), steps, held, cached)
 
 
 def read_resumable(

@@ -116,7 +116,7 @@ class RingBackend:
             text="",
             tokens=tuple(tokens),
             prompt_tokens=len(prompt),
-            cached_tokens=min(measured.reused, len(order.prompt)),
+            cached_tokens=_cached(order, measured.reused),
             finish_reason=reason,
             ttft_ms=measured.ttft_s * 1e3,
             ms_per_token=measured.token_s * 1e3,
@@ -444,6 +444,12 @@ def _encode(text: Text, request: Request, functions: Sequence[Function]) -> tupl
     except BaseException as error:  # a panic of Rust code
         raise as_exception(error) from error
     return tuple(ids)
+
+
+def _cached(order: GenerationRequest, reused: int) -> int:
+    """Return how many tokens of the prompt were cached when the first ring of an answer began."""
+    found = order.resume.cached if order.resume else reused
+    return max(0, min(found, len(order.prompt)))
 
 
 def _hops(measured: GenerationTimes, plan: Plan) -> tuple[HopReport, ...]:

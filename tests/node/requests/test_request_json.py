@@ -63,7 +63,7 @@ from tests.builders.fake_ring import answer_of
 
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
 EVENTS: list[Event] = [
-    PromptTokens(16, (1, 2)), Prefilled(1, 2), Resumable("a1", (4, 9), (9,)),
+    PromptTokens(16, (1, 2)), Prefilled(1, 2), Resumable("a1", (4, 9), (9,), cached=2),
     Interruption(LossCause.NODE_LOST, "attic is gone", 0.6),
     Piece("a\u2028\nb"), Piece("a", (5,), (_TOLD,)), answer_of("hello", 2),
     Piece("", reasoning="Hm", calls=(ToolCallDelta(0, "f", "{"), ToolCallDelta(0, arguments="}"))),

@@ -30,6 +30,7 @@ from meshllm.request import (
     Prefilled,
     PromptTokens,
     Request,
+    Resumable,
     Sampling,
     Tools,
     Turn,
@@ -464,6 +465,29 @@ async def test_given_tokens_that_are_the_whole_answer_compute_nothing(ring: Loca
         assert (rest.tokens, rest.finish_reason) == ((), whole.finish_reason)
         assert rest.text == "".join(e.text for e in events if isinstance(e, Piece) and not e.tokens)
         assert not any(isinstance(event, Prefilled) for event in again)
+
+
+async def test_an_answer_that_goes_on_tells_what_was_cached_when_it_began(ring: LocalRing) -> None:
+    asked = replace(ASKED, turns=(Turn(role="user", content="Tell me a story about a fox. " * 4),))
+    for is_cached in (False, True):
+        events, whole = await events_of(ring, asked)
+        *_, resume = (event for event in events if isinstance(event, Resumable))
+        assert (whole.cached_tokens > 0) is is_cached
+        for given in (9, len(whole.tokens)):
+            goes_on = replace(asked, given=whole.tokens[:given], resume=resume)
+            again, rest = await events_of(ring, goes_on)
+
+            told = [event.cached for event in again if isinstance(event, Resumable)]
+            assert {rest.cached_tokens, *told} == {whole.cached_tokens}
+
+
+@pytest.mark.parametrize("claimed", [-7, 10**9])
+async def test_a_claimed_number_of_cached_tokens_is_bounded(ring: LocalRing, claimed: int) -> None:
+    resume = Resumable("00", (), cached=claimed)
+
+    _, answer = await events_of(ring, replace(ASKED, resume=resume, max_tokens=2))
+
+    assert answer.cached_tokens == (answer.prompt_tokens if claimed > 0 else 0)
 
 
 async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> None:
