@@ -305,7 +305,8 @@ class SessionCounts:
     losses: tuple[LossCounts, ...] = ()
     """Losses of a ring that an answer survived, by cause."""
     recomputed: int = 0
-    """Rows of lost layers that this node computed again, times these layers."""
+    """Rows that were computed again after losses, times the layers that computed them. The entry
+    counts for all nodes where that was every layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
     )
     yield _counter(
         "recomputed_layer_rows_total",
-        "Rows of lost layers that this node computed again, times these layers.",
+        "Rows computed again after losses, times the layers that computed them.",
         _one(counts.recomputed),
     )
     yield _gauge(

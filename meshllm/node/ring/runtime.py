@@ -147,7 +147,7 @@ class RingRuntime:
         self._closing = set[asyncio.Task[None]]()
         self._numbers = count()
         self._span: LoadedSpan | None = None
-        self._recomputed = 0  # by earlier spans
+        self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
         self._store: SessionStore | None = None
         self._limits = HangLimits()  # of the jobs of the span
         self._slowdown = Slowdown()
@@ -187,7 +187,10 @@ class RingRuntime:
 
     @property
     def recomputed(self) -> int:
-        """Rows computed again after losses, times the layers that computed them."""
+        """Rows computed again after losses, times the layers that computed them.
+
+        The entry counts what a session without caches computes again, for all ranks.
+        """
         return self._recomputed + (self._span.layers.recomputed if self._span else 0)
 
     def take_layer_s(self) -> float | None:
@@ -515,6 +518,7 @@ class RingRuntime:
                 depth=model.config.depth,
                 max_chunk=model.max_rows,
                 limits=self._limits,
+                on_repeated=partial(self._note_repeated, plan.layers),
             )
             return EntryNode(span.entry, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
@@ -537,6 +541,9 @@ class RingRuntime:
             span.help,
             self._limits,
         )
+
+    def _note_repeated(self, layers: int, rows: int) -> None:
+        self._recomputed += layers * rows
 
     def _budget(self, plan: Plan) -> KvBudget | None:
         """Return the KV budget of this rank, on the entry that of all ranks; None if unknown."""

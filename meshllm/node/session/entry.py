@@ -98,6 +98,8 @@ class EntryConfig:
     """Most rows of a chunk."""
     limits: HangLimits = field(default_factory=HangLimits)
     """Of the jobs of this rank."""
+    on_repeated: Callable[[int], None] | None = None
+    """Called with the number of rows of an earlier ring that all layers have computed again."""
 
 
 class EntryNode:
@@ -440,6 +442,8 @@ class EntryNode:
             case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
+                if (rows := generation.repeated(job)) and self._config.on_repeated:
+                    self._config.on_repeated(rows)
                 if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
                 self._act(session, generation.machine.computed(blob, loop_time()))

@@ -228,6 +228,15 @@ class Generation:
         """Tokens of the prompt, and of the answer that were given."""
         return len(self._order.known)
 
+    def repeated(self, job: Embed) -> int:
+        """Return how many rows of a job were computed before the loss of an earlier ring."""
+        order, end = self._order, job.pos + len(job.tokens)
+        if job.refills or not (order.given or order.resume):
+            return 0
+        held = order.resume.held if order.resume else None
+        known = self.known_tokens - 1  # the last one was sampled only
+        return max(0, min(end, known if held is None else min(held, known)) - job.pos)
+
     def resumable(self, chunks: Sequence[Chunk], held: int | None = None) -> Resumable:
         """Return what an ingress needs to resume it, see `Resumable`."""
         before = self._order.resume

@@ -317,6 +317,24 @@ def test_without_a_prefix_cache_an_answer_goes_on_where_it_was(llama: Path, rows
     run_virtual(main())
 
 
+def test_rows_that_every_layer_computes_again_are_counted(
+    world: World, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRuntime, "resumes", False)
+
+    async def main() -> None:
+        async with ring_of_three(world) as (places, undisturbed):
+            rows.clear()
+
+            assert await ask_over(places, TAKEOVERS["the one before"][0]) == undisturbed
+            held = len(PROMPT) + BEFORE - 1
+            told = sum(place.runtime.recomputed for place in places)
+            assert 0 <= told - held * 6 <= IN_FLIGHT * 6
+            assert sum(rows.values()) >= told
+
+    run_virtual(main())
+
+
 def test_rows_that_were_not_recorded_cost_time_and_no_text(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
