@@ -5,7 +5,7 @@ from math import prod
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
-from meshllm.names import Digest, NodeId, SessionId
+from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.protocol.session.blob import MAX_DIMS, seal, session_key
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT
 from meshllm.protocol.session.messages import (
@@ -63,6 +63,7 @@ def data(draw: st.DrawFn) -> Data:
     return Data(draw(sessions), draw(u32), draw(u32), pos, rows, flags, blob)
 
 
+losts = st.lists(st.sampled_from([Span(0, 1), Span(2, 9), Span(7, 200)]), max_size=3).map(tuple)
 tallies = st.builds(Tally, st.builds(Spent, u64, u64, u64), u32, u64, u32)
 keeps = st.integers(0, MAX_POSITION)
 closes = st.builds(Close, sessions, u32, keeps, st.lists(tallies, max_size=5).map(tuple))
@@ -74,7 +75,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Gap, sessions, u32, u32, st.integers(0, MAX_POSITION)),
     st.builds(Cancel, sessions, u32, u32),
     st.builds(Logits, sessions, u32, u32, st.integers(0, MAX_POSITION - 1), blobs()),
-    st.builds(Resume, sessions, u32, sessions, st.integers(1, MAX_POSITION), st.booleans()),
+    st.builds(Resume, sessions, u32, sessions, st.integers(1, MAX_POSITION), st.booleans(), losts),
     closes,
     faults,
     st.builds(UnknownRingMessage, st.integers(100, 255), st.binary(max_size=30)),
@@ -104,7 +105,15 @@ few_messages: st.SearchStrategy[SessionMessage] = st.one_of(
     st.builds(Gap, few_sessions, few_epochs, few_gens, st.integers(0, 6)),
     st.builds(Cancel, few_sessions, few_epochs, few_gens),
     st.builds(Logits, few_sessions, few_epochs, few_gens, st.integers(0, 6), blobs()),
-    st.builds(Resume, few_sessions, few_epochs, few_sessions, st.integers(1, 9), st.booleans()),
+    st.builds(
+        Resume,
+        few_sessions,
+        few_epochs,
+        few_sessions,
+        st.integers(1, 15),
+        st.booleans(),
+        st.sampled_from([(), (Span(0, 4),), (Span(2, 9),), (Span(4, 8),), (Span(6, 9),)]),
+    ),
     st.builds(
         Close, few_sessions, few_epochs, st.integers(0, 9), st.lists(tallies, max_size=2).map(tuple)
     ),

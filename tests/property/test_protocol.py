@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import IntegrityFault, PeerFault
-from meshllm.names import SessionId
+from meshllm.names import SessionId, Span
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.session import actions as tasks
@@ -112,6 +112,9 @@ def test_one_changed_bit_breaks_the_seal(
         check(key, Blob(blob.dtype, blob.shape, blob.digest, damaged))
 
 
+CONTEXT = 12  # positions of a session in a stage
+
+
 class Rank:
     """The driver of a stage, with lengths instead of KV caches."""
 
@@ -119,18 +122,30 @@ class Rank:
         self.caches: Counter[SessionId] = Counter()
         self.kept: dict[SessionId, int] = {}
         self.running: dict[SessionId, Compute] = {}
+        self.hollow = set[SessionId]()
+        """Those that may hold less than the stage counts: refills of lost layers are awaited."""
 
-    def finish(self) -> Compute:
-        """Complete the oldest computation."""
+    def finish(self) -> tuple[Compute, bool]:
+        """End the oldest computation; return whether the cache had the rows before it."""
         job = self.running.pop(next(iter(self.running)))
-        self.caches[job.session] = job.pos + job.rows
-        return job
+        held, end = self.caches[job.session], job.pos + job.rows
+        if job.pos > held:
+            self.hollow.discard(job.session)
+            return job, False
+        self.caches[job.session] = max(held, end) if job.refills else end
+        return job, True
+
+    def resumed(self, session: SessionId) -> None:
+        """Take note of a session that has begun without a cache."""
+        if session not in self.caches:
+            self.hollow.add(session)
 
     def do(self, action: Action) -> None:
         match action:
             case Compute(session, pos):
                 assert session not in self.running
-                assert pos <= self.caches[session]
+                assert action.refills or pos <= self.caches[session] or session in self.hollow
+                self.caches[session] += 0
                 self.running[session] = action
             case Free(session) if session in self.kept:
                 del self.kept[session]
@@ -139,14 +154,17 @@ class Rank:
                 del self.caches[session]
             case Keep(session):
                 self.running.pop(session, None)
-                self.kept[session] = self.caches.pop(session)
+                self.kept[session] = self.caches.pop(session, 0)
             case Adopt():
                 self.adopt(action)
 
     def adopt(self, job: Adopt) -> None:
+        held = self.kept[job.base]
         assert job.session not in self.caches
-        assert job.length <= self.kept[job.base]
-        self.caches[job.session] = job.length
+        assert job.length <= held or job.base in self.hollow
+        if job.length > held:
+            self.hollow.add(job.session)
+        self.caches[job.session] = min(job.length, held)
         if job.whole:
             del self.kept[job.base]
 
@@ -156,7 +174,7 @@ def test_the_caches_of_a_stage_have_no_gap_for_any_input(
     number: int, heard: list[SessionMessage | None]
 ) -> None:
     index = PrefixIndex(KvBudget([Room(2 * BLOCK, lambda tokens: (tokens, 0))]))
-    stage = Stage(number, 3, epoch=5, max_sessions=1, context=12, index=index)
+    stage = Stage(number, 3, epoch=5, max_sessions=1, context=CONTEXT, index=index, span=Span(4, 8))
     rank = Rank()
 
     for message in heard:
@@ -165,10 +183,16 @@ def test_the_caches_of_a_stage_have_no_gap_for_any_input(
             with suppress(PeerFault):
                 actions = stage.receive(message, 0.0)
         elif rank.running:  # None: the oldest computation completes
-            job = rank.finish()
-            actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
+            job, is_done = rank.finish()
+            if is_done:
+                actions = stage.computed(job.session, job.blob, 0.0, Spent(1, 1, 1))
+            else:
+                actions = stage.missed(job.session)
         for action in actions:
             rank.do(action)
+        if isinstance(message, Resume) and stage.budget.reserved(message.session):
+            rank.resumed(message.session)
+        assert all(job.pos + job.rows <= CONTEXT for job in rank.running.values())
 
 
 @given(

@@ -324,7 +324,7 @@ class Stage:
         session, base, length = resume.session, resume.base, resume.length
         if resume.epoch != self.epoch or session in self._closed or session in self._sessions:
             return []
-        if len(self._sessions) >= self._max_sessions:
+        if len(self._sessions) >= self._max_sessions or length > self._context:
             return []
         whole, lost = resume.whole, resume.lost
         feeds_lost = any(self._span.stop in span for span in lost)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import Span
+from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
 from meshllm.protocol.session.actions import Embed, Progress
 from meshllm.protocol.session.entry import Entry
@@ -145,6 +146,19 @@ def test_a_rank_that_should_have_kept_layers_asks_for_all_rows(span: Span) -> No
     gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
     assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
     assert stage.receive(s.data(4, session=s.TWO), 1.2) == [gap]
+
+
+def test_a_resume_beyond_the_context_takes_no_room() -> None:
+    index = s.shelf_of(2)
+    index.put(s.ONE, 4, 4, 0.0)
+    stage = Stage(1, 3, epoch=s.EPOCH, index=index, span=Span(4, 8), context=BLOCK)
+    resume = replace(RESUME, base=s.THREE, length=BLOCK + 1)
+
+    assert stage.receive(resume, 1.0) == [Forward(resume)]
+
+    assert (stage.budget.live_bytes, index.holds(s.ONE)) == (0, True)
+    gap = Forward(Gap(s.TWO, s.EPOCH, 0, 0))
+    assert stage.receive(refill(0, 2, blob=True), 1.1) == [gap]
 
 
 def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
