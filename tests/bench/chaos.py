@@ -4,13 +4,14 @@ Three processes form a ring and a client asks a fourth one, which holds no layer
 has so many tokens, the fault happens to a rank. It is killed (`kill -9`), killed and started again
 at once, stopped (`SIGSTOP`, `SIGCONT`) for 1, 2, 5 or 20 s, or told to leave (`SIGTERM`); or it has
 left before, and joins a ring of two in the middle of the answer. In network namespaces it is cut
-off both ways or one way, or with another node; all paths take 200 ms or lose 5 % of the packets; or
-the disk of its state is full. The table shows the longest pause between two tokens, how long the
-process took to leave, how many rows were computed again (a row in one layer counts 1), when the
-loss was noticed, how long agreeing on a plan, loading, linking and the next token took (the median
-of each), and whether the answer is that of the undisturbed ring, token for token. An answer that
-ends with an error, is too short, or repeats or drops a token that was shown fails the command.
-Other tokens behind the loss are counted, and do not fail it: another ring may round another way.
+off both ways, for 8 s or for a gap of 1 s, one way, or with another node; all paths take 200 ms or
+lose 5 % of the packets; or the disk of its state is full. The table shows the longest pause between
+two tokens, how long the process took to leave, how many rows were computed again (a row in one
+layer counts 1), when the loss was noticed, how long agreeing on a plan, loading, linking and the
+next token took (the median of each), and whether the answer is that of the undisturbed ring, token
+for token. An answer that ends with an error, is too short, or repeats or drops a token that was
+shown fails the command. Other tokens behind the loss are counted, and do not fail it: another ring
+may round another way.
 
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
 answer is compared with the undisturbed one. They rest until the ring is whole again: its plan takes

@@ -23,13 +23,14 @@ from tests.simulation.wires import Line
 PORT = 7700
 STATE_BYTES = "4m"
 NETWORK_S = 8.0  # s of a fault of the network
+GAP_S = 1.0  # s; a shorter one, in which nobody is taken for lost
 DISK_S = 5.0
 CALM = Line()
 SLOW = Line(delay_s=0.2)
 LOSSY = Line(loss=0.05)
 STOPS_S = {"stop 1": 1.0, "stop": 2.0, "stop 5": 5.0, "stop 20": 20.0}
 OF_PROCESSES = ("kill", "restart", *STOPS_S, "leave", "join")
-OF_NETWORKS = ("cut", "one way", "partition", "delay", "drop", "disk")
+OF_NETWORKS = ("gap", "cut", "one way", "partition", "delay", "drop", "disk")
 ENDS_PROCESS = frozenset({"kill", "leave"})
 """After these faults the victim is not running."""
 IS_NEW = ENDS_PROCESS | {"restart", "join"}
@@ -90,7 +91,7 @@ class Ground:
         assert self.change is not None  # else the fault is not offered
         line = {"delay": SLOW, "drop": LOSSY}.get(fault, CALM)
         self.change(line, self._cuts(fault, victim))
-        time.sleep(NETWORK_S)
+        time.sleep(GAP_S if fault == "gap" else NETWORK_S)
         self.change(CALM)
 
     def _cuts(self, fault: str, victim: str) -> list[tuple[Space, Space]]:
@@ -108,7 +109,7 @@ class Ground:
         match fault:
             case "one way":
                 return away
-            case "cut" | "partition":
+            case "gap" | "cut" | "partition":
                 return [*away, *((other, one) for one, other in away)]
             case _:
                 return []

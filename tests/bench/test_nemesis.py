@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 
+from meshllm.protocol.session.link import SILENCE
 from tests.bench.chaos import agreed, growth, phases
 from tests.bench.far import Change
 from tests.bench.nemesis import CALM, LOSSY, OF_NETWORKS, OF_PROCESSES, SLOW, Ground
@@ -16,6 +17,7 @@ A, B, C = (Space(f"space-{name}", host) for name, host in zip("abc", "123", stri
 CUTS = {
     "one way": {(B, A), (B, C)},
     "cut": {(B, A), (B, C), (A, B), (C, B)},
+    "gap": {(B, A), (B, C), (A, B), (C, B)},
     "partition": {(A, C), (B, C), (C, A), (C, B)},
     "delay": set(),
     "drop": set(),
@@ -27,7 +29,8 @@ def test_a_fault_of_the_network_ends(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = list[tuple[Line, set[tuple[Space, Space]]]]()
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    waited = list[float]()
+    monkeypatch.setattr("time.sleep", waited.append)
 
     def change(line: Line, cuts: list[tuple[Space, Space]] | None = None) -> None:
         told.append((line, set(cuts or ())))
@@ -38,6 +41,7 @@ def test_a_fault_of_the_network_ends(
 
     line = {"delay": SLOW, "drop": LOSSY}.get(fault, CALM)
     assert told == [(line, CUTS[fault]), (CALM, set())]
+    assert [each > SILENCE for each in waited] == [fault != "gap"]
 
 
 def test_on_loopback_only_processes_fail(tmp_path: Path) -> None:
