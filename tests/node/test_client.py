@@ -21,6 +21,7 @@ from meshllm.node.client import (
     open_mesh_client,
 )
 from meshllm.node.net import beacon
+from meshllm.node.net.peer_address import Local
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
@@ -47,6 +48,9 @@ class Inn(House):
 
     asked = 0
     pause_s = 0.1
+    says: Sequence[Event] = ANSWER
+    given: tuple[int, ...] = ()
+    """Tokens of the latest request, which it continues."""
 
     async def entries(self, model: str = "") -> Sequence[NodeId]:
         return [self.me]
@@ -81,7 +85,8 @@ class Inn(House):
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         self.asked += 1
-        for event in ANSWER:
+        self.given = request.given
+        for event in self.says[len(self.given) :]:
             await asyncio.sleep(self.pause_s)
             yield event
 
@@ -122,8 +127,8 @@ def run(tmp_path: Path) -> Run:
     return lambda story: run_virtual(main(story))
 
 
-async def inn(town: Town, life: int = 1) -> Inn:
-    house = await town.add("a", life=life)
+async def inn(town: Town, life: int = 1, name: str = "a") -> Inn:
+    house = await town.add(name, life=life)
     house.__class__ = Inn
     assert isinstance(house, Inn)
     await house.serve()
@@ -370,6 +375,30 @@ def test_an_answer_survives_a_node_that_restarts(run: Run) -> None:
             assert [event for event in events if event not in told] == ANSWER
             assert [event.cause for event in told] == [LossCause.LINK_LOST]
             assert "another one answers" in told[0].text
+
+    run(story)
+
+
+def test_an_answer_goes_on_at_another_node_with_the_tokens_so_far(run: Run) -> None:
+    async def story(town: Town) -> None:
+        nodes = [await inn(town), await inn(town, name="b")]
+        for node in nodes:
+            node.says = [Piece("a ", (7,)), Piece("ring", (8,)), answer_of("a ring", 2)]
+        async with client(town, ticket(nodes[0])) as thin:
+            await thin.entries()
+            thin.links.hint(nodes[1].me, [nodes[1].address], Local.YES)  # as its beacon does
+            await asyncio.sleep(1)
+            told = list[Event]()
+            async for event in thin.generate(REQUEST):
+                told.append(event)
+                if len(told) == 1:
+                    first, second = sorted(nodes, key=lambda node: -node.asked)
+                    await first.close()
+            assert "".join(event.text for event in told if isinstance(event, Piece)) == "a ring"
+            assert [event.cause for event in told if isinstance(event, Interruption)] == [
+                LossCause.LINK_LOST
+            ]
+            assert (first.asked, second.asked, second.given) == (1, 1, (7,))
 
     run(story)
 
