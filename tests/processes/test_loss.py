@@ -51,6 +51,21 @@ def test_a_running_answer_survives_a_killed_node(
     assert chat.process.returncode == 0
 
 
+@pytest.mark.slow
+def test_a_running_answer_survives_two_nodes_killed_at_once(trio: Fleet, answers: Answers) -> None:
+    ingress, *lost = trio.nodes.values()
+
+    with asking(ingress, STORY) as chat:
+        for node in lost:
+            node.kill()
+        is_under_way = chat.is_under_way
+        answer = chat.answer()
+
+    assert is_under_way
+    assert answer == answers[STORY]
+    assert chat.process.returncode == 0
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
