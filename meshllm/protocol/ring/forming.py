@@ -12,7 +12,8 @@ Theory of operation
                  UNLOADED            '--------------- BACKOFF <--------------------------'
 
 Once all nodes of the plan have loaded their spans (``formed``), each node dials the next rank and
-accepts the link of the previous rank. A ring of one opens as soon as it has loaded. ``follow``
+accepts the link of the previous rank. A ring of one opens as soon as it has loaded. One that breaks
+after it was open for `SILENCE` is formed again at once: a link may have blinked. ``follow``
 abandons any state: the current job is stopped, and idle links of older plans are closed.
 
 The driver runs one job at a time, `Load`, `OpenLink` or `Begin`, and reports its outcome; a stopped
@@ -245,9 +246,11 @@ class Forming:
         if self.state is not FormingState.OPEN:
             return []
         self._job_links, self._closed_since = [], now
-        if now - self._since > SILENCE:
-            self._pause = FIRST_PAUSE_S / 2
-        return self._back_off(reason, now)
+        if now - self._since <= SILENCE:
+            return self._back_off(reason, now)
+        self._pause = FIRST_PAUSE_S / 2
+        self._enter(FormingState.WAITING, now)
+        return [AttemptEnded(reason), *self._close_links(), *self._attempt(now)]
 
     def close(self) -> list[Action]:
         """Stop the job and close all links, permanently."""

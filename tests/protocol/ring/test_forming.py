@@ -235,7 +235,7 @@ def test_waiting_for_the_previous_rank_times_out() -> None:
     ]  # fmt: skip
 
 
-def test_the_backoff_grows_until_a_ring_was_open_for_a_while() -> None:
+def test_after_a_ring_was_open_for_a_while_the_next_is_formed_at_once() -> None:
     machine, now, pauses = dialing(), 0.0, []
     for _ in range(7):
         assert machine.failed("No answer", now) == [AttemptEnded("No answer")]
@@ -248,8 +248,20 @@ def test_the_backoff_grows_until_a_ring_was_open_for_a_while() -> None:
     assert pauses[-1] == pytest.approx(LAST_PAUSE_S)
     machine.dialled(7, now)
     machine.arrived(C, hello(), 8, now)
-    assert machine.broke("gone", now + SILENCE + 1) == [AttemptEnded("gone")]
-    assert machine.deadline == now + SILENCE + 1 + FIRST_PAUSE_S
+    now += SILENCE + 1
+    assert machine.broke("gone", now) == [AttemptEnded("gone"), OpenLink(B)]
+    assert machine.failed("No answer", now) == [AttemptEnded("No answer")]
+    assert machine.deadline == now + FIRST_PAUSE_S
+
+
+def test_a_ring_that_breaks_while_its_nodes_do_not_all_serve_waits_for_them() -> None:
+    machine = half()
+    machine.arrived(C, hello(), 8, 0.0)
+    machine.formed(1.0, is_formed=False)
+
+    assert machine.broke("gone", SILENCE + 1) == [AttemptEnded("gone")]
+    assert machine.state is FormingState.WAITING
+    assert machine.formed(SILENCE + 2, is_formed=True) == [OpenLink(B)]
 
 
 def test_a_ring_that_breaks_at_once_backs_off_further() -> None:
