@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +36,8 @@ logger = logging.getLogger(__name__)
 BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 SHORT_BYTES = 16 * 1024  # of JSON that is read in a millisecond or two
+REST = 2.0  # times as long as a long one took
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
-
-
-_READER = ThreadPoolExecutor(1, "read-json")
-"""Reads long JSON, one at a time: threads share the interpreter with the event loop."""
 
 
 class BodyTooLarge(UserError):
@@ -205,12 +203,47 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+class LongReader:
+    """Reads long JSON, one text at a time, in a thread of its own.
+
+    It shares the interpreter with the event loop, so it rests twice as long as it worked before it
+    reads the next text.
+    """
+
+    def __init__(
+        self,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sleep, self._clock = sleep, clock
+        self._thread = ThreadPoolExecutor(1, "read-json")
+        self._rests_until = clock()
+
+    async def read(self, data: bytes, convert: Callable[[object], T]) -> T:
+        """Parse JSON and convert it; raise `UserError`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._read, data, convert)
+
+    def _read(self, data: bytes, convert: Callable[[object], T]) -> T:
+        begin = self._clock()
+        if begin < self._rests_until:
+            self._sleep(self._rests_until - begin)
+            begin = self._clock()
+        try:
+            return convert(parse(data))
+        finally:
+            end = self._clock()
+            self._rests_until = end + REST * (end - begin)
+
+
+_READER = LongReader()
+
+
 async def read_json(data: bytes, convert: Callable[[object], T]) -> T:
     """Parse JSON and convert it, off the event loop unless it is short; raise `UserError`."""
     if len(data) <= SHORT_BYTES:
         return convert(parse(data))
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_READER, lambda: convert(parse(data)))
+    return await _READER.read(data, convert)
 
 
 async def read(request: Request, kind: type[T]) -> T:

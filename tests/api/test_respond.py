@@ -5,7 +5,7 @@ from threading import get_ident
 import pytest
 from starlette.types import Message
 
-from meshllm.api.respond import KEEP_ALIVE_S, SHORT_BYTES, Stream, read_json
+from meshllm.api.respond import KEEP_ALIVE_S, REST, SHORT_BYTES, LongReader, Stream, read_json
 from meshllm.errors import MeshError, UserError
 from meshllm.testing.clock import run_virtual
 
@@ -120,3 +120,25 @@ async def test_long_json_is_read_off_the_loop_one_text_at_a_time() -> None:
 async def test_long_json_that_is_invalid_is_refused() -> None:
     with pytest.raises(UserError, match="Invalid JSON"):
         await read_json(b"[" + b"1," * SHORT_BYTES, bool)
+
+
+async def test_the_reader_rests_between_two_texts_that_took_long() -> None:
+    now, rests = [5.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        rests.append(seconds)
+        now[0] += seconds
+
+    def convert(found: object) -> object:
+        now[0] += 1
+        return found
+
+    reader = LongReader(sleep, lambda: now[0])
+    assert await reader.read(b"[1]", convert) == [1]
+    with pytest.raises(UserError):
+        await reader.read(b"[", convert)
+    await reader.read(b"[2]", convert)
+    now[0] += REST
+    await reader.read(b"[3]", convert)
+
+    assert rests == [REST]

@@ -15,7 +15,7 @@ from tests.security.stranger import running
 CONNECTIONS = 300  # more than may wait
 RUNNING = 8  # requests, one of them the owner's
 PAUSE_S = 1.0  # s between two requests of a connection
-LONG_PAUSE_S = 0.5  # s between two of 4 MiB
+SENDERS, SHORT_PAUSE_S = 4, 0.05
 TOKENS = 1900  # of an answer; the model has 2,048
 HEAD, TAIL = b'{"model": "builtin", "prompt": [1', b"]}"
 NUMBERS = HEAD + b",1" * ((REQUEST_BYTES - len(HEAD) - len(TAIL)) // 2) + TAIL
@@ -32,10 +32,10 @@ def endless_requests_of_a_key() -> Outcome:
 
 
 def numbers() -> Outcome:
-    """Send bodies of two million token ids, twice a second."""
+    """Send bodies of two million token ids on four connections without end."""
     with _owner() as (owner, address):
-        send = partial(_keep_asking, address, NUMBERS, LONG_PAUSE_S, "")
-        return slowed(owner, lambda: running(send))
+        send = partial(_keep_asking, address, NUMBERS, SHORT_PAUSE_S, "")
+        return slowed(owner, lambda: running(partial(_all, send, SENDERS)))
 
 
 @contextmanager

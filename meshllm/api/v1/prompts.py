@@ -14,7 +14,9 @@ def read_prompts(value: object, name: str, most: int) -> list[str | tuple[int, .
     """
     if value is None:
         raise WrongField(name, f"`{name}` is missing", code="missing_required_parameter")
-    several = value if isinstance(value, list) and not _are_ids(value) else [value]
+    if isinstance(value, list) and _are_ids(value):
+        return [tuple(value)]
+    several = value if isinstance(value, list) else [value]
     prompts = [_read_prompt(each, name) for each in several]
     if not all(prompts) or not 0 < len(prompts) <= most:
         text = f"`{name}` must be 1 to {most} prompts, none of them empty"
@@ -37,4 +39,4 @@ def _read_prompt(value: object, name: str) -> str | tuple[int, ...]:
 
 
 def _are_ids(value: list[object]) -> bool:
-    return bool(value) and all(type(each) is int for each in value)
+    return set(map(type, value)) == {int}  # there may be two million
