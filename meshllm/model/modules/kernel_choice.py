@@ -6,7 +6,8 @@ multiply matrices, more than fit in the CPU cache, by one row and by a few, in t
 outputs has no part in it, so that a part of an LM head is multiplied as the whole one is.
 What counts is the median of the CPU time on one thread, which other programs change least. The
 times are stored with the processor and the versions. Ours wins a near tie, because it reads the
-weights in place: the other needs a packed copy.
+weights in place: the other needs a packed copy. It is timed with one only where that has the bits
+of the plain matrix, as no other copy is used, see `meshllm.model.modules.linear_onednn`.
 
 Matrices of few inputs stay in the CPU cache, where kernels differ little: they get the fixed choice
 of their CPU, so that it does not depend on what else ran meanwhile.
@@ -22,7 +23,7 @@ from typing import Any
 
 import llvmlite
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from meshllm.model.json_cache import load_cached, locked, store_cached
@@ -30,14 +31,16 @@ from meshllm.model.kernels import jit
 from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
 from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.probe import probe_matrix
 
 FEWEST = 512
 """Inputs from which on matrices are measured."""
 MOST = 1 << 18
 """Inputs up to which they are measured: more, which a config may say, take gigabytes."""
 
-_RECORD = "linear 2"  # another number if the speed of our kernels changes
+_RECORD = "linear 3"  # another number if the speed of our kernels changes
 _OUTPUTS = 2048  # of a matrix that is measured
+_PROBED = 256  # outputs of a matrix by which orders of summation are compared
 _BYTES = 64 << 20  # of the matrices of a measurement: more than most CPU caches hold
 _ROWS = 1, 5  # of a token, and of a token with drafts
 _ROUNDS = 2
@@ -131,8 +134,17 @@ def _candidates(weights: Tensor) -> Iterator[tuple[LinearKernel, list[Multiply]]
         yield LinearKernel.DOT, [Bf16Matrix(each, dot=True).gemv for each in weights]
     plain: list[Multiply] = [partial(functional.linear, weight=each) for each in weights]
     with suppress(RuntimeError, AttributeError):  # then this torch packs no matrices
-        plain = [_packed(each) for each in weights]
+        if _keeps_bits(weights.shape[2]):
+            plain = [_packed(each) for each in weights]
     yield LinearKernel.TORCH, plain
+
+
+def _keeps_bits(inputs: int) -> bool:
+    """Whether packed copies have the bits of torch's plain matrices."""
+    like = nn.Linear(inputs, _PROBED, bias=False, device="meta", dtype=torch.bfloat16)
+    plain, x = probe_matrix(like)
+    packed = _packed(plain.weight.detach())
+    return all(torch.equal(packed(x[:rows]), plain(x[:rows])) for rows in _ROWS)
 
 
 def _packed(weight: Tensor) -> Multiply:

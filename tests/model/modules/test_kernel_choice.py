@@ -8,6 +8,8 @@ from typing import Any
 import llvmlite
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from meshllm.model.kernels import jit
 from meshllm.model.modules import kernel_choice
@@ -75,6 +77,28 @@ def test_only_kernels_with_the_bits_of_prompts_are_tried(
     tried = [kernel for kernel, _ in kernel_choice._candidates(weights)]
 
     assert tried == ([FMA] if has_matrices else []) + [DOT, TORCH]
+
+
+@pytest.mark.parametrize("order", ["as it is", "another"])
+def test_torch_is_timed_with_packed_copies_only_if_they_have_its_bits(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    packed = list[Tensor]()
+
+    def pack(weight: Tensor) -> kernel_choice.Multiply:
+        packed.append(weight)
+        places = torch.arange(weight.shape[1])
+        if order == "another":
+            places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+        return lambda x: functional.linear(x[:, places], weight[:, places])
+
+    monkeypatch.setattr(kernel_choice, "_packed", pack)
+    weights = torch.ones(3, 64, 1024, dtype=torch.bfloat16)
+
+    (*_, (kernel, products)) = kernel_choice._candidates(weights)
+
+    assert (kernel, len(products)) == (TORCH, 3)
+    assert len(packed) - 1 == (0 if order == "another" else 3)  # but for a probe
 
 
 def test_a_number_of_inputs_is_measured_once_on_a_machine(asked: list[int]) -> None:
