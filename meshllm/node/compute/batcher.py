@@ -123,6 +123,9 @@ class Batcher(Generic[Job]):
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run a batch or another job; nothing if earlier turns have run all."""
         with self._lock:
+            if self._is_reporting:
+                self._held += 1
+                return
             batch, alone = self._next()
         if batch:
             self._run_batch(loop, batch)
@@ -141,9 +144,6 @@ class Batcher(Generic[Job]):
             is_free = step.session not in first or step.number < first[step.session]
             (batch if is_free else later).append(step)
         if self._alone and self._may_precede(self._alone[0], batch):
-            if self._is_reporting and not self._alone[0].is_brief:
-                self._held += 1
-                return (), None
             alone = self._alone.popleft()
             if not alone.is_brief:
                 self._is_chunk_next, self._is_reporting = False, True

@@ -165,18 +165,25 @@ def _wait(ran: list[str], name: str, gates: list[Event], number: int) -> None:
     ran.append(name)
 
 
-async def test_the_step_that_follows_a_chunk_runs_before_the_next_chunk() -> None:
+async def test_the_step_that_follows_a_chunk_joins_the_next_batch() -> None:
     """The first token of a prompt does not wait for the prompts behind it."""
-    ran: list[str] = []
-    async with recording() as (worker, tracer):
-        gate, sampled = busy(worker), asyncio.Event()
-        sample = partial(tracer.batcher.submit, ONE, 1, lambda _: sampled.set())
-        tracer.batcher.submit_alone(ONE, lambda: ran.append("chunk"), lambda _: sample())
-        tracer.batcher.submit_alone(TWO, lambda: ran.append(f"chunk of {tracer.batches}"))
+    seen: list[list[list[int]]] = []
+    async with recording() as (_, tracer):
+        batcher, gate = tracer.batcher, Event()
+        begun, ended = asyncio.Event(), asyncio.Event()
+        begin = partial(asyncio.get_running_loop().call_soon_threadsafe, begun.set)
+        batcher.submit_alone(
+            ONE,
+            lambda: (begin(), gate.wait(10)),
+            lambda _: batcher.submit(ONE, 1, lambda _: None),
+        )
+        await begun.wait()
+        batcher.submit(THREE, 7, lambda _: None)
+        batcher.submit_alone(TWO, lambda: seen.append(list(tracer.batches)), lambda _: ended.set())
         gate.set()
-        await sampled.wait()
+        await ended.wait()
 
-    assert ran == ["chunk", "chunk of [[1]]"]
+    assert seen == [[[7, 1]]]
 
 
 async def test_steps_of_other_sessions_overtake_chunks() -> None:
