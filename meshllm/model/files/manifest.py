@@ -16,6 +16,7 @@ from meshllm.local_files import check_regular, reason_of
 from meshllm.model.files.loader import LENGTH_BYTES, MAX_HEADER_BYTES, list_weights, select
 from meshllm.model.files.source import Source
 from meshllm.model.json_cache import load_cached, locked, store_cached
+from meshllm.model.pauses import pause
 from meshllm.model.split.skeleton import Skeleton, build
 from meshllm.names import Digest
 
@@ -137,11 +138,12 @@ def hash_tensors(path: Path) -> dict[str, str]:
         DamagedFile: its content is damaged.
         ModelError: it cannot be read.
     """
+    found = dict[str, str]()
     with _mapped(path) as data:
-        return {
-            name: _digest(json.dumps([kind, shape]).encode(), memoryview(data)[start:stop])
-            for name, (kind, shape, start, stop) in _tensors(data)
-        }
+        for name, (kind, shape, start, stop) in _tensors(data):
+            pause()
+            found[name] = _digest(json.dumps([kind, shape]).encode(), memoryview(data)[start:stop])
+    return found
 
 
 def read_header(path: Path) -> dict[str, tuple[str, list[int], int, int]]:

@@ -12,8 +12,15 @@ from safetensors.torch import load_file, save_file
 from meshllm.errors import DamagedFile, ModelError
 from meshllm.model.files import manifest as module
 from meshllm.model.files.loader import MAX_HEADER_BYTES
-from meshllm.model.files.manifest import PART_BYTES, config_digest, file_digests, manifest
+from meshllm.model.files.manifest import (
+    PART_BYTES,
+    config_digest,
+    file_digests,
+    hash_tensors,
+    manifest,
+)
 from meshllm.model.files.source import Source, open_folder
+from meshllm.model.pauses import pausing
 from meshllm.testing.models import tiny_model
 
 LAYERS = 6
@@ -43,6 +50,15 @@ def test_every_part_has_its_own_digest(source: Source, tmp_path: Path) -> None:
     assert {len(digest) for digest in found} == {PART_BYTES}
     assert found[CONFIG] == config_digest(source)[:PART_BYTES]
     assert found == manifest(source, tmp_path / "other")
+
+
+def test_hashing_pauses_before_each_tensor(source: Source) -> None:
+    file, pauses = source.folder / "model.safetensors", list[int]()
+
+    with pausing(lambda: pauses.append(1)):
+        found = hash_tensors(file)
+
+    assert len(pauses) == len(found) == len(load_file(file))
 
 
 @pytest.mark.parametrize(
