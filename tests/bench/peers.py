@@ -21,10 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ from meshllm.names import Quant
 from tests.bench.gguf_file import write_gguf
 from tests.bench.report import Report, counts, parser_of
 
-LLAMA = "llama.cpp"
+LLAMA, BENCH = "llama.cpp", "llama-bench"
 STEPS = 8  # decode steps of a turn
 MORE_STEPS = 64  # of a longer run of llama.cpp
 MORE_PROMPTS = 4  # the same
@@ -154,11 +155,11 @@ def command_of(task: EngineTask, threads: int, file: Path, more: int = 0) -> lis
     common = ["-m", str(file), "-t", str(threads)]
     if task.kind == "prefill":
         times = str(1 + more)
-        return ["llama-bench", *common, "-p", str(task.rows), "-n", "0", "-r", times, "-o", "json"]
+        return [BENCH, *common, "-p", str(task.rows), "-n", "0", "-r", times, "-o", "json"]
     if task.rows == 1:
         steps, depth = str(STEPS + more), str(task.context)
         return [
-            "llama-bench",
+            BENCH,
             *common,
             "-p",
             "0",
@@ -314,6 +315,22 @@ def line_up(folder: Path, options: Namespace, report: Callable[[str], None]) -> 
         yield Llama(quant, file, options.llama, options.cpu_time)
 
 
+def folder_of_llama(parser: ArgumentParser, wanted: Path | None) -> Path | None:
+    """Return the folder of llama.cpp's programs, by default that on the PATH; None without any.
+
+    Ends with an error if what is wanted cannot take part.
+    """
+    has_writer = find_spec("gguf") is not None
+    if wanted is None:
+        found = shutil.which(BENCH) if has_writer else None
+        return Path(found).parent if found else None
+    if not (wanted / BENCH).exists():
+        parser.error(f"there is no `{BENCH}` in {wanted}")
+    if not has_writer:
+        parser.error(f"{LLAMA} needs the package `gguf` on the PYTHONPATH")
+    return wanted
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """Lay out rows, by task."""
     head = f"{'threads':>7} {'task':<14} {'width':<6} {'':<13} {'ms':>9} {'tok/s':>8}"
@@ -353,8 +370,7 @@ def main(args: Sequence[str] | None = None) -> int:
         options.layers, options.prompts, options.threads = options.layers or 6, (256,), (1,)
     options.threads = (1,) if options.cpu_time else options.threads
     options.rounds = options.rounds or (3 if options.quick else 5)
-    if options.llama is None and (found := shutil.which("llama-bench")):
-        options.llama = Path(found).parent
+    options.llama = folder_of_llama(parser, options.llama)
     report = Report(options, 0)
     tasks = [
         *(EngineTask("decode", count, options.context) for count in options.sessions),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,31 @@ def test_a_run_without_llama_prints_a_table(
     assert {f"processor: {processor()}", f"commit: {commit()}"} <= {*lines}
     assert {row["width"] for row in report["rows"]} == {"none", "int8"}
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_llama_takes_part_if_it_can_and_its_absence_is_told_if_it_is_asked_for(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    has_writer: bool,
+) -> None:
+    parser, folder = ArgumentParser(), tmp_path / "bin"
+    folder.mkdir()
+    (folder / "llama-bench").touch(0o755)
+    monkeypatch.setattr(peers, "find_spec", lambda _: object() if has_writer else None)
+    monkeypatch.setenv("PATH", str(folder))
+
+    assert peers.folder_of_llama(parser, None) == (folder if has_writer else None)
+    with pytest.raises(SystemExit):
+        peers.folder_of_llama(parser, tmp_path)
+    assert f"there is no `llama-bench` in {tmp_path}" in capsys.readouterr().err
+    if has_writer:
+        assert peers.folder_of_llama(parser, folder) == folder
+    else:
+        with pytest.raises(SystemExit):
+            peers.folder_of_llama(parser, folder)
+        assert "llama.cpp needs the package `gguf`" in capsys.readouterr().err
 
 
 def test_a_width_without_a_kernel_on_this_machine_is_left_out(
