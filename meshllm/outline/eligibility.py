@@ -8,9 +8,10 @@ from meshllm.strict_json import WrongField
 
 MIN_TOKENS = 128  # two points of a sentence or two, and their outline
 MIN_LONG_TOKENS = 256  # below, an answer is not long
+SEARCHED_CHARS = 8192  # at each end of a text: what is asked is before or behind long material
 
 _NEVER = re.compile(
-    r"```|\b(?:code|coding|function|script|program|regex|sql|python|java|javascript|typescript"
+    r"\b(?:code|coding|function|script|program|regex|sql|python|java|javascript|typescript"
     r"|rust|golang|kotlin|php|haskell|bash|html|css|json|yaml|algorithm|implement|refactor|debug"
     r"|compile|unit tests?|calculate|compute|solve|prove|proof|theorem|equation|integral|derivative"
     r"|factorial|(?:square|cube) roots?|(?:sum|average|product) of \d+|translate|rewrite|rephrase"
@@ -74,11 +75,18 @@ def objection(request: Request) -> WrongField | None:
 def may_be_long(request: Request) -> bool:
     """Return whether nothing in the request says that its answer is short or of one piece."""
     *before, last = request.turns
-    question, rules = last["content"], [each for each in before if each["role"] == "system"]
+    question = _ends(last["content"])
+    rules = _ends("\n".join(each["content"] for each in before if each["role"] == "system"))
     return (
         request.max_tokens >= MIN_LONG_TOKENS
         and not _NEVER.search(question)
         and not _FACT.search(question)
-        and not any(_SHORT.search(each["content"]) for each in (*rules, last))
-        and not any("```" in each["content"] for each in before)
+        and not any(_SHORT.search(each) for each in (rules, question))
+        and not any("```" in each["content"] for each in request.turns)
     )
+
+
+def _ends(text: str) -> str:
+    """Return the ends of a long text: searching all of it would keep others waiting."""
+    is_long = len(text) > 2 * SEARCHED_CHARS
+    return f"{text[:SEARCHED_CHARS]}\n{text[-SEARCHED_CHARS:]}" if is_long else text

@@ -7,7 +7,7 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.names import LossCause
 from meshllm.outline.backend import OutlineBackend
-from meshllm.outline.eligibility import OutlineMode
+from meshllm.outline.eligibility import SEARCHED_CHARS, OutlineMode, may_be_long
 from meshllm.request import (
     Answer,
     Event,
@@ -254,6 +254,7 @@ async def test_auto_lets_the_model_decline(writer: Writer) -> None:
     "question",
     [
         "Write a Python function that sorts",
+        "Explain this:\n```\nx += y\n```",
         "Write quicksort in C++",
         "Sort a list in Java",
         "Make me a page of HTML",
@@ -324,6 +325,16 @@ async def test_auto_asks_for_an_outline_of_long_answers(writer: Writer, question
 
     assert len(writer.requests) == 4
     assert "outline" in writer.requests[0].turns[-1]["content"]
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_the_ends_of_a_long_question_say_what_is_asked(place: str) -> None:
+    asked, text = "Answer in one word: ", "bees live in hives. " * SEARCHED_CHARS
+    content = asked + text if place == "before" else text + asked
+    request = replace(ASKED, turns=(Turn(role="user", content=content),))
+
+    assert not may_be_long(request)
+    assert may_be_long(replace(ASKED, turns=(Turn(role="user", content=text + asked + text),)))
 
 
 UNFIT = {
