@@ -24,6 +24,7 @@ MESSAGE_CHARS = 1000
 
 _ERRORS: dict[int, type[MeshError]] = {
     400: UserError, 413: UserError, 422: UserError, 404: ModelError, 429: Busy, 503: Busy,
+    502: LinkLost, 504: TimedOut,  # of a proxy before an engine that is gone or hangs
 }  # fmt: skip
 
 

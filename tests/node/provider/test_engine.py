@@ -60,7 +60,16 @@ async def test_its_models(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, UserError), (404, ModelError), (429, Busy), (503, Busy), (401, MeshError)],
+    [
+        (400, UserError),
+        (404, ModelError),
+        (429, Busy),
+        (503, Busy),
+        (401, MeshError),
+        (500, MeshError),
+        (502, LinkLost),
+        (504, TimedOut),
+    ],
 )
 async def test_a_refusal_keeps_its_kind_and_text(
     fake: FakeEngine, url: str, status: int, kind: type[MeshError]
