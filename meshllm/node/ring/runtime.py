@@ -149,6 +149,7 @@ class RingRuntime:
         self._span: LoadedSpan | None = None
         self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
         self._store: SessionStore | None = None
+        self._before: Plan | None = None  # the plan before the one in force
         self._limits = HangLimits()  # of the jobs of the span
         self._slowdown = Slowdown()
         self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
@@ -211,6 +212,7 @@ class RingRuntime:
         """Serve this plan from now on."""
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
+            self._before = self.plan or self._before
             if plan and plan.rank(self._me) is not None:
                 self._foreseen = None, False  # what it needs is not released before it is used
             elif self._foreseen[0] is None:  # the last plan was replaced before it used that
@@ -494,7 +496,9 @@ class RingRuntime:
         rank, ring = plan.rank(self._me) or 0, len(plan.stages)
         model, span = self._model, self._span
         assert span is not None  # it was loaded before any link was dialled
-        store = self._store = self._store or SessionStore.empty(plan, budget, model)
+        store = self._store = self._store or SessionStore.empty(
+            plan, budget, model, self._me, self._before
+        )
         store.move(plan, self._me, budget)
         times = self._host.times(plan)
         if times:

@@ -23,10 +23,16 @@ class SessionStore:
     """Its index and caches, and on the entry the texts."""
 
     @classmethod
-    def empty(cls, plan: Plan, budget: KvBudget, model: ModelRuntime) -> Self:
-        """Keep nothing yet."""
+    def empty(
+        cls, plan: Plan, budget: KvBudget, model: ModelRuntime, me: NodeId, before: Plan | None
+    ) -> Self:
+        """Keep nothing yet: the span of this node is new to it, and what moved ``before``."""
         index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
-        return cls(plan, PrefixCache(index, model.max_crop))
+        prefixes = PrefixCache[SessionCache](index, model.max_crop)
+        own = plan.stages[plan.rank(me) or 0].span
+        moved = _moved(before, plan) if before and before.layers == plan.layers else ()
+        prefixes.lose({*moved, *range(own.start, own.stop)})
+        return cls(plan, prefixes)
 
     def move(self, plan: Plan, me: NodeId, budget: KvBudget) -> None:
         """Count what is kept in the budget of another plan, and note the layers that it moves.

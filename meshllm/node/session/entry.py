@@ -48,7 +48,7 @@ from meshllm.protocol.drafting.scoped import ScopedDrafting
 from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import PrefixHit, last_chunk_rows
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 from meshllm.protocol.ring.hang import HangLimits
@@ -134,6 +134,7 @@ class EntryNode:
         self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
+        self._since = loop_time()
         self._timer = DeadlineTimer(self._deadline, self._expire)
 
     @property
@@ -265,6 +266,11 @@ class EntryNode:
             most = self._config.max_chunk
             session, chunks, held = read_resumable(order.resume, len(known), most)
             found = self._prefixes.resume(session, known[:held], chunks, now)
+            if found is None and self._config.ring > 1 and now < self._since + RESUME_S:
+                front = self._runners.front  # the other ranks may have kept what the last ring had
+                hit = self._prefixes.resume_empty(session, held, chunks, front.span)
+                if hit is not None:
+                    return Start(hit, None, front.new_cache)
         if found is None and self._uses_prefixes(order):
             scope = order.prefix_scope
             found = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)

@@ -41,6 +41,7 @@ class PrefixCache(Generic[Cache]):
         """The kept caches."""
         self._texts: dict[SessionId, _Text] = {}  # the newest last
         self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
+        self._moved = frozenset[int]()  # layers that changed nodes last
 
     def find(
         self,
@@ -97,6 +98,21 @@ class PrefixCache(Generic[Cache]):
         hit, cache = self._hit(session, length, capacity, held, whole=True)
         return replace(hit, is_claimed=text is None), cache
 
+    def resume_empty(
+        self, session: SessionId, length: int, chunks: Sequence[Chunk], span: Span
+    ) -> PrefixHit | None:
+        """Continue a session of which this entry has nothing, as its ``span`` came with the plan.
+
+        Its layers are computed again, like the other ones that have moved, and no others. None if
+        the entry should have a cache, or none can be resumed.
+        """
+        own = range(span.start, span.stop)
+        is_new = bool(own) and self._moved.issuperset(own)
+        if not (length and is_new and self.index.resumes) or session in self._texts:
+            return None
+        held, lost = tuple(crop_chunks(chunks, length)), spans_of(self._moved)
+        return PrefixHit(session, length, True, length, held, lost, is_claimed=True)
+
     def make_room(self, size: int) -> None:
         """Evict sessions until so many bytes of this rank are free, or all."""
         while not self.index.budget.has_room(size):
@@ -146,7 +162,7 @@ class PrefixCache(Generic[Cache]):
 
     def lose(self, layers: Collection[int]) -> None:
         """Note that the caches of these layers are lost, as another node holds them from now on."""
-        was_lost = self._lost
+        self._moved, was_lost = frozenset(layers) or self._moved, self._lost
         self._lost = {each: was_lost.get(each, frozenset()).union(layers) for each in self.caches}
 
     def change_entry(self, *, is_entry: bool) -> None:

@@ -32,9 +32,9 @@ from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport, Shape
-from tests.builders.offers import A, B, C, offer
+from tests.builders.offers import A, B, C, D, offer
 
-NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c"}
+NAMES = {A: "loopback:a", B: "loopback:b", C: "loopback:c", D: "loopback:d"}
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:

@@ -1,8 +1,12 @@
 """Sessions that are kept while plans change: whose they are depends on who is the entry."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
 from meshllm.names import NodeId, SessionId, Span
+from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.session_store import SessionStore
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
@@ -42,3 +46,21 @@ def test_the_owner_keeps_its_share_until_another_node_is_the_entry(
     store.move(plan_of(2, *after), ME, budget)
 
     assert index.put(NEW, 1, BLOCK, 1.0) == [OTHERS if is_kept else OWN]
+
+
+@pytest.mark.parametrize(
+    ("before", "moved"),
+    [(None, (Span(0, 2),)), ((OTHER, THIRD), (Span(0, 2),)), ((OTHER, ME), (Span(0, 4),))],
+    ids=["restarted", "was a standby", "others have moved too"],
+)
+def test_a_node_that_has_nothing_knows_which_layers_are_lost(
+    before: tuple[NodeId, NodeId] | None, moved: tuple[Span, ...]
+) -> None:
+    model = cast("ModelRuntime", SimpleNamespace(prefix_bytes=None, max_crop=None, resumes=True))
+    plan, earlier = plan_of(2, ME, THIRD), plan_of(1, *before) if before else None
+
+    store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier)
+
+    hit = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
+    assert hit is not None
+    assert hit.lost == moved

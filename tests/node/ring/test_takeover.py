@@ -20,7 +20,7 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Resumable, Sampling
 from meshllm.testing.clock import run_virtual
-from tests.builders.offers import A, B, C
+from tests.builders.offers import A, B, C, D
 from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
 
 PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
@@ -186,6 +186,28 @@ def test_only_the_lost_layers_are_computed_again(world: World, rows: Rows, name:
             assert all(0 <= rows[layer] - TOKENS - held <= IN_FLIGHT for layer in lost)
             told = sum(place.runtime.recomputed for place in places)
             assert 0 <= told - held * len(lost) <= IN_FLIGHT * len(lost)
+
+    run_virtual(main())
+
+
+def test_a_node_that_becomes_the_entry_from_nothing_computes_its_layers_only(
+    world: World, rows: Rows
+) -> None:
+    standby, after = D, plan_of((D, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
+
+    async def main() -> None:
+        async with world.serving(A, B, C, standby) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places[:3]))
+            undisturbed = Ingress()
+            await undisturbed.ask(places[0])
+            rows.clear()
+
+            assert await ask_over(places, after) == undisturbed.answer
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in range(2, 6))
+            held = len(PROMPT) + BEFORE
+            told = sum(place.runtime.recomputed for place in places)
+            assert 0 <= told - held * 2 <= IN_FLIGHT * 2
 
     run_virtual(main())
 

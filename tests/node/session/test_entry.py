@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,14 +14,14 @@ from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.model.wire.payload import RowFormat
-from meshllm.names import NodeId, SessionId
+from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.generation import Ended, EntryRunners, GenerationRequest, Output, Token
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import opened, sealed
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget, Room
-from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.messages import (
@@ -38,7 +38,7 @@ from meshllm.protocol.session.messages import (
     Tally,
 )
 from meshllm.protocol.session.pace import Pace
-from meshllm.request import FinishReason, Prefilled, Sampling
+from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
 from tests.builders.session import (
     CountedCache,
     CountingLayers,
@@ -366,6 +366,29 @@ async def test_a_cache_that_was_just_taken_over_is_kept_when_the_ring_is_lost() 
         with pytest.raises(LinkLost):
             await asked
         assert [*entry.node._prefixes.caches.values()] == [before]
+
+
+@pytest.mark.parametrize(("old_s", "resumes"), [(0.0, True), (RESUME_S, False)])
+async def test_an_entry_that_has_nothing_asks_others_for_their_caches_at_first(
+    old_s: float, *, resumes: bool
+) -> None:
+    heard = list[SessionMessage]()
+
+    def hear(message: SessionMessage) -> SessionMessage:
+        heard.append(message)
+        return travelled(message)
+
+    async with running(ring=2, resumes=True) as entry:
+        entry.node._prefixes.lose([0])
+        entry.node._since -= old_s
+        entry.answer = hear
+        asked = replace(order(1, 2, 3, given=(4,)), resume=Resumable("ab" * 16, (3,)))
+
+        with suppress(MeshError):  # these layers cannot refill
+            await entry.read(entry.node.generate(asked))
+
+    found = [(each.length, each.lost) for each in heard if isinstance(each, Resume)]
+    assert found == ([(3, (Span(0, 1),))] if resumes else [])
 
 
 async def test_a_prefix_that_another_rank_has_lost_is_forgotten() -> None:

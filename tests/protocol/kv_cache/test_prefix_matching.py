@@ -10,6 +10,7 @@ from meshllm.protocol.kv_cache.prefix_index import (
     Chunk,
     PrefixHit,
     PrefixIndex,
+    crop_chunks,
 )
 from meshllm.protocol.kv_cache.prefix_matching import MIN_SHARED, PrefixCache
 from meshllm.protocol.kv_cache.prefix_scope import OWN, PrefixScope
@@ -258,3 +259,35 @@ def test_a_prompt_continues_texts_of_its_scope_only(other: PrefixScope) -> None:
     ]
 
     assert [hit[0].length if hit else 0 for hit in found] == [40, 20, 0]
+
+
+def test_an_entry_whose_layers_have_just_moved_here_continues_with_nothing() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.lose([0, 1, 5])
+    prefixes.lose([])  # the same plan again
+
+    hit = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
+
+    lost = Span(0, 2), Span(5, 6)
+    cropped = tuple(crop_chunks(CHUNKS, 3))
+    assert hit == PrefixHit(A, 3, True, 3, cropped, lost, is_claimed=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "span", "resumes"),
+    [(0, Span(0, 2), True), (3, Span(0, 3), True), (3, Span(0, 0), True), (3, Span(0, 2), False)],
+    ids=["no rows", "a layer was here", "no layers", "nothing can be resumed"],
+)
+def test_another_entry_does_not(length: int, span: Span, resumes: bool) -> None:
+    held = PrefixIndex(index().budget, resumes=resumes)
+    prefixes: PrefixCache[str] = PrefixCache(held, None)
+    prefixes.lose([0, 1])
+
+    assert prefixes.resume_empty(A, length, CHUNKS, span) is None
+
+
+def test_an_entry_that_knows_other_tokens_does_not_continue_with_nothing() -> None:
+    prefixes = kept()
+    prefixes.lose([0, 1])
+
+    assert prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2)) is None
