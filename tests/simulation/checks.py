@@ -147,6 +147,8 @@ class Checks:
                 return f"{number} has requests on its desk"
             if node.ring_member.sessions:
                 return f"{number} has {node.ring_member.sessions} sessions"
+            if why := _caches_left(node):
+                return f"{number} {why}"
             process, rings = world.running[number].process, node.ring_member.members
             plans = [member.plan for member in rings if member.plan]
             linked = [at for at in plans if len(at.stages) > 1 and at.rank(node.me) is not None]
@@ -158,3 +160,18 @@ class Checks:
             if len(process.tasks) > most:
                 return f"{number} has {len(process.tasks)} tasks, more than {most}"
         return None
+
+
+def _caches_left(node: MeshNode) -> str | None:
+    """Return what a node without sessions still holds for one, in any of its rings."""
+    for at in node.ring_member.members:
+        store = at.runtime._store if at.runtime else None
+        if at.rank and (size := at.rank.budget.live_bytes):
+            return f"reserves {size} bytes of its KV cache"
+        if store is None:
+            continue
+        kept = store.prefixes
+        for name, held in (("caches", kept.caches), ("texts", kept._texts), ("losses", kept._lost)):
+            if lost := [session for session in held if not kept.index.holds(session)]:
+                return f"has {name} of {len(lost)} sessions that it does not keep"
+    return None

@@ -150,6 +150,13 @@ MUTANTS = {
     "links of a ring that ended stay": Mutant(
         {"meshllm.node.ring.runtime.RingRuntime._discard": nod}, "links, of the ring and others", 7
     ),
+    "reservations stay": Mutant(
+        {"meshllm.protocol.kv_cache.budget.KvBudget.release": nod}, "bytes of its KV cache"
+    ),
+    "caches are not dropped": Mutant(
+        {"meshllm.protocol.kv_cache.prefix_matching.PrefixCache._drop": nod},
+        "sessions that it does not keep",
+    ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
     ),
