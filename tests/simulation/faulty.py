@@ -76,6 +76,13 @@ class Network:
                 flow.end()
                 flow.back.end()
 
+    def blink(self, one: int, other: int) -> None:
+        """Reset the latest link between two machines."""
+        ways = {(one, other), (other, one)}
+        latest = max((flow for flow in self._flows if flow.way in ways), key=lambda it: it.serial)
+        latest.end()
+        latest.back.end()
+
     def is_open(self, one: int, other: int) -> bool:
         """Return whether two machines can connect."""
         is_cut = (one, other) in self.cuts or (other, one) in self.cuts

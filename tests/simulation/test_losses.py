@@ -1,0 +1,190 @@
+"""Whole nodes lose a rank, or a link, at some message of an answer: what is computed again."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+
+from meshllm.model import sampling
+from meshllm.names import NodeId
+from meshllm.node.session import generation
+from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
+from meshllm.protocol.planning.plan import Plan
+from meshllm.request import Request, Sampling
+from tests.simulation.asking import Asked, read
+from tests.simulation.mesh_world import member
+from tests.simulation.node_world import shortcuts, simulate
+from tests.simulation.schedule import Schedule
+from tests.simulation.test_nodes import OneLoss, told
+from tests.simulation.toy import LAYERS, reference
+from tests.simulation.world import World
+
+REQUEST = Request(raw="abcdefgh" * 5, sampling=Sampling(0.8, seed=2), max_tokens=12)
+NODES = range(4)
+ROLES = ("entry", "middle", "last")
+UNSEEN = 2  # tokens that an entry may have sampled when it is killed, and that nobody has heard of
+MESSAGES = (4, 25, 45)
+MORE = [each for each in range(1, 50, 3) if each not in MESSAGES]
+
+
+@pytest.fixture(autouse=True)
+def _fast() -> Iterator[None]:
+    with shortcuts():
+        yield
+
+
+@dataclass
+class Counts:
+    """What one answer with a loss took."""
+
+    plans: tuple[Plan | None, Plan | None] = (None, None)
+    """Before the loss, and at the end."""
+    recomputed: int = 0
+    picks: int = 0
+    is_within: bool = False
+    """Whether the loss came before the end of the answer."""
+
+    @property
+    def moved(self) -> int:
+        """Layers that another node holds."""
+        before, after = map(owners, self.plans)
+        return sum(one != other for one, other in zip(before, after, strict=True))
+
+
+def number_of(node: NodeId) -> int:
+    """Return the machine of a node."""
+    return next(at for at in NODES if member(at)[0].node == node)
+
+
+def owners(plan: Plan | None) -> list[NodeId]:
+    assert plan is not None
+    return [stage.node for stage in plan.stages for _ in range(len(stage.span))]
+
+
+class LossWithin(OneLoss):
+    """A fourth node asks a ring of three; after so many messages a rank is lost, or its link."""
+
+    role = 0
+    messages = 0
+    is_blink = False
+    """Only the link to the next rank is lost."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__(world, seed)
+        world.capacity = dict.fromkeys(NODES, LAYERS)
+        world.ring_size = len(ROLES)
+        self.counts = Counts()
+
+    async def run(self) -> None:
+        world = self.world
+        for number in NODES:
+            world.start(number)
+        await self._until(lambda: len(self._served()) == len(ROLES))
+        await asyncio.sleep(5.0)
+        (ingress,) = {*NODES}.difference(self._served())
+        before = world.nodes[ingress].ring_member.plan
+        assert before is not None
+        ranks = [number_of(stage.node) for stage in before.stages]
+        await self._answer(ingress, ranks[self.role], ranks[(self.role + 1) % len(ranks)])
+        after = world.nodes[ingress].ring_member.plan
+        self.counts.plans = before, after
+        self.counts.recomputed = sum(each.ring_member.recomputed for each in world.nodes.values())
+        world.is_over = True
+        for number in list(world.running):
+            world.crash(number, silently=False)
+        await asyncio.sleep(1.0)
+
+    async def _answer(self, ingress: int, victim: int, after: int) -> None:
+        """Ask, and let the loss happen once so many messages have been sent since."""
+        world, at, left = self.world, self.world.running[ingress], self.messages
+        travel_s, pick = world.network.travel_s, sampling.pick
+        asked = Asked(1, ingress, at.process, REQUEST, None)
+
+        def lose() -> None:
+            self.counts.is_within = not asked.outcome
+            if self.is_blink:
+                world.network.blink(victim, after)
+            else:
+                world.crash(victim, silently=False)
+
+        def counted(way: tuple[int, int]) -> float:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                world.loop.call_soon(lose, context=world.network.context)
+            return travel_s(way)
+
+        def counted_pick(*args: object, **kwargs: object) -> int:
+            self.counts.picks += 1
+            return pick(*args, **kwargs)  # type: ignore[arg-type]
+
+        assert at.node is not None
+        with (
+            patch.object(world.network, "travel_s", counted),
+            patch.object(generation, "pick", counted_pick),
+        ):
+            work = read(at.node, asked, world.fault)
+            async with asyncio.timeout(60):
+                await world.loop.create_task(work, context=at.process.context.copy())
+        if asked.outcome != "answered":
+            world.fault(asked.outcome)
+
+
+def answer(role: int, messages: int, *, is_blink: bool = False) -> Counts:
+    """Lose a rank, or its link, after so many messages of an answer, which must be right."""
+    schedules = list[LossWithin]()
+
+    def make(world: World, seed: int) -> Schedule:
+        schedules.append(LossWithin(world, seed))
+        schedules[-1].role, schedules[-1].messages = role, messages
+        schedules[-1].is_blink = is_blink
+        return schedules[-1]
+
+    world = simulate(1, make)
+
+    assert not world.wrong, told(world)
+    return schedules[0].counts
+
+
+def held_at_most() -> int:
+    """Return the rows that a rank may hold before the last token is sampled."""
+    assert REQUEST.raw is not None
+    return len(REQUEST.raw) + len(reference(REQUEST)[1]) - 1
+
+
+WHICH = pytest.mark.parametrize("role", range(len(ROLES)), ids=ROLES)
+WHEN = pytest.mark.parametrize(
+    "messages", [*MESSAGES, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)]
+)
+
+
+@WHICH
+@WHEN
+def test_only_lost_layers_are_computed_again_and_no_token_twice(messages: int, role: int) -> None:
+    counts = answer(role, messages)
+
+    assert counts.is_within
+    assert 0 < counts.moved < LAYERS
+    assert counts.recomputed <= held_at_most() * counts.moved
+    assert counts.picks <= len(reference(REQUEST)[1]) + (0 if role else UNSEEN)
+
+
+@WHICH
+@WHEN
+def test_a_link_that_is_lost_for_a_moment_costs_no_row(messages: int, role: int) -> None:
+    counts = answer(role, messages, is_blink=True)
+
+    assert counts.is_within
+    assert (counts.moved, counts.recomputed) == (0, 0)
+    assert counts.picks == len(reference(REQUEST)[1])
+
+
+def test_rows_of_kept_layers_that_are_computed_again_are_found() -> None:
+    """A mutant: the entry continues from no cache."""
+    none: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    with patch.object(PrefixCache, "resume", none), patch.object(PrefixCache, "find", none):
+        counts = answer(ROLES.index("middle"), MESSAGES[-1])
+
+    assert counts.recomputed > held_at_most() * counts.moved
