@@ -54,9 +54,10 @@ from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.timer import loop_time
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
+from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
+from meshllm.protocol.membership.client_quota import estimate
 from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
 from meshllm.protocol.ring.failover import Failover
@@ -66,6 +67,7 @@ from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
+MAX_COUNTED = 1 << 17  # tokens of one that waits; a turn is found in steps of `QUANTUM`
 MAX_WAITING = 256  # requests of the owner that wait here for their turn at one node
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
@@ -433,7 +435,8 @@ class RequestRouter:
         places = Admission(KvBudget([]), MAX_FORWARDED, MAX_WAITING)
         queue = self._queues.setdefault(node, AdmissionQueue(places))
         session = SessionId(os.urandom(SESSION_ID_BYTES))
-        return queue.admitted(session, QUANTUM, asker_of((None, request.scope)))
+        tokens = min(estimate(request) + request.max_tokens, MAX_COUNTED)
+        return queue.admitted(session, tokens, asker_of((None, request.scope)))
 
     async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""

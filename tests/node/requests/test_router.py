@@ -799,6 +799,32 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
     world.run(story)
 
 
+def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+    ring = FakeRing(attempts=[[None]] * (MAX_FORWARDED - 1) + [answer()] * 8)
+    world.add(ENTRY, ring)
+    of_a, of_b = (replace(REQUEST, scope=key) for key in "ab")
+    asked = [replace(of_a, max_tokens=2048), replace(of_b, max_tokens=64)] * 4
+
+    async def story() -> None:
+        endless = [
+            asyncio.ensure_future(all_of(router, replace(REQUEST, scope="c")))
+            for _ in range(MAX_FORWARDED - 1)
+        ]
+        await asyncio.sleep(1)
+        waiting = [asyncio.ensure_future(all_of(router, each)) for each in asked]
+        await asyncio.sleep(1)
+        endless.pop().cancel()
+        await asyncio.gather(*waiting)
+        for each in endless:
+            each.cancel()
+        await asyncio.wait(endless)
+
+    world.run(story)
+    answered = [each.max_tokens for each in ring.asked[MAX_FORWARDED - 1 :]]
+    assert answered == [2048] + [64] * 4 + [2048] * 3  # the first had its turn before b asked
+
+
 def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
     ring = FakeRing(at=ENTRY)
     router = world.add(ME, ring)
