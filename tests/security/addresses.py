@@ -4,9 +4,10 @@ import asyncio
 from pathlib import Path
 
 from meshllm.protocol.membership.records import Profile
-from tests.processes.fleet import ALONE, open_fleet
+from tests.processes.fleet import ALONE, Node, open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.member import join
+from tests.security.owner import alone_s, compared, owner_s
 
 WATCH_S = 10.0  # s; a node dials a new member at once, then with a backoff of 1, 2, 4 s
 
@@ -15,14 +16,16 @@ def reach_an_inner_server() -> Outcome:
     """Publish a loopback address with a path, and count what arrives there."""
     with open_fleet() as fleet:
         ticket = fleet.found("victim")
-        fleet.node("victim").start("--model", "builtin", *ALONE)
+        victim = fleet.node("victim").start("--model", "builtin", *ALONE)
         fleet.form()
-        lines = asyncio.run(_publish(ticket, fleet.folder / "attacker"))
+        alone = alone_s(victim)
+        lines, crowded = asyncio.run(_publish(ticket, fleet.folder / "attacker", victim))
     shown = f"{len(lines)} connections" + (f", `{lines[0]}`" if lines else "")
-    return Outcome(shown, "none to hosts of this machine", held=not lines)
+    done = Outcome(shown, "none to hosts of this machine", held=not lines)
+    return compared(done, alone, crowded)
 
 
-async def _publish(ticket: str, state: Path) -> list[str]:
+async def _publish(ticket: str, state: Path, victim: Node) -> tuple[list[str], float]:
     lines: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,8 +40,9 @@ async def _publish(ticket: str, state: Path) -> list[str]:
             profile = Profile("attacker", "1", inner, 0)
             member.links.act(member.machine.publish(profile=profile, now=now))
             await asyncio.sleep(1)
+            crowded = await asyncio.to_thread(owner_s, victim)
         await asyncio.sleep(WATCH_S)
-    return lines
+    return lines, crowded
 
 
 ATTACKS = (

@@ -40,11 +40,21 @@ def slowed(
     factor: float = FACTOR,
 ) -> Outcome:
     """Measure the owner's answers alone, then while an attack runs, and what else is done then."""
-    owner_s(owner)  # the first answers trace and measure
-    alone = owner_s(owner)
+    alone = alone_s(owner)
     with attack():
         done = during() if during else None
         crowded = owner_s(owner)
+    return compared(done, alone, crowded, factor)
+
+
+def alone_s(owner: Node) -> float:
+    """Return `owner_s` before an attack."""
+    owner_s(owner)  # the first answers trace and measure
+    return owner_s(owner)
+
+
+def compared(done: Outcome | None, alone: float, crowded: float, factor: float = FACTOR) -> Outcome:
+    """Add to an outcome how long the owner waited, before and during the attack."""
     effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= factor * alone
     if done is None:
         return Outcome(effect, f"{factor:g} times", held=held)

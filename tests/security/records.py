@@ -15,6 +15,7 @@ from meshllm.protocol.trust.credential import remove
 from tests.processes.fleet import ALONE, Fleet, ask, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import Member, join
+from tests.security.owner import alone_s, compared, owner_s
 from tests.security.removal import remove_by
 
 LAST = 2**64 - 1  # incarnation, sequence, seconds since 1970
@@ -93,7 +94,7 @@ def _with_member(attempt: Attempt, bound: str) -> Outcome:
         owner = fleet.node("owner").start("--model", "builtin", "--members", "1", *ALONE)
         fleet.form()
 
-        async def run(state: Path) -> tuple[str, int]:
+        async def run(state: Path) -> tuple[str, int, float]:
             async with join(ticket, state) as member:
                 (me,) = member.links.by_peer
                 now = asyncio.get_running_loop().time()
@@ -101,12 +102,15 @@ def _with_member(attempt: Attempt, bound: str) -> Outcome:
                 member.links.act(member.machine.publish(profile=profile, now=now))
                 await asyncio.sleep(LISTEN_S)
                 said = await attempt(member, me)
-                return said, await asyncio.to_thread(remove_by, member, owner)
+                crowded = await asyncio.to_thread(owner_s, owner)
+                return said, await asyncio.to_thread(remove_by, member, owner), crowded
 
-        said, code = asyncio.run(run(fleet.folder / "attacker"))
+        alone = alone_s(owner)
+        said, code, crowded = asyncio.run(run(fleet.folder / "attacker"))
         ring, answer = owner.status()["ring"]["state"], ask(owner, PROMPT)
     held = ring == "serving" and code == 0 and bool(answer.strip())
-    return Outcome(f"{said}; ring {ring}, remove exits {code}", bound, held=held)
+    outcome = Outcome(f"{said}; ring {ring}, remove exits {code}", bound, held=held)
+    return compared(outcome, alone, crowded)
 
 
 def _send(member: Member, message: Items | MeshBeat) -> None:

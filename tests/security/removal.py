@@ -19,6 +19,7 @@ from meshllm_websocket.transport import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import Member, join
+from tests.security.owner import alone_s, compared, owner_s
 
 MADE_UP = 1024  # removals, as many as a mesh remembers
 RETURN_S = 12.0  # s; a joiner gives up after five closed handshakes
@@ -31,9 +32,11 @@ def fill_the_removals() -> Outcome:
         ticket = fleet.found("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
-        code, known = asyncio.run(_fill(ticket, fleet.folder / "attacker", owner))
+        alone = alone_s(owner)
+        code, known, crowded = asyncio.run(_fill(ticket, fleet.folder / "attacker", owner))
     effect = f"{known} removals remembered, owner's remove exits {code}"
-    return Outcome(effect, "64 of 1,024 per branch, 512 kept", held=code == 0 and known <= 65)
+    held = code == 0 and known <= 65
+    return compared(Outcome(effect, "64 of 1,024 per branch, 512 kept", held), alone, crowded)
 
 
 def return_with_a_new_key() -> Outcome:
@@ -121,7 +124,7 @@ async def bytes_heard(founder: Node, store: StateStore, credential: Credential) 
     return link.statistics.bytes_received
 
 
-async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int]:
+async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int, float]:
     async with join(ticket, state) as member:
         await _show_up(member)
         mesh, now = member.credential.mesh, int(time.time())
@@ -129,9 +132,10 @@ async def _fill(ticket: str, state: Path, owner: Node) -> tuple[int, int]:
             keys = [NodeId(secrets.token_bytes(32)) for _ in range(128)]
             member.say(*(remove(member.store.key, mesh, key, now) for key in keys))
             await asyncio.sleep(GOSSIP_S / 8)
+        crowded = await asyncio.to_thread(owner_s, owner)
         code = await asyncio.to_thread(remove_by, member, owner)
     done = meshllm("ring", "members", "--json", state=owner.state)
-    return code, done.stdout.count('"removed"')
+    return code, done.stdout.count('"removed"'), crowded
 
 
 async def _return(ticket: str, folder: Path, owner: Node) -> bool:
