@@ -27,13 +27,14 @@ def freeze_the_charter() -> Outcome:
         ticket = fleet.found("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
-        removed = asyncio.run(_publish(ticket, fleet.folder / "attacker", owner))
+        state, removed = asyncio.run(_publish(ticket, fleet.folder / "attacker", owner))
         owner.send(SIGINT)
         owner.ended()
         owner.start("--policy", "throughput", "--context", "512", *ALONE)
         policy = _served_policy(fleet)
-    effect = f"owner restarts with policy {policy}, remove exits {removed}"
-    return Outcome(effect, "a step of 2^32, founder first", held=policy == "throughput")
+    effect = f"owner is {state}, restarts with policy {policy}, remove exits {removed}"
+    held = (policy, state) == ("throughput", "serving")
+    return Outcome(effect, "a step of 2^32, founder first", held=held)
 
 
 def _served_policy(fleet: Fleet) -> str:
@@ -44,7 +45,8 @@ def _served_policy(fleet: Fleet) -> str:
     return policy
 
 
-async def _publish(ticket: str, state: Path, owner: Node) -> int:
+async def _publish(ticket: str, state: Path, owner: Node) -> tuple[str, int]:
+    """Publish the settings; return the state of the owner's ring then, and of the removal."""
     async with join(ticket, state) as member:
         profile = Profile("attacker", "1", (), 0)
         now = asyncio.get_running_loop().time()
@@ -52,9 +54,10 @@ async def _publish(ticket: str, state: Path, owner: Node) -> int:
         await asyncio.sleep(LISTEN_S)
         member.say(FROZEN)
         await asyncio.sleep(LISTEN_S)
+        found: str = (await asyncio.to_thread(owner.status))["ring"]["state"]
         words = "ring", "remove", "--yes", show(member.store.key.node)
         done = await asyncio.to_thread(meshllm, *words, state=owner.state)
-        return done.returncode
+        return found, done.returncode
 
 
 ATTACKS = (

@@ -17,7 +17,9 @@ one stops it. The terms about nodes (exclude, prefer, entries, ends) and the ses
 
 Names are sent as text. An unknown term, name or record version comes from a later version of
 meshllm. It turns this node into a standby (`Charter.obstacle`) while the others go on: a node that
-ignored part of the charter would disagree with the others about the ring.
+ignored part of the charter would disagree with the others about the ring. It counts only if the
+founder says it, else any member could stop all rings: so a version that adds a term or a name must
+believe it of the founder only, as all earlier ones do.
 """
 
 from base64 import b85decode, b85encode
@@ -272,7 +274,8 @@ def in_force(
     for author, term in sorted(
         pairs, key=lambda pair: (pair[1].version, pair[0] == founder, pair[0])
     ):
-        if term.name in FOUNDER_TERMS and author != founder:
+        is_founders = term.name in FOUNDER_TERMS or _unknown(term) is not None
+        if is_founders and author != founder:
             continue
         below = found[term.name][1].version if term.name in found else 0
         if term.version <= below + MAX_STEP:
@@ -281,14 +284,18 @@ def in_force(
 
 
 def amend(
-    wanted: Charter, current: Charter, me: NodeId, amendments: Mapping[NodeId, Amendments]
+    wanted: Charter,
+    current: Charter,
+    me: NodeId,
+    amendments: Mapping[NodeId, Amendments],
+    founder: NodeId | None = None,
 ) -> Amendments | None:
     """Return this node's amendments that turn ``current`` into ``wanted``; None if equal.
 
     A term that other nodes would refuse, for example too many nodes, is left out: see `differing`.
     """
     own = amendments.get(me, Amendments((), version=0))
-    versions = {name: term.version for name, (_, term) in in_force(amendments).items()}
+    versions = {name: term.version for name, (_, term) in in_force(amendments, founder).items()}
     after = _texts(wanted)
     changed = {
         name: Term(name, 1 + versions.get(name, 0), after.get(name, ""))

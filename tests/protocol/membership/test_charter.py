@@ -211,11 +211,13 @@ def test_unknown_names_are_an_obstacle() -> None:
         (("tariff", 1, "night"), "term `tariff`"),
     ],
 )
-def test_unknown_terms_are_an_obstacle_that_names_their_author(
+def test_unknown_terms_of_the_founder_are_an_obstacle_that_names_it(
     term: tuple[str, int, str], what: str
 ) -> None:
-    merged = merge(CHARTER, {A: terms(term, ("members", 1, "2"))})
+    said = terms(term, ("members", 1, "2"))
+    merged = merge(CHARTER, {A: said}, founder=A)
 
+    assert merge(CHARTER, {A: said}, founder=B) == replace(CHARTER, members=2)
     assert merged.obstacle == (
         f"node `{short(A)}` set {what}, unknown to this version; update meshllm"
     )
@@ -333,14 +335,24 @@ def test_a_model_with_unknown_names_is_an_obstacle(word: str) -> None:
     name, version, text = term_of(model(1))
     data = b85decode(text).replace(word.encode(), b"x" * len(word))
 
-    merged = merge(CHARTER, {A: terms((name, version, b85encode(data).decode()))})
+    merged = merge(CHARTER, {A: terms((name, version, b85encode(data).decode()))}, founder=A)
 
     assert f"a model with {_WHAT[word]} `{'x' * len(word)}`" in merged.obstacle
     assert merged.models == ()
 
 
+def test_a_value_of_a_later_version_hides_none_of_this_one() -> None:
+    """Any member could stop the rings with it."""
+    said = {A: terms(("policy", 1, "throughput")), B: terms(("policy", 9, "greenest"))}
+
+    changed = amend(replace(CHARTER, policy="latency"), CHARTER, A, said, founder=C)
+
+    assert merge(CHARTER, said, founder=C).policy == "throughput"
+    assert changed == Amendments((Term("policy", 2, "latency"),), version=2)
+
+
 def test_models_share_the_obstacle_of_the_mesh() -> None:
-    merged = merge(CHARTER, {A: terms(term_of(model(1)), ("tariff", 1, "night"))})
+    merged = merge(CHARTER, {A: terms(term_of(model(1)), ("tariff", 1, "night"))}, founder=A)
 
     assert merged.models[0].obstacle == merged.obstacle != ""
 
@@ -349,7 +361,7 @@ def test_models_share_the_obstacle_of_the_mesh() -> None:
 def test_another_form_of_a_term_of_models_is_unknown(name: str) -> None:
     found = Amendments.decode(terms((name, 1, "later")).encode())
 
-    assert f"term `{name}`" in merge(CHARTER, {A: found}).obstacle
+    assert f"term `{name}`" in merge(CHARTER, {A: found}, founder=A).obstacle
 
 
 _WHAT = {"bfloat16": "dtype", "none": "quantisation", "auto": "policy"}

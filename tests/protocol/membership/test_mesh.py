@@ -665,15 +665,16 @@ def test_an_unknown_message_only_resets_the_timeout() -> None:
 
 def test_an_obstacle_is_published_and_withdrawn() -> None:
     node = linked(LAST)
-    asks = sign(LAST, Amendments((Term("policy", 1, "greenest"),)))
-    takes_back = sign(LAST, Amendments((Term("policy", 2, "auto"),), version=2))
+    asks = sign(FOUNDER, Amendments((Term("policy", 1, "greenest"),)))
+    takes_back = sign(FOUNDER, Amendments((Term("policy", 2, "auto"),), version=2))
 
     begins = node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), asks)), 2.0)
     obstacle = node.states[MIDDLE.node].obstacle
     ends = node.receive(LAST.node, Items((takes_back,)), 3.0)
 
     assert obstacle == (
-        f"node `{short(LAST.node)}` set policy `greenest`, unknown to this version; update meshllm"
+        f"node `{short(FOUNDER.node)}` set policy `greenest`, unknown to this version;"
+        " update meshllm"
     )
     assert [item.kind for item in items(begins, LAST)] == [Kind.STATE]
     assert [item.kind for item in items(ends, LAST)] == [Kind.STATE]
