@@ -228,7 +228,7 @@ class Answer:
     """Mean time of every later token; 0 with fewer than two."""
     tokens_per_second: float
     tokens_per_step: float
-    """Mean over the decode steps; more than 1 if drafted tokens were accepted."""
+    """Mean over the decode steps; more than 1 if drafted tokens were accepted, 0 if unknown."""
     hops: tuple[HopReport, ...]
     cached_tokens: int = 0
     """Tokens of the prompt taken from the prefix cache."""

@@ -10,7 +10,7 @@ The speed was measured once. If the steps of a ring take `SLOW` times as long fr
 when the machine does something else, the offer says so, and other nodes may take over layers. It is
 the measured speed again once the steps are as fast, or if for `RESTORE_S` no step could tell: twice
 as long after each relapse. Steps that are `FAST` times as fast as measured show that the machine
-was busy when it was measured: their speed is the measured one from then on.
+was busy when it was measured: the offer says so until steps take about as long as measured.
 """
 
 import asyncio
@@ -191,28 +191,25 @@ class NodeOffer:
         if not measured or not self.profile.layer_s:
             return
         seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
-        if seen_s is not None and seen_s * FAST < measured[0][1]:
-            logger.info("layers are %.1f times as fast as measured", measured[0][1] / seen_s)
-            self.measured = _scaled(self.measured, seen_s / measured[0][1])
-            self._slow = 1.0
-            self._show(is_open=True)
-            return
         if seen_s is not None:
-            slow = min(seen_s / measured[0][1], MOST_SLOW)
-            slow, self._slow_since = slow if slow > FAST else 1.0, now
-        elif now - self._slow_since >= self._restore_s:
+            slow = max(1 / MOST_SLOW, min(seen_s / measured[0][1], MOST_SLOW))
+            slow, self._slow_since = 1.0 if 1 / FAST < slow <= FAST else slow, now
+        elif self._slow > 1.0 and now - self._slow_since >= self._restore_s:
             slow = 1.0
         else:
             return
-        is_small = SLOW * min(slow, self._slow) > max(slow, self._slow)
+        least = SLOW if slow > 1.0 else FAST
+        is_small = least * min(slow, self._slow) > max(slow, self._slow)
         if slow == self._slow or (is_small and slow != 1.0):
             return
         if slow == 1.0:
             logger.info("layers take as long as measured again, or nothing is known of them")
             self._restore_s = self._restore_s if seen_s is None else RESTORE_S / 2
+        elif slow < 1.0:
+            logger.info("layers are %.1f times as fast as when they were measured", 1 / slow)
         else:
             logger.warning("layers take %.1f times as long as when they were measured", slow)
-        if slow > self._slow:
+        if slow > max(1.0, self._slow):
             self._restore_s = min(2 * self._restore_s, LAST_RESTORE_S)
         self._slow = slow
         self._show(is_open=True)

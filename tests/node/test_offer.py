@@ -184,18 +184,19 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
     rows, layer_s = MEASURED.layer_s[0]
 
     async def story() -> None:
-        async def see(times: float) -> float:
-            case.layer_s = times * layer_s
-            await asyncio.sleep(3 * WATCH_S)
+        async def see(times: float | None, wait_s: float = 3 * WATCH_S) -> float:
+            case.layer_s = None if times is None else times * layer_s
+            await asyncio.sleep(wait_s)
             return case.told[-1].layer_s[0][1] / layer_s
 
         case.offer.begin(MEASURED)
         refining = asyncio.ensure_future(case.offer.refine())
-        published = [await see(times) for times in (0.8, 0.5, 0.4, 0.2, 1.0, 0.2)]
-        assert published == pytest.approx([1, 0.5, 0.5, 0.2, 1.0, 0.2])  # 1.0 is slow by then
+        published = [await see(times) for times in (0.8, 0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.6, 1.6)]
+        assert published == pytest.approx([1, 0.5, 0.5, 0.2, 1, 0.6, 1, 0.6, 1.6])
+        assert await see(0.0) == pytest.approx(1 / MOST_SLOW)
         assert case.told[-1].layer_s[0][0] == rows
-        assert case.told[-1].head_s == pytest.approx(0.2 * MEASURED.head_s)
-        assert case.offer.measured.layer_s == case.told[-1].layer_s
+        assert case.told[-1].head_s == pytest.approx(MEASURED.head_s / MOST_SLOW)
+        assert await see(None, 2 * RESTORE_S) == pytest.approx(1 / MOST_SLOW)
         refining.cancel()
 
     run_virtual(story())

@@ -9,11 +9,12 @@ went, while that ring has less than `MARGIN` requests of this node more in progr
 busy one. A node counts its own requests only, which is exact where one node is the door, and close
 where the doors are used alike.
 
-A request counts as often as the ring is slower than the fastest, by the time per token of its best
-answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. Rings
-that differ by less than `ALIKE` are alike, since load and drafts change times as well; one whose
-times are old counts as fast, and is measured by the next chat. No ring counts as more than
-`SLOWEST` times as slow: the times are what its entry says.
+A request counts as often as the ring is slower than the fastest, by the time per step in its best
+answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
+is compared, not a token, since accepted drafts say more of the text than of the ring. Rings that
+differ by less than `ALIKE` are alike, since load changes times as well; one whose times are old
+counts as fast, and is measured by the next chat. No ring counts as more than `SLOWEST` times as
+slow: the times are what its entry says.
 
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then. A request may name
@@ -34,10 +35,11 @@ from blake3 import blake3
 from meshllm.errors import MeshError
 from meshllm.names import NodeId
 from meshllm.node.timer import loop_time
-from meshllm.request import Request
+from meshllm.request import Answer, Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
-ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per token
+ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per step
+LEAST_STEPS = 16  # of an answer, for a time that counts
 MAX_TIMES, FRESH_S = 8, 300.0  # answers of a ring, and for how many seconds each counts
 MAX_TIMED = 1024  # rings by the name that was asked for
 MAX_KNOWN = 4096  # beginnings whose ring is remembered, some 150 bytes each
@@ -68,7 +70,7 @@ class ReplicaChoice:
         self._clock = clock
         self._active: Counter[NodeId] = Counter()
         self._times: dict[tuple[str, NodeId], deque[tuple[float, float]]] = {}
-        """When the latest answers of each ring of a model ended, and their times per token."""
+        """When the latest answers of each ring of a model ended, and their times per step."""
         self._known: dict[bytes, NodeId] = {}
         """The ring that each beginning went to last; the oldest are first, and forgotten."""
 
@@ -95,12 +97,12 @@ class ReplicaChoice:
             del self._known[next(iter(self._known))]
         return chosen
 
-    def note(self, entry: NodeId, model: str, token_ms: float) -> None:
-        """Note the time per token of an answer that has ended, if it had two tokens."""
-        if not 0 < token_ms < inf:
+    def note(self, entry: NodeId, model: str, step_ms: float) -> None:
+        """Note the time per step of an answer that has ended, see `step_ms`; 0 is unknown."""
+        if not 0 < step_ms < inf:
             return
         times = self._times.pop((model, entry), deque[tuple[float, float]](maxlen=MAX_TIMES))
-        times.append((self._clock(), token_ms))
+        times.append((self._clock(), step_ms))
         self._times[model, entry] = times
         if len(self._times) > MAX_TIMED:
             del self._times[next(iter(self._times))]
@@ -115,7 +117,7 @@ class ReplicaChoice:
         }
 
     def _best(self, entry: NodeId, model: str) -> float:
-        """Return the least time per token of late; 0 if there is none."""
+        """Return the least time per step of late; 0 if there is none."""
         if not (times := self._times.get((model, entry))):
             return 0.0
         since = self._clock() - FRESH_S
@@ -135,6 +137,14 @@ class ReplicaChoice:
             self._active[entry] -= 1
             if not self._active[entry]:
                 del self._active[entry]
+
+
+def step_ms(answer: Answer) -> float:
+    """Return the mean time of a step of an answer; 0 if it is unknown, or of too few steps."""
+    per_step = answer.tokens_per_step
+    if per_step <= 0 or answer.completion_tokens <= LEAST_STEPS * per_step:
+        return 0.0
+    return answer.ms_per_token * per_step
 
 
 def _beginning(request: Request) -> bytes:

@@ -51,7 +51,7 @@ from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
-from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
+from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
@@ -308,7 +308,7 @@ class RequestRouter:
                         is_begun = True
                         if isinstance(event, Answer):
                             self.counts.count(event, None)
-                            self._replicas.note(node, request.model, event.ms_per_token)
+                            self._replicas.note(node, request.model, step_ms(event))
                         yield event
             except (LinkLost, Busy, TimedOut) as error:
                 if is_begun:
@@ -481,7 +481,7 @@ class RequestRouter:
         if isinstance(event, Answer):
             self.counts.count(event, pause.current[0] if pause.current else None)
             if pause.tried.entry is not None:
-                self._replicas.note(pause.tried.entry, pause.model, event.ms_per_token)
+                self._replicas.note(pause.tried.entry, pause.model, step_ms(event))
         yield event
 
     def _note(self, interruption: Interruption) -> None:

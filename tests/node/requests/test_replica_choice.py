@@ -16,8 +16,10 @@ from meshllm.node.requests.replica_choice import (
     ReplicaChoice,
     Tried,
     _beginning,
+    step_ms,
 )
 from meshllm.request import Request, Turn
+from tests.builders.fake_ring import answer_of
 from tests.builders.offers import A, B, C, node
 
 RINGS = (A, B, C)
@@ -102,17 +104,27 @@ def spread(choice: ReplicaChoice, chats: int, model: str = "", begin: str = "") 
 
 def test_a_ring_gets_as_many_new_chats_as_it_is_fast() -> None:
     choice = ReplicaChoice(Clock())
-    for entry, token_ms in ((A, 10.0), (B, 30.0), (C, 10.0), (C, 999.0)):
-        choice.note(entry, "", token_ms)
+    for entry, step_time in ((A, 10.0), (B, 30.0), (C, 10.0), (C, 999.0)):
+        choice.note(entry, "", step_time)
 
     assert spread(choice, 28) == [12, 4, 12]
     assert spread(choice, 27, model="another") == [9, 9, 9]
 
 
+def test_the_time_of_a_step_does_not_depend_on_accepted_drafts() -> None:
+    plain = replace(answer_of("x", 64), ms_per_token=40.0, tokens_per_step=1.0)
+    drafted = replace(plain, ms_per_token=10.0, tokens_per_step=4.0)
+
+    assert step_ms(plain) == 40.0
+    assert step_ms(replace(drafted, counted=68)) == 40.0
+    assert step_ms(drafted) == 0.0  # of 16 steps and no more
+    assert step_ms(replace(plain, tokens_per_step=0.0)) == 0.0
+
+
 def test_rings_that_differ_a_little_are_alike() -> None:
     choice = ReplicaChoice(Clock())
-    for entry, token_ms in ((A, 10.0), (B, 14.9), (C, 0.0)):
-        choice.note(entry, "", token_ms)
+    for entry, step_time in ((A, 10.0), (B, 14.9), (C, 0.0)):
+        choice.note(entry, "", step_time)
 
     assert spread(choice, 27) == [9, 9, 9]
 
@@ -130,10 +142,10 @@ def test_a_ring_without_late_answers_is_tried_again() -> None:
     assert spread(choice, 27, begin="later ") == [9, 9, 9]
 
 
-@pytest.mark.parametrize("token_ms", [1e-300, -1.0, float("inf"), float("nan")])
-def test_no_time_that_an_entry_tells_gets_it_all_chats(token_ms: float) -> None:
+@pytest.mark.parametrize("step_time", [1e-300, -1.0, float("inf"), float("nan")])
+def test_no_time_that_an_entry_tells_gets_it_all_chats(step_time: float) -> None:
     choice = ReplicaChoice(Clock())
-    for entry, told in ((A, 10.0), (B, token_ms), (C, 10.0)):
+    for entry, told in ((A, 10.0), (B, step_time), (C, 10.0)):
         choice.note(entry, "", told)
 
     assert spread(choice, 24) in ([4, 16, 4], [8, 8, 8])

@@ -936,7 +936,7 @@ def test_requests_are_spread_over_providers_and_chats_stay_where_they_went(world
 def test_a_slow_provider_gets_fewer_new_requests(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     for node, token_ms in ((ENTRY, 10.0), (OTHER, 40.0)):
-        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms)]
+        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms, counted=40)]
         world.add(node, FakeRing(attempts=[timed] * 20))
 
     async def story() -> None:
@@ -1151,7 +1151,7 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
 def test_a_slow_replica_gets_fewer_new_requests(world: World) -> None:
     router = world.add(ME, FakeRing(replicas=TWINS))
     for entry, token_ms in ((ENTRY, 10.0), (OTHER, 30.0)):
-        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms)]
+        timed = [*answer()[:-1], replace(answer_of(TEXT, 5), ms_per_token=token_ms, counted=40)]
         world.add(entry, FakeRing(replicas=TWINS, attempts=[timed] * 20))
 
     async def story() -> None:
