@@ -171,7 +171,7 @@ def _caches_left(node: MeshNode) -> str | None:
         if store is None:
             continue
         kept = store.prefixes
-        for name, held in (("caches", kept.caches), ("texts", kept._texts), ("losses", kept._lost)):
+        for name, held in (("caches", kept.caches), ("texts", kept._texts)):
             if lost := [session for session in held if not kept.index.holds(session)]:
                 return f"has {name} of {len(lost)} sessions that it does not keep"
     return None
