@@ -13,10 +13,11 @@ for token. An answer that ends with an error, is too short, or repeats or drops 
 shown fails the command. Other tokens behind the loss are counted, and do not fail it: another ring
 may round another way.
 
-With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault, and every
-answer is compared with the undisturbed one. They rest until the ring is whole again: its plan takes
-a node back only while nobody asks. The memory of each node is shown at the end and before, once as
-many answers as the prefix cache keeps have filled it.
+With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault: short and
+long prompts and chats, greedy and sampled. Every answer is compared with the undisturbed one. They
+rest until the ring is whole again: its plan takes a node back only while nobody asks. The memory of
+each node is shown at the end and before, once as many answers as the prefix cache keeps have filled
+it.
 """
 
 import json
@@ -62,7 +63,10 @@ PHASES = ("noticed", "agreed", "loaded", "linked", "first token")
 TIMEOUT_S = 120.0
 WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
 CLIENTS = 4
-TEXTS = 6  # different requests of the clients
+TEXTS = 6  # different requests of the clients: each kind, greedy and not
+BEGINNING = "Once upon a time there was a ring of nodes that"
+CHAT = ("user", "What is a ring?"), ("assistant", "Nodes in a circle."), ("user", "And a mesh?")
+LONG = 600  # tokens of a prompt
 CALM_S = 5.0  # s at most from the first request to a fault, and from its end to the last one
 REST_S = 0.2
 
@@ -122,10 +126,22 @@ class Ring:
 
     def answer(self, seed: int) -> Iterator[list[int]]:
         """Yield the new tokens of an answer."""
-        text: dict[str, object] = {"raw": "Once upon a time there was a ring of nodes that"}
+        text: dict[str, object] = {"raw": BEGINNING}
         if self.prompt:
-            text = {"ids": random.Random(seed).choices(range(1000, 2000), k=self.prompt)}
-        sampling = {"temperature": self.temperature, "seed": seed}
+            text = {"ids": ids_of(seed, self.prompt)}
+        return self._ask(text, seed, self.temperature)
+
+    def mixed(self, seed: int) -> Iterator[list[int]]:
+        """Yield an answer to a text, a long prompt or a chat, every other one greedy."""
+        texts: list[dict[str, object]] = [
+            {"raw": BEGINNING},
+            {"ids": ids_of(seed, LONG)},
+            {"turns": [{"role": role, "content": f"{seed}: {text}"} for role, text in CHAT]},
+        ]
+        return self._ask(texts[seed % len(texts)], seed, self.temperature * (seed % 2))
+
+    def _ask(self, text: dict[str, object], seed: int, temperature: float) -> Iterator[list[int]]:
+        sampling = {"temperature": temperature, "seed": seed}
         rest = {"max_tokens": self.tokens, "sampling": sampling, "ignores_end": True}
         return ask(self.ingress, {**text, **rest})
 
@@ -135,6 +151,11 @@ class Ring:
         name = names[ROLES.index(role)]
         assert isinstance(name, str)
         return name
+
+
+def ids_of(seed: int, count: int) -> list[int]:
+    """Return made-up tokens of a prompt."""
+    return random.Random(seed).choices(range(1000, 2000), k=count)
 
 
 def random_model(folder: Path) -> Path:
@@ -325,7 +346,7 @@ class Asking:
     def _ask(self, ring: Ring, seed: int) -> None:
         got, pause, last, right = list[int](), 0.0, time.monotonic(), self.right[seed]
         try:
-            for tokens in ring.answer(seed):
+            for tokens in ring.mixed(seed):
                 now = time.monotonic()
                 got, pause, last = got + tokens, max(pause, now - last), now
         except (RuntimeError, httpx2.HTTPError) as error:
@@ -340,10 +361,10 @@ def all_at_once(
     ring: Ring, faults: Sequence[str], minutes: float, seed: int, report: Report
 ) -> list[str]:
     """Ask all the time while faults follow each other; return what went wrong."""
-    asking = Asking({each: [*chain.from_iterable(ring.answer(each))] for each in range(TEXTS)})
+    asking = Asking({each: [*chain.from_iterable(ring.mixed(each))] for each in range(TEXTS)})
     struck, draw = Counter[str](), random.Random(seed)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(lambda number: [*ring.answer(number % TEXTS)], range(MAX_KEPT)))
+        list(pool.map(lambda number: [*ring.mixed(number % TEXTS)], range(MAX_KEPT)))
         before = memory(ring)
         clients = [
             pool.submit(asking.run, ring, random.Random(f"{seed} {number}"))
