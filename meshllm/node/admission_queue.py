@@ -25,18 +25,20 @@ class AdmissionQueue:
             Busy: the queue is full.
             MeshError: the error of `end`.
         """
+        waiter = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:
-            if not self._admission.ask(session, tokens, asker):
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiting[session] = waiter
-                await waiter
+            self._let_in(self._admission.ask(session, tokens, asker))
+            await waiter
             yield
         finally:
             self._waiting.pop(session, None)
-            for each in self._admission.leave(session):
-                waiter = self._waiting.pop(each)
-                if not waiter.done():  # else it was cancelled and leaves by itself
-                    waiter.set_result(None)
+            self._let_in(self._admission.leave(session))
+
+    def _let_in(self, sessions: list[SessionId]) -> None:
+        for each in sessions:
+            waiter = self._waiting.pop(each)
+            if not waiter.done():  # else it was cancelled and leaves by itself
+                waiter.set_result(None)
 
     def end(self, error: MeshError) -> None:
         """End all that wait with an error."""

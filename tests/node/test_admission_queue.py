@@ -6,7 +6,8 @@ from meshllm.errors import Busy, LinkLost
 from meshllm.names import SessionId
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.protocol.kv_cache.admission import Admission
-from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
+from tests.protocol.kv_cache.test_budget import room
 
 A, B, C = (SessionId(name * 16) for name in (b"a", b"b", b"c"))
 
@@ -30,6 +31,33 @@ class Line:
 
 async def ended(*tasks: asyncio.Task[None]) -> list[BaseException | None]:
     return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_who_asks_after_a_cache_was_released_lets_in_those_before_it() -> None:
+    budget, begun = KvBudget([room(4)]), list[SessionId]()
+    queue = AdmissionQueue(Admission(budget, 8))
+    released, closed = asyncio.Event(), asyncio.Event()
+
+    async def hold(session: SessionId, blocks: int) -> None:
+        async with queue.admitted(session, blocks * BLOCK, None):
+            begun.append(session)
+            await released.wait()
+            budget.release(session)  # a prefix is kept before its last event is delivered
+            await closed.wait()
+
+    first, second = asyncio.ensure_future(hold(A, 3)), asyncio.ensure_future(hold(B, 3))
+    await asyncio.sleep(0)
+    assert begun == [A]
+
+    released.set()
+    await asyncio.sleep(0)
+    third = asyncio.ensure_future(hold(C, 1))
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+    assert sorted(begun) == [A, B, C]
+    closed.set()
+    await asyncio.gather(first, second, third)
 
 
 async def test_the_owner_waits_before_others() -> None:

@@ -15,7 +15,10 @@ the same number of tokens, however many requests it sends. The asker None, who o
 before all others, which leave one of the running places to it. Who has the turn keeps it until its
 generation fits: a short one does not overtake a long one, which could starve. When nothing runs,
 the next one is always admitted, because a generation that does not fit on an empty ring is rejected
-at once; so there is always progress. Each `leave` returns the generations that it lets in.
+at once; so there is always progress.
+
+The KV cache of a generation may be released before it leaves, when its prefix is kept. So `ask`
+may let in others that wait, too: like `leave`, it returns all that it lets in.
 
 A full queue rejects, and the client may retry. Others cannot fill the queue of the owner; of their
 own, which is twice as long, an asker may have as many places as it leaves free, so that there is
@@ -58,8 +61,8 @@ class Admission:
         """Tokens in order of arrival, by asker; the first asker has the turn."""
         self._credit: defaultdict[Asker, int] = defaultdict(int)  # tokens, of those waiting
 
-    def ask(self, session: SessionId, tokens: int, asker: Asker = None) -> bool:
-        """Request admission of up to ``tokens`` tokens; return whether to start now, else wait.
+    def ask(self, session: SessionId, tokens: int, asker: Asker = None) -> list[SessionId]:
+        """Request admission of up to ``tokens`` tokens; return those that may start now.
 
         ``asker`` is who sent the request; None is the owner of this node.
 
@@ -77,7 +80,7 @@ class Admission:
                 hint="retry later",
             )
         self._waiting.setdefault(asker, {})[session] = tokens
-        return session in self._admit()
+        return self._admit()
 
     def leave(self, session: SessionId) -> list[SessionId]:
         """Remove a running or waiting generation; return those that may start now."""

@@ -254,6 +254,26 @@ async def test_a_waiting_generation_that_is_cancelled_leaves_the_queue() -> None
         assert ids(outputs) == [3, 4, 5]
 
 
+async def test_who_asks_while_an_answer_is_delivered_lets_in_those_before_it() -> None:
+    async with running(ring=2, sessions=8, blocks=3, keeps=True) as entry:
+        most = order(*LONG, tokens=CONTEXT)  # takes two of the three blocks
+        first = entry.node.generate(replace(most, is_last=lambda token: token > len(LONG) + 9))
+        await entry.read(first, 1)
+        waiting = asyncio.ensure_future(anext(entry.node.generate(most)))
+        await entry.settle()
+        assert not waiting.done()
+        while not isinstance((await entry.read(first, 1))[0], Ended):
+            pass
+
+        third = asyncio.ensure_future(anext(entry.node.generate(most)))
+        await entry.settle()
+        await entry.read(first)  # the first leaves
+
+        await entry.drive(cast("asyncio.Future[Output | None]", waiting))
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+
+
 async def test_an_error_of_the_layers_ends_its_generation_with_that_error() -> None:
     async with running() as entry:
         entry.layers.error = error = ModelError("no such operation")

@@ -23,7 +23,7 @@ def admission(blocks: int = 4, most: int = 8, waiting: int = 2) -> Admission:
 def test_a_generation_that_fits_starts_at_once_and_others_wait() -> None:
     entry = admission()
 
-    assert entry.ask(A, 3 * BLOCK)
+    assert entry.ask(A, 3 * BLOCK) == [A]
     assert not entry.ask(B, 2 * BLOCK)
     assert entry.leave(A) == [B]
 
@@ -45,6 +45,17 @@ def test_several_can_start_when_one_leaves() -> None:
     entry.ask(C, 2 * BLOCK)
 
     assert entry.leave(A) == [B, C]
+
+
+def test_who_asks_after_a_release_lets_in_those_before_it() -> None:
+    budget = KvBudget([room(4)])
+    entry = Admission(budget, 8)
+    entry.ask(A, 3 * BLOCK)
+    entry.ask(B, 3 * BLOCK)
+    budget.release(A)
+
+    assert entry.ask(C, BLOCK) == [B, C]
+    assert entry.leave(A) == []
 
 
 def test_the_number_of_running_generations_is_limited() -> None:
@@ -178,7 +189,7 @@ def test_others_leave_a_place_to_the_owner() -> None:
     entry.ask(A, 1, GREEDY)
 
     assert not entry.ask(B, 1, MODEST)
-    assert entry.ask(C, 1)
+    assert entry.ask(C, 1) == [C]
     assert entry.leave(C) == []
     assert entry.leave(A) == [B]
 
