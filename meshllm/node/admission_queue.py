@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from meshllm.errors import MeshError
 from meshllm.names import SessionId
+from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.admission import Admission, Asker
 
 
@@ -27,12 +28,12 @@ class AdmissionQueue:
         """
         waiter = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:
-            self._let_in(self._admission.ask(session, tokens, asker))
+            self._let_in(self._admission.ask(session, tokens, loop_time(), asker))
             await waiter
             yield
         finally:
             self._waiting.pop(session, None)
-            self._let_in(self._admission.leave(session))
+            self._let_in(self._admission.leave(session, loop_time()))
 
     def _let_in(self, sessions: list[SessionId]) -> None:
         for each in sessions:

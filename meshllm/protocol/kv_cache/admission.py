@@ -12,10 +12,11 @@ A generation is admitted if the queue is empty, fewer than ``most`` run, and the
 may need fits on every rank along with theirs. Else it waits: in FIFO order behind those of the same
 asker, and askers take turns by deficit round robin (Shreedhar and Varghese 1995), so that each gets
 the same number of tokens, however many requests it sends. The asker None, who owns this node, comes
-before all others, which leave one of the running places to it. Who has the turn keeps it until its
-generation fits: a short one does not overtake a long one, which could starve. When nothing runs,
-the next one is always admitted, because a generation that does not fit on an empty ring is rejected
-at once; so there is always progress.
+before all others. These leave one of the running places to it while it asks, and `OWNER_S` longer;
+if it has not asked for longer, its next generation waits until one of theirs ends. Who has the turn
+keeps it until its generation fits: a short one does not overtake a long one, which could starve.
+When nothing runs, the next one is always admitted, because a generation that does not fit on an
+empty ring is rejected at once; so there is always progress.
 
 The KV cache of a generation may be released before it leaves, when its prefix is kept. So `ask`
 may let in others that wait, too: like `leave`, it returns all that it lets in.
@@ -25,6 +26,7 @@ own, which is twice as long, an asker may have as many places as it leaves free,
 one for the next asker.
 """
 
+import math
 from collections import defaultdict
 from typing import TypeAlias
 
@@ -35,6 +37,7 @@ from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 
 MAX_WAITING = 256
 """Length of the owner's queue; its last generation waits for 32 rounds of 8."""
+OWNER_S = 300.0  # s; the owner reads an answer and writes what comes next
 QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
 
 Asker: TypeAlias = NodeId | str | None
@@ -57,11 +60,14 @@ class Admission:
         self._most = most
         self._most_waiting = waiting
         self._admitted: dict[SessionId, Asker] = {}
+        self._owner_at = -math.inf  # when the owner last asked or left
         self._waiting: dict[Asker, dict[SessionId, int]] = {}
         """Tokens in order of arrival, by asker; the first asker has the turn."""
         self._credit: defaultdict[Asker, int] = defaultdict(int)  # tokens, of those waiting
 
-    def ask(self, session: SessionId, tokens: int, asker: Asker = None) -> list[SessionId]:
+    def ask(
+        self, session: SessionId, tokens: int, now: float, asker: Asker = None
+    ) -> list[SessionId]:
         """Request admission of up to ``tokens`` tokens; return those that may start now.
 
         ``asker`` is who sent the request; None is the owner of this node.
@@ -80,23 +86,27 @@ class Admission:
                 hint="retry later",
             )
         self._waiting.setdefault(asker, {})[session] = tokens
-        return self._admit()
+        if asker is None:
+            self._owner_at = now
+        return self._admit(now)
 
-    def leave(self, session: SessionId) -> list[SessionId]:
+    def leave(self, session: SessionId, now: float) -> list[SessionId]:
         """Remove a running or waiting generation; return those that may start now."""
         for asker, sessions in self._waiting.items():
             if session in sessions:
                 self._forget(asker, session)
                 break
-        self._admitted.pop(session, None)
+        if session in self._admitted and self._admitted.pop(session) is None:
+            self._owner_at = now
         self._budget.release(session)
-        return self._admit()
+        return self._admit(now)
 
-    def _admit(self) -> list[SessionId]:
+    def _admit(self, now: float) -> list[SessionId]:
         begun = []
+        is_left = now < self._owner_at + OWNER_S  # one place, to the owner
         while self._waiting and len(self._admitted) < self._most:
             asker = self._turn()
-            if asker is not None and self._others >= max(1, self._most - 1):
+            if asker is not None and self._others >= max(1, self._most - is_left):
                 break
             session, tokens = next(iter(self._waiting[asker].items()))
             if not self._budget.reserve(session, tokens):

@@ -782,10 +782,13 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
 
 def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
-    world.add(ENTRY, FakeRing(attempts=[[None]] * (MAX_FORWARDED - 1) + [answer()] * 2))
+    world.add(
+        ENTRY, FakeRing(attempts=[answer(), *[[None]] * (MAX_FORWARDED - 1), *[answer()] * 2])
+    )
     of_key = replace(REQUEST, scope="a key")
 
     async def story() -> None:
+        await all_of(router)
         endless = [asyncio.ensure_future(all_of(router, of_key)) for _ in range(3 * MAX_WAITING)]
         await asyncio.sleep(1)
         refused = [each for each in endless if each.done()]
@@ -801,7 +804,7 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
 
 def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
-    ring = FakeRing(attempts=[[None]] * (MAX_FORWARDED - 1) + [answer()] * 8)
+    ring = FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()] * 8)
     world.add(ENTRY, ring)
     of_a, of_b = (replace(REQUEST, scope=key) for key in "ab")
     asked = [replace(of_a, max_tokens=2048), replace(of_b, max_tokens=64)] * 4
@@ -809,7 +812,7 @@ def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> N
     async def story() -> None:
         endless = [
             asyncio.ensure_future(all_of(router, replace(REQUEST, scope="c")))
-            for _ in range(MAX_FORWARDED - 1)
+            for _ in range(MAX_FORWARDED)
         ]
         await asyncio.sleep(1)
         waiting = [asyncio.ensure_future(all_of(router, each)) for each in asked]
@@ -821,8 +824,8 @@ def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> N
         await asyncio.wait(endless)
 
     world.run(story)
-    answered = [each.max_tokens for each in ring.asked[MAX_FORWARDED - 1 :]]
-    assert answered == [2048] + [64] * 4 + [2048] * 3  # the first had its turn before b asked
+    answered = [each.max_tokens for each in ring.asked[MAX_FORWARDED:]]
+    assert answered == [64] * 4 + [2048] * 4
 
 
 def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:

@@ -7,12 +7,13 @@ import pytest
 
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId, SessionId
-from meshllm.protocol.kv_cache.admission import QUANTUM, Admission, asker_of
+from meshllm.protocol.kv_cache.admission import OWNER_S, QUANTUM, Admission, asker_of
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
 from tests.protocol.kv_cache.test_budget import room
 
 A, B, C, D = (SessionId(name * 16) for name in (b"a", b"b", b"c", b"d"))
+NOW = 1000.0
 GREEDY, MODEST = (NodeId(name * 32) for name in (b"g", b"m"))
 
 
@@ -23,92 +24,92 @@ def admission(blocks: int = 4, most: int = 8, waiting: int = 2) -> Admission:
 def test_a_generation_that_fits_starts_at_once_and_others_wait() -> None:
     entry = admission()
 
-    assert entry.ask(A, 3 * BLOCK) == [A]
-    assert not entry.ask(B, 2 * BLOCK)
-    assert entry.leave(A) == [B]
+    assert entry.ask(A, 3 * BLOCK, NOW) == [A]
+    assert not entry.ask(B, 2 * BLOCK, NOW)
+    assert entry.leave(A, NOW) == [B]
 
 
 def test_a_short_one_does_not_overtake() -> None:
     entry = admission()
-    entry.ask(A, 2 * BLOCK)
-    entry.ask(B, 4 * BLOCK)
+    entry.ask(A, 2 * BLOCK, NOW)
+    entry.ask(B, 4 * BLOCK, NOW)
 
-    assert not entry.ask(C, BLOCK)
-    assert entry.leave(A) == [B]
-    assert entry.leave(B) == [C]
+    assert not entry.ask(C, BLOCK, NOW)
+    assert entry.leave(A, NOW) == [B]
+    assert entry.leave(B, NOW) == [C]
 
 
 def test_several_can_start_when_one_leaves() -> None:
     entry = admission()
-    entry.ask(A, 4 * BLOCK)
-    entry.ask(B, 2 * BLOCK)
-    entry.ask(C, 2 * BLOCK)
+    entry.ask(A, 4 * BLOCK, NOW)
+    entry.ask(B, 2 * BLOCK, NOW)
+    entry.ask(C, 2 * BLOCK, NOW)
 
-    assert entry.leave(A) == [B, C]
+    assert entry.leave(A, NOW) == [B, C]
 
 
 def test_who_asks_after_a_release_lets_in_those_before_it() -> None:
     budget = KvBudget([room(4)])
     entry = Admission(budget, 8)
-    entry.ask(A, 3 * BLOCK)
-    entry.ask(B, 3 * BLOCK)
+    entry.ask(A, 3 * BLOCK, NOW)
+    entry.ask(B, 3 * BLOCK, NOW)
     budget.release(A)
 
-    assert entry.ask(C, BLOCK) == [B, C]
-    assert entry.leave(A) == []
+    assert entry.ask(C, BLOCK, NOW) == [B, C]
+    assert entry.leave(A, NOW) == []
 
 
 def test_the_number_of_running_generations_is_limited() -> None:
     entry = admission(most=1)
-    entry.ask(A, 1)
+    entry.ask(A, 1, NOW)
 
-    assert not entry.ask(B, 1)
-    assert entry.leave(A) == [B]
-    assert entry.leave(B) == []
+    assert not entry.ask(B, 1, NOW)
+    assert entry.leave(A, NOW) == [B]
+    assert entry.leave(B, NOW) == []
 
 
 def test_leaving_the_queue_admits_the_next_one() -> None:
     entry = admission()
-    entry.ask(A, 2 * BLOCK)
-    entry.ask(B, 4 * BLOCK)
-    entry.ask(C, 2 * BLOCK)
+    entry.ask(A, 2 * BLOCK, NOW)
+    entry.ask(B, 4 * BLOCK, NOW)
+    entry.ask(C, 2 * BLOCK, NOW)
 
-    assert entry.leave(B) == [C]
+    assert entry.leave(B, NOW) == [C]
 
 
 def test_a_full_queue_rejects_until_one_has_left() -> None:
     entry = admission(most=1, waiting=1)
-    entry.ask(A, 1)
-    entry.ask(B, 1)
+    entry.ask(A, 1, NOW)
+    entry.ask(B, 1, NOW)
 
     with pytest.raises(
         Busy, match="queue is full: 1 generations are running and 1 are waiting"
     ) as refused:
-        entry.ask(C, 1)
+        entry.ask(C, 1, NOW)
     assert refused.value.hint == "retry later"
-    entry.leave(A)
-    assert not entry.ask(D, 1)
+    entry.leave(A, NOW)
+    assert not entry.ask(D, 1, NOW)
 
 
 def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
     entry = admission()
-    entry.ask(A, 4 * BLOCK)
+    entry.ask(A, 4 * BLOCK, NOW)
 
     with pytest.raises(UserError) as refused:
-        entry.ask(B, 5 * BLOCK)
+        entry.ask(B, 5 * BLOCK, NOW)
 
     assert str(refused.value) == (
         "This model's maximum context length is 1024 tokens, for which the KV caches have room;"
         " prompt and answer may take 1280: one node would need 1280 bytes and has 1024"
     )
     assert "--max-tokens" in str(refused.value.hint)
-    assert not entry.ask(C, 4 * BLOCK)
+    assert not entry.ask(C, 4 * BLOCK, NOW)
 
 
 def order_of(entry: Admission, first: SessionId) -> list[SessionId]:
     """End one generation after the other, and return the order in which the others started."""
     order, ends = [], first
-    while begun := entry.leave(ends):
+    while begun := entry.leave(ends, NOW):
         (ends,) = begun
         order.append(ends)
     return order
@@ -116,82 +117,116 @@ def order_of(entry: Admission, first: SessionId) -> list[SessionId]:
 
 def test_askers_take_turns_however_many_requests_one_sends() -> None:
     entry = admission(most=1, waiting=9)
-    entry.ask(A, 1, GREEDY)
+    entry.ask(A, 1, NOW, GREEDY)
     many = [SessionId(bytes([number]) * 16) for number in range(4)]
     for session in many:
-        entry.ask(session, QUANTUM, GREEDY)
+        entry.ask(session, QUANTUM, NOW, GREEDY)
 
-    entry.ask(B, QUANTUM, MODEST)
-    entry.ask(C, QUANTUM, MODEST)
+    entry.ask(B, QUANTUM, NOW, MODEST)
+    entry.ask(C, QUANTUM, NOW, MODEST)
 
     assert order_of(entry, A) == [many[0], B, many[1], C, many[2], many[3]]
 
 
 def test_turns_are_fair_in_tokens_not_in_requests() -> None:
     entry = admission(most=1, waiting=9)
-    entry.ask(A, 1, GREEDY)
+    entry.ask(A, 1, NOW, GREEDY)
     long = SessionId(b"l" * 16)
-    entry.ask(long, 2 * QUANTUM, GREEDY)
+    entry.ask(long, 2 * QUANTUM, NOW, GREEDY)
 
     for session in (B, C, D):
-        entry.ask(session, QUANTUM, MODEST)
+        entry.ask(session, QUANTUM, NOW, MODEST)
 
     assert order_of(entry, A) == [B, long, C, D]
 
 
 def test_an_asker_collects_no_credit_while_it_asks_nothing() -> None:
     entry = admission(most=1, waiting=9)
-    entry.ask(A, 1, GREEDY)
-    entry.ask(B, 1, MODEST)  # uses little of its credit
-    entry.leave(A)
-    entry.ask(C, QUANTUM, GREEDY)
-    entry.ask(D, QUANTUM, MODEST)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1, NOW, MODEST)  # uses little of its credit
+    entry.leave(A, NOW)
+    entry.ask(C, QUANTUM, NOW, GREEDY)
+    entry.ask(D, QUANTUM, NOW, MODEST)
 
-    assert entry.leave(B) == [C]
+    assert entry.leave(B, NOW) == [C]
 
 
 def test_the_owner_is_served_before_all_others() -> None:
     entry = admission(most=1, waiting=9)
-    entry.ask(A, 1, GREEDY)
-    entry.ask(B, QUANTUM, GREEDY)
-    entry.ask(C, 2 * QUANTUM)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, QUANTUM, NOW, GREEDY)
+    entry.ask(C, 2 * QUANTUM, NOW)
 
     assert order_of(entry, A) == [C, B]
 
 
 def test_others_cannot_fill_the_queue_of_the_owner() -> None:
     entry = admission(most=1, waiting=1)
-    entry.ask(A, 1, GREEDY)
-    entry.ask(B, 1, GREEDY)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1, NOW, GREEDY)
     with pytest.raises(Busy, match="1 are waiting"):
-        entry.ask(C, 1, GREEDY)
+        entry.ask(C, 1, NOW, GREEDY)
 
-    assert not entry.ask(D, 1)
+    assert not entry.ask(D, 1, NOW)
     assert order_of(entry, A) == [D, B]
 
 
 def test_an_asker_leaves_places_of_the_queue_to_the_next_one() -> None:
     entry = admission(most=1, waiting=4)
-    entry.ask(A, 1, GREEDY)
+    entry.ask(A, 1, NOW, GREEDY)
     asked: Counter[NodeId | str] = Counter()
 
     for asker in (GREEDY, MODEST, "a key"):
         with suppress(Busy):
             for number in range(9):
-                entry.ask(SessionId(f"{asker!r} {number}".encode()), 1, asker)
+                entry.ask(SessionId(f"{asker!r} {number}".encode()), 1, NOW, asker)
                 asked[asker] += 1
 
     assert asked == {GREEDY: 4, MODEST: 2, "a key": 1}
 
 
-def test_others_leave_a_place_to_the_owner() -> None:
+def test_others_leave_a_place_to_the_owner_who_asks() -> None:
     entry = admission(most=2)
-    entry.ask(A, 1, GREEDY)
+    entry.ask(A, 1, NOW)
+    entry.ask(B, 1, NOW, GREEDY)
+    assert entry.leave(A, NOW + 9) == []
 
-    assert not entry.ask(B, 1, MODEST)
-    assert entry.ask(C, 1) == [C]
-    assert entry.leave(C) == []
-    assert entry.leave(A) == [B]
+    assert not entry.ask(C, 1, NOW + 9, MODEST)
+    assert entry.ask(D, 1, NOW + 9 + OWNER_S / 2) == [D]
+
+
+def test_an_owner_who_gave_up_waiting_has_asked() -> None:
+    entry = admission(most=2)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1, NOW, GREEDY)
+    entry.ask(C, 1, NOW)
+    entry.leave(C, NOW)
+    entry.ask(D, 1, NOW, MODEST)
+
+    assert entry.leave(B, NOW) == []
+
+
+def test_others_have_all_places_where_the_owner_does_not_ask() -> None:
+    entry = admission(most=2)
+
+    assert entry.ask(A, 1, NOW, GREEDY) == [A]
+    assert entry.ask(B, 1, NOW, MODEST) == [B]
+
+
+@pytest.mark.parametrize("ends", ["answer", "queue"])
+def test_the_place_is_left_for_a_while_after_the_owner(ends: str) -> None:
+    entry = admission(most=2)
+    entry.ask(A, 1, NOW)
+    entry.ask(B, 1, NOW, GREEDY)
+    entry.leave(A, NOW + OWNER_S)
+    until = NOW + 2 * OWNER_S
+
+    assert entry.ask(C, 1, until - 1, MODEST) == []
+    if ends == "answer":
+        assert entry.leave(B, until) == [C]
+        assert entry.ask(D, 1, until, MODEST) == [D]
+    else:
+        assert entry.ask(D, 1, until, MODEST) == [C]
 
 
 @pytest.mark.parametrize(
@@ -213,9 +248,9 @@ def test_a_key_takes_turns_of_its_own_and_a_node_those_of_all_who_ask_it(
 
 def test_one_whose_turn_it_is_is_not_overtaken_until_it_fits() -> None:
     entry = admission()
-    entry.ask(A, 2 * BLOCK, GREEDY)
-    entry.ask(B, 4 * BLOCK, GREEDY)
+    entry.ask(A, 2 * BLOCK, NOW, GREEDY)
+    entry.ask(B, 4 * BLOCK, NOW, GREEDY)
 
-    assert not entry.ask(C, BLOCK, MODEST)
-    assert entry.leave(A) == [B]
-    assert entry.leave(B) == [C]
+    assert not entry.ask(C, BLOCK, NOW, MODEST)
+    assert entry.leave(A, NOW) == [B]
+    assert entry.leave(B, NOW) == [C]
