@@ -64,8 +64,11 @@ def commit() -> str | None:
     if not (root / ".git").exists():  # of a folder around it, it would be another project's
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+    # In a hook of git these name the repository of the hook.
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S)
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=_GIT_S, env=outer
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
