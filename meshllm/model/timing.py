@@ -46,9 +46,10 @@ SHARE = 0.8  # of free memory; the rest is for other processes
 CGROUP = Path("/sys/fs/cgroup")
 
 _STEP_BYTES = 192 << 20  # of the layers of timed steps, before they are quantised: so many that
-# fixed overhead counts little, and that they fit into no cache
+# fixed overhead counts little
 _HEAD_BYTES = 64 << 20  # of the timed part of the head
-_COLD_BYTES = 64 << 20  # more than the last-level cache of most machines
+_COLD_BYTES = 64 << 20  # written before each time; the last-level cache of most machines is smaller
+_LEAST_BYTES = 16 << 20  # of each of these, however little memory is free
 _TILE = 4099  # values; prime, so that no two rows of a matrix are equal
 
 
@@ -181,7 +182,7 @@ def _step_seconds(
     skeleton = build(source.config, dtype)
     sizes, config = _sizes(skeleton), skeleton.model.config
     mean = sum(sizes) / len(sizes)
-    span = Span(0, min(len(sizes), max(1, int(_STEP_BYTES / mean))))
+    span = Span(0, min(len(sizes), max(1, int(_affordable(_STEP_BYTES) / mean))))
     is_croppable = SpanCache(config, span).croppable
     if not is_croppable or lacks_invariance(config, skeleton.model, device):
         return {}
@@ -213,7 +214,7 @@ def _head_seconds(
     config = copy.deepcopy(source.config)
     text = config.get_text_config(decoder=True)
     whole = int(text.vocab_size)
-    most = max(1, _HEAD_BYTES // (int(text.hidden_size) * dtype.itemsize))
+    most = max(1, _affordable(_HEAD_BYTES) // (int(text.hidden_size) * dtype.itemsize))
     text.vocab_size = timed = min(whole, most)
     text.pad_token_id = None  # it may be out of range
     skeleton = build(config, dtype)
@@ -234,6 +235,11 @@ def _head_seconds(
     for _ in range(SETTLED):
         seconds(1)
     return _best(seconds, 1, device) * whole / timed
+
+
+def _affordable(most: int) -> int:
+    """Bound ``most`` bytes by a quarter of the budget; weights may need as much again packed."""
+    return min(most, max(_LEAST_BYTES, memory_budget() // 4))
 
 
 class _Stopwatch:
@@ -257,7 +263,7 @@ class _Stopwatch:
 
 def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
     """Return the shortest of several times, each with cold caches."""
-    cold = torch.empty(_COLD_BYTES, dtype=torch.uint8, device=device)
+    cold = torch.empty(_affordable(_COLD_BYTES), dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
         pause()

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import meshllm
 from meshllm.model import timing as module
+from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.kernels import jit
 from meshllm.model.shape import free_memory
 from meshllm.model.split.shard import Shard
-from meshllm.model.split.skeleton import Part, build
+from meshllm.model.split.skeleton import Part, Skeleton, build
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.replay import SETTLED
 from meshllm.model.timing import (
@@ -249,6 +250,51 @@ def test_a_part_of_a_large_head_is_timed(
     assert seconds == 0.5 * whole / 8
     assert heads == [8]
     assert text.vocab_size == whole
+
+
+@pytest.mark.parametrize(("layers", "timed"), [(99, 6), (3, 3), (0, 1)])
+def test_where_little_memory_is_free_fewer_layers_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, timed: int
+) -> None:
+    source = tiny_model(tmp_path, "llama")
+    sizes = module._sizes(build(source.config, torch.bfloat16))
+    assert len(sizes) == 6
+    monkeypatch.setattr(module, "memory_budget", lambda: 4 * layers * sizes[0] + 3)
+    monkeypatch.setattr(module, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows))
+    random_shard, spans = module._random_shard, list[Span]()
+
+    def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
+        spans.append(part.span)
+        return random_shard(skeleton, part, **options)
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    with torch.inference_mode():
+        module._step_seconds(source, torch.bfloat16, Quant.NONE, CPU, [1])
+        head = module._head_seconds(source, torch.bfloat16, Quant.NONE)
+
+    assert spans[0] == Span(0, timed)
+    assert head > 0
+
+
+@pytest.mark.parametrize(("free", "written"), [(0, 500), (4000, 1000), (1 << 40, 2000)])
+def test_caches_are_evicted_with_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, written: int
+) -> None:
+    monkeypatch.setattr(module, "_COLD_BYTES", 2000)
+    monkeypatch.setattr(module, "_LEAST_BYTES", 500)
+    monkeypatch.setattr(module, "memory_budget", lambda: free)
+    made: list[int] = []
+    empty = torch.empty
+
+    def making(size: int, **options: Any) -> Tensor:
+        made.append(size)
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", making)
+
+    assert module._best(float, 1, CPU) == 1
+    assert made == [written]
 
 
 def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
