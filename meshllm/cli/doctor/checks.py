@@ -242,7 +242,6 @@ def check_execution(chosen: Settings) -> Finding:
     """Report how this machine would run steps of the model, without loading it."""
     from meshllm.model.kernels import jit
     from meshllm.model.steps.execution import forecast
-    from meshllm.node.compute.worker import calibrate
 
     try:
         source, quant = resolve(chosen.model), Quant(chosen.quant)
@@ -252,10 +251,11 @@ def check_execution(chosen: Settings) -> Finding:
         found = forecast(source.config, dtype, where, quant)
         if where == device.CPU:
             width = int(source.config.get_text_config(decoder=True).hidden_size)
-            threads = chosen.threads or calibrate(torch.get_num_threads(), width, dtype)
-            found = replace(found, threads=threads)
+            found = replace(found, threads=chosen.threads or _fastest(width, dtype))
     except MeshError as error:
         return Finding("fail", "execution", str(error), error.hint or "")
+    except RuntimeError as error:  # of torch, such as too little memory
+        return Finding("fail", "execution", str(error).partition("\n")[0])
     if chosen.exact:
         return Finding("ok", "execution", "stock, one row per step, because of `--exact`")
     if "--dtype" in found.reason:
@@ -277,6 +277,17 @@ def check_transports(chosen: Sequence[str], registry: Registry) -> Iterator[Find
             yield Finding("fail", "transport", str(error), error.hint or "")
         else:
             yield Finding("ok", "transport", f"{name} is selected and loads")
+
+
+def _fastest(width: int, dtype: torch.dtype) -> int:
+    """Return the number of threads that a node would choose; leave that of this process."""
+    from meshllm.node.compute.worker import calibrate
+
+    threads = torch.get_num_threads()
+    try:
+        return calibrate(threads, width, dtype)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_key(path: Path) -> Finding:

@@ -28,6 +28,7 @@ from meshllm.protocol.ring.hang import HangLimits
 
 SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says more exactly
 LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow disk takes half of it
+TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
 P = ParamSpec("P")
@@ -219,7 +220,8 @@ def calibrate(cores: int, width: int, dtype: torch.dtype) -> int:
     Threads meet at a barrier after every matrix: if another program uses one of the cores, all of
     them wait for it, and a token takes ten times as long. Run on the compute thread.
     """
-    weight, row = torch.ones(4 * width, width, dtype=dtype), torch.ones(1, width, dtype=dtype)
+    rows = min(4 * width, TRIAL_BYTES // (width * dtype.itemsize))
+    weight, row = torch.ones(rows, width, dtype=dtype), torch.ones(1, width, dtype=dtype)
 
     def seconds(threads: int) -> float:
         torch.set_num_threads(threads)

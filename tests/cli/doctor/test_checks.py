@@ -284,6 +284,29 @@ def test_the_execution_strategy_is_reported() -> None:
     assert missing.verdict == "fail"
 
 
+@pytest.mark.parametrize("error", [None, "can't allocate memory: you tried 64 MiB\nat 0x7f"])
+def test_measuring_threads_leaves_their_number_and_may_fail(
+    monkeypatch: pytest.MonkeyPatch, error: str | None
+) -> None:
+    before = torch.get_num_threads()
+
+    def calibrate(cores: int, *_: object) -> int:
+        torch.set_num_threads(cores + 1)
+        if error:
+            raise RuntimeError(error)
+        return cores + 1
+
+    monkeypatch.setattr("meshllm.node.compute.worker.calibrate", calibrate)
+
+    told = checks.check_execution(Settings(model="builtin"))
+
+    assert torch.get_num_threads() == before
+    if error:
+        assert (told.verdict, told.found) == ("fail", error.partition("\n")[0])
+    else:
+        assert told.found.endswith(f"; {before + 1} threads")
+
+
 def test_missing_compiled_kernels_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "meshllm.model.kernels.jit.limits", lambda: ("no compiled kernels: forbidden",)

@@ -50,6 +50,23 @@ async def test_the_number_of_threads_is_measured_and_then_used() -> None:
     assert torch.get_num_threads() == before
 
 
+async def test_a_part_of_a_wide_layer_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def ones(rows: int, width: int, *, dtype: torch.dtype) -> torch.Tensor:
+        made.append((rows, width))
+        return torch.zeros(1, 1, dtype=dtype)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    async with compute_thread(1) as worker:
+        await worker.run(calibrate, 1, 8192, torch.bfloat16)
+        await worker.run(calibrate, 1, 1024, torch.bfloat16)
+
+    wide, _, narrow, _ = made
+    assert wide == (4096, 8192)  # 64 MiB, not 512
+    assert narrow == (4096, 1024)
+
+
 class Clock:
     """A clock that jobs advance."""
 
