@@ -1,9 +1,11 @@
 """How much of the machine warm-ups may take, of all rings of a compute thread together."""
 
-FREE_S = 60.0
-"""s from the first step of all in which steps follow one another."""
+from math import inf
+
 CORE_S_PER_S = 1 / 60
-"""Core-seconds of steps per second after that."""
+"""Core-seconds of steps per second."""
+SAVED_S = 60.0
+"""s of all cores that are there at first; what no step uses is saved up to as much again."""
 
 
 class Allowance:
@@ -12,17 +14,14 @@ class Allowance:
     ``now`` is seconds on one clock. Used by the event loop and the compute thread.
     """
 
-    def __init__(self) -> None:
-        self._begin: float | None = None
-        self._next = 0.0
+    def __init__(self, cores: int) -> None:
+        self._saving_s = SAVED_S * cores / CORE_S_PER_S
+        self._paid = -inf  # when the steps so far are paid for
 
     def wait_s(self, now: float) -> float:
         """Return how long to wait before the next step."""
-        if self._begin is None:
-            self._begin = now
-        return max(0.0, self._next - now)
+        return max(0.0, self._paid - now)
 
     def spend(self, core_s: float, now: float) -> None:
         """Count a step that ended now and took ``core_s`` core-seconds."""
-        if self._begin is not None and now - self._begin >= FREE_S:
-            self._next = max(self._next, now) + core_s / CORE_S_PER_S
+        self._paid = max(self._paid, now - self._saving_s) + core_s / CORE_S_PER_S

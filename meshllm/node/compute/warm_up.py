@@ -3,8 +3,8 @@
 The first steps of each number of rows take up to three times as long, since they are recorded and
 tried. So a rank runs them with dummy rows, one at a time, each after a second without other
 computation: a request waits for at most one of them on each rank. Other programs of the machine
-cannot be seen waiting, so after the first minute the steps of all rings together take a second of
-one core per minute, see `Allowance`.
+cannot be seen waiting, so the steps of all rings together take a minute of the machine, and then a
+second of one core per minute, see `Allowance`.
 """
 
 import asyncio

@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, executor: Executor, cores: int = 1) -> None:
         self.cores = cores
         """Threads that torch uses by default."""
-        self.allowance = Allowance()
+        self.allowance = Allowance(cores)
         """Of the warm-ups of all rings."""
         self._executor = executor
         self._steps = deque[_Step]()

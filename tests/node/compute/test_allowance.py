@@ -1,35 +1,48 @@
-"""Warm-ups of a node take a second of one core per minute, after the first minute of all."""
+"""Warm-ups of a node take a second of one core per minute, and what they have saved up."""
 
 import pytest
 
-from meshllm.node.compute.allowance import CORE_S_PER_S, FREE_S, Allowance
+from meshllm.node.compute.allowance import CORE_S_PER_S, SAVED_S, Allowance
 
 
-def test_steps_of_the_first_minute_follow_one_another() -> None:
-    allowance = Allowance()
+def spent(cores: int, now: float) -> Allowance:
+    """Return one of which all is used."""
+    allowance = Allowance(cores)
+    allowance.spend(SAVED_S * cores, now)
+    return allowance
 
-    for now in (100.0, 100.0 + FREE_S / 2, 99.9 + FREE_S):
-        assert allowance.wait_s(now) == 0
-        allowance.spend(5.0, now)
+
+def steps_at_once(allowance: Allowance, now: float, core_s: float) -> int:
+    """Count the steps that need not wait."""
+    count = 0
+    while allowance.wait_s(now) == 0:
+        allowance.spend(core_s, now)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("cores", [1, 16])
+def test_the_first_steps_follow_one_another_for_a_minute_of_all_cores(cores: int) -> None:
+    allowance = Allowance(cores)
+
+    assert steps_at_once(allowance, 100.0, 0.5 * cores) == 2 * SAVED_S + 1
 
 
 def test_later_steps_take_a_core_second_per_minute() -> None:
-    allowance, now, spent = Allowance(), 100.0, 0.0
-    allowance.wait_s(now)
-    now = begin = now + FREE_S
+    now = begin = 100.0
+    allowance, used = spent(2, now), 0.0
 
     for core_s in (0.5, 2.0, 0.1, 1.0) * 5:
         now += allowance.wait_s(now)
         allowance.spend(core_s, now)
-        spent += core_s
+        used += core_s
 
-    assert spent - core_s == pytest.approx((now - begin) * CORE_S_PER_S)
+    assert used - core_s == pytest.approx((now - begin) * CORE_S_PER_S)
     assert CORE_S_PER_S == 1 / 60
 
 
 def test_steps_of_two_rings_at_once_are_added_up() -> None:
-    allowance = Allowance()
-    allowance.wait_s(0.0)
+    allowance = spent(2, 70.0)
 
     for _ in range(2):  # both waited for the same moment
         allowance.spend(1.0, 70.0)
@@ -37,10 +50,9 @@ def test_steps_of_two_rings_at_once_are_added_up() -> None:
     assert allowance.wait_s(70.0) == pytest.approx(120.0)
 
 
-def test_time_without_steps_is_not_saved_up() -> None:
-    allowance = Allowance()
-    allowance.wait_s(0.0)
+def test_time_without_steps_is_saved_up() -> None:
+    night = 8 * 3600.0
+    for cores, hours in ((16, 8), (2, 2)):  # 2 cores have all of their minute after two
+        allowance = spent(cores, 0.0)
 
-    allowance.spend(1.0, 5000.0)
-
-    assert allowance.wait_s(5000.0) == pytest.approx(60.0)
+        assert steps_at_once(allowance, night, cores) == hours * 3600 * CORE_S_PER_S / cores + 1

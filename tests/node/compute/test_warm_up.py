@@ -18,7 +18,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.kernels import jit
 from meshllm.model.steps.runner import Runner
 from meshllm.node.compute import warm_up
-from meshllm.node.compute.allowance import FREE_S, Allowance
+from meshllm.node.compute.allowance import SAVED_S, Allowance
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
@@ -74,7 +74,7 @@ class NotedAllowance(Allowance):
     """Notes how long each step has to wait, and lets it run at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(1)
         self.waits: list[float] = []
 
     def wait_s(self, now: float) -> float:
@@ -85,13 +85,13 @@ class NotedAllowance(Allowance):
 async def test_a_ring_that_forms_later_has_no_minute_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, used = [0.0], count()
-    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: float(next(used)))
+    used = count()
+    clock = SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: float(next(used)))
     monkeypatch.setattr(warm_up, "time", clock)
     async with begin(FakeRunner(1)) as (first, worker):
         worker.allowance = allowance = NotedAllowance()
+        allowance.spend(SAVED_S - 2, 0.0)
         await first.run()
-        now[0] = FREE_S + 1
         later = FakeRunner(2)
         await WarmUp([(worker, cast("Runner", later))], asyncio.Event()).run()
 
