@@ -1,7 +1,8 @@
 """Limits on the streams to a relay, and the source address that a stream gets.
 
 When all places are taken, a newcomer takes one of the network that has most, first one on which no
-node is registered: strangers that renew their streams again and again keep nobody out.
+node is registered, unless its own network then had as many. So strangers that renew their streams
+again and again keep other networks out only if they have as many networks as there are places.
 """
 
 from asyncio import BaseTransport, Transport
@@ -65,8 +66,9 @@ class ConnectionLimiter:
         return True
 
     def use(self, who: Droppable) -> None:
-        """Note that a node is registered on a connection."""
-        self._used.add(who)
+        """Note that a node is registered on a connection, unless it has left."""
+        if who in self._hosts:
+            self._used.add(who)
 
     def leave(self, who: Droppable) -> None:
         """Stop counting a connection."""

@@ -91,6 +91,27 @@ def test_when_all_places_are_taken_the_most_crowded_network_makes_room() -> None
     assert len(door.limiter._hosts) == 4
 
 
+@pytest.mark.parametrize(("networks", "enters"), [(1, True), (3, True), (4, False)])
+def test_strangers_of_fewer_networks_than_places_keep_no_other_network_out(
+    networks: int, enters: bool
+) -> None:
+    door = Door(ConnectionLimiter(most=4))
+    for number in range(4):
+        assert door.enter(f"192.0.{number % networks}.{number}")
+
+    assert door.enter("203.0.113.1") is enters
+
+
+def test_one_that_has_left_is_not_used() -> None:
+    door = Door(ConnectionLimiter(most=1))
+    assert door.enter("192.0.2.1")
+    door.leave(0)
+
+    door.limiter.use(door.made[0])  # a stream notes it until it is closed
+
+    assert door.limiter._used == set()
+
+
 @pytest.mark.parametrize(
     ("peer", "host"), [("192.0.2.1", "192.0.2.1"), ("127.0.0.1", "198.51.100.7")]
 )
