@@ -2,12 +2,11 @@
 
 import asyncio
 import logging
+import os
 import time
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -26,7 +25,11 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.names import SESSION_ID_BYTES, SessionId
+from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
+from meshllm.protocol.kv_cache.admission import Admission
+from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.strict_json import MAX_DIGITS, build, parse
 
 T = TypeVar("T")
@@ -37,6 +40,7 @@ BODY_S = 30.0  # s to receive a body; 4 MiB at 1.2 Mbit/s
 KEEP_ALIVE_S = 10.0  # proxies close a connection that is idle for 30 to 60 s
 SHORT_BYTES = 16 * 1024  # of JSON that is read in a millisecond or two
 REST = 2.0  # times as long as a long one took
+MAX_LONG = 1024  # that wait to be read: more than a door has connections
 DRAIN_BYTES = 256 << 20  # of a body that is refused, for a client that reads after it has sent all
 
 
@@ -204,31 +208,37 @@ async def read_body(request: Request) -> bytes:
 
 
 class LongReader:
-    """Reads long JSON, one text at a time, in a thread of its own.
+    """Reads long JSON, one text at a time; who sends it takes turns with others by KiB.
 
-    It shares the interpreter with the event loop, so it rests twice as long as it worked before it
-    reads the next text.
+    A thread reads it, which shares the interpreter with the event loop: after a text it rests twice
+    as long as it worked.
     """
 
     def __init__(
         self,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sleep, self._clock = sleep, clock
-        self._thread = ThreadPoolExecutor(1, "read-json")
+        self._turns = AdmissionQueue(Admission(KvBudget([]), most=1, waiting=MAX_LONG))
         self._rests_until = clock()
 
-    async def read(self, data: bytes, convert: Callable[[object], T]) -> T:
-        """Parse JSON and convert it; raise `UserError`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._read, data, convert)
+    async def read(self, sender: str, data: bytes, convert: Callable[[object], T]) -> T:
+        """Parse JSON and convert it, off the event loop unless it is short.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        if len(data) <= SHORT_BYTES:
+            return convert(parse(data))
+        turn = SessionId(os.urandom(SESSION_ID_BYTES))
+        async with self._turns.admitted(turn, len(data) // 1024, sender):
+            if (rest := self._rests_until - self._clock()) > 0:
+                await self._sleep(rest)
+            return await asyncio.to_thread(self._read, data, convert)
 
     def _read(self, data: bytes, convert: Callable[[object], T]) -> T:
         begin = self._clock()
-        if begin < self._rests_until:
-            self._sleep(self._rests_until - begin)
-            begin = self._clock()
         try:
             return convert(parse(data))
         finally:
@@ -236,19 +246,9 @@ class LongReader:
             self._rests_until = end + REST * (end - begin)
 
 
-_READER = LongReader()
-
-
-async def read_json(data: bytes, convert: Callable[[object], T]) -> T:
-    """Parse JSON and convert it, off the event loop unless it is short; raise `UserError`."""
-    if len(data) <= SHORT_BYTES:
-        return convert(parse(data))
-    return await _READER.read(data, convert)
-
-
 async def read(request: Request, kind: type[T]) -> T:
-    """Read a body into a dataclass; raise `UserError` if it does not match."""
-    return await read_json(await read_body(request), partial(build, kind))
+    """Read a body of the owner into a dataclass; raise `UserError` if it does not match."""
+    return build(kind, parse(await read_body(request)))
 
 
 async def on_error(_: Request, error: Exception) -> Response:

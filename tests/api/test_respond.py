@@ -1,11 +1,11 @@
 import asyncio
 from collections.abc import AsyncGenerator
-from threading import get_ident
+from threading import Event, get_ident
 
 import pytest
 from starlette.types import Message
 
-from meshllm.api.respond import KEEP_ALIVE_S, REST, SHORT_BYTES, LongReader, Stream, read_json
+from meshllm.api.respond import KEEP_ALIVE_S, REST, SHORT_BYTES, LongReader, Stream
 from meshllm.errors import MeshError, UserError
 from meshllm.testing.clock import run_virtual
 
@@ -99,33 +99,58 @@ def test_nothing_piles_up_for_a_client_that_does_not_read() -> None:
     assert sent == [b"head", b"x", b""]
 
 
-async def test_long_json_is_read_off_the_loop_one_text_at_a_time() -> None:
-    threads = list[int]()
+LONG = b"[1" + b" " * SHORT_BYTES + b"]"
+LONGER = b"[2" + b" " * (1 << 20) + b"]"
+
+
+async def test_long_json_is_read_off_the_loop() -> None:
+    threads, reader = list[int](), LongReader()
 
     def convert(found: object) -> object:
         threads.append(get_ident())
         return found
 
-    long = b"[" + b"1," * SHORT_BYTES + b"1]"
-    assert await read_json(b"[1]", convert) == [1]
-    await asyncio.gather(*(read_json(long, convert) for _ in range(9)))
+    assert await reader.read("", b"[1]", convert) == [1]
+    assert await reader.read("", LONG, convert) == [1]
 
-    here, *others = threads
+    here, other = threads
     assert here == get_ident()
-    assert len(others) == 9
-    assert len(set(others)) == 1
-    assert here not in others
+    assert here != other
+
+
+async def test_who_sends_one_text_does_not_wait_for_all_of_another() -> None:
+    begun, go, order, reader = asyncio.Event(), Event(), list[str](), LongReader()
+    loop = asyncio.get_running_loop()
+
+    async def read(sender: str, data: bytes) -> None:
+        def convert(_: object) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            go.wait()
+            order.append(sender)  # in the thread: two at a time would be out of order
+
+        await reader.read(sender, data, convert)
+
+    reading = [asyncio.create_task(read("many", LONGER)) for _ in range(4)]
+    try:
+        await begun.wait()
+        reading.append(asyncio.create_task(read("one", LONG)))
+        await asyncio.sleep(0)  # it asks for its turn
+    finally:
+        go.set()
+    await asyncio.gather(*reading)
+
+    assert order == ["many", "one", "many", "many", "many"]
 
 
 async def test_long_json_that_is_invalid_is_refused() -> None:
     with pytest.raises(UserError, match="Invalid JSON"):
-        await read_json(b"[" + b"1," * SHORT_BYTES, bool)
+        await LongReader().read("", LONG[:-1], bool)
 
 
 async def test_the_reader_rests_between_two_texts_that_took_long() -> None:
     now, rests = [5.0], list[float]()
 
-    def sleep(seconds: float) -> None:
+    async def sleep(seconds: float) -> None:
         rests.append(seconds)
         now[0] += seconds
 
@@ -134,11 +159,11 @@ async def test_the_reader_rests_between_two_texts_that_took_long() -> None:
         return found
 
     reader = LongReader(sleep, lambda: now[0])
-    assert await reader.read(b"[1]", convert) == [1]
+    assert await reader.read("", LONG, convert) == [1]
     with pytest.raises(UserError):
-        await reader.read(b"[", convert)
-    await reader.read(b"[2]", convert)
+        await reader.read("", LONG[:-1], convert)
+    await reader.read("", LONG, convert)
     now[0] += REST
-    await reader.read(b"[3]", convert)
+    await reader.read("", LONG, convert)
 
     assert rests == [REST]

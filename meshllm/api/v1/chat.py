@@ -249,7 +249,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def chat(request: Request) -> Response:
-        body, apart = await read_fields(request, Chat, APART)
+        body, apart = await read_fields(service, request, Chat, APART)
         made = await call(service, key_of(request), body, apart)
         model = made.model
         reply = _ChatReply(

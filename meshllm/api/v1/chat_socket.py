@@ -22,7 +22,7 @@ from typing import Any, Literal
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from meshllm.api.access.gate import identify_again
+from meshllm.api.access.gate import identify_again, key_of
 from meshllm.api.failure import (
     RETRY_S,
     Failure,
@@ -32,7 +32,6 @@ from meshllm.api.failure import (
     failure_of,
     response_of,
 )
-from meshllm.api.respond import read_json
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
 from meshllm.api.v1.generating import build_fields
 from meshllm.api.v1.reply import Reply, reason
@@ -120,12 +119,18 @@ class _ChatSocket:
             if message["type"] == "websocket.disconnect":
                 return
             try:
-                wanted = await _read_message(message.get("text"))
+                wanted = await self._read_message(message.get("text"))
             except UserError as error:
                 await self._fail(None, error)
                 await self._end(_INVALID, "invalid message")
                 return
             await self._do(wanted, group)
+
+    async def _read_message(self, text: str | None) -> Ask | CancelAsk:
+        """Read a message; raise `UserError` for anything else."""
+        if text is None:
+            raise UserError("Invalid message: it is not text")
+        return await self.service.read(key_of(self.socket), text.encode(), _message)
 
     async def _do(self, wanted: Ask | CancelAsk, group: asyncio.TaskGroup) -> None:
         running = self.answers.get(wanted.id)
@@ -188,13 +193,6 @@ class _ChatSocket:
     async def _send(self, fields: dict[str, Any]) -> None:
         """Send a message; wait while the client does not read."""
         await self.socket.send_text(compact(fields).decode())
-
-
-async def _read_message(text: str | None) -> Ask | CancelAsk:
-    """Read a message; raise `UserError` for anything else."""
-    if text is None:
-        raise UserError("Invalid message: it is not text")
-    return await read_json(text.encode(), _message)
 
 
 def _message(found: object) -> Ask | CancelAsk:

@@ -132,7 +132,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def complete(request: Request) -> Response:
-        body, apart = await read_fields(request, Completion, APART)
+        body, apart = await read_fields(service, request, Completion, APART)
         prompts = read_prompts(apart.get("prompt"), "prompt", MAX_PROMPTS)
         asked, key = body.requests(prompts), key_of(request)
         model = await service.model(key, body.model)

@@ -93,7 +93,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def embed(request: Request) -> Response:
-        body, apart = await read_fields(request, Embeddings, APART, HARMLESS, NEUTRAL)
+        body, apart = await read_fields(service, request, Embeddings, APART, HARMLESS, NEUTRAL)
         common = body.request()
         inputs = read_prompts(apart.get("input"), "input", MAX_INPUTS)
         key = key_of(request)

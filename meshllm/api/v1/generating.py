@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from meshllm.api.respond import read_body, read_json
+from meshllm.api.access.gate import key_of
+from meshllm.api.respond import read_body
+from meshllm.api.v1.service import Service
 from meshllm.request import Request as Asked
 from meshllm.request import Sampling
 from meshllm.strict_json import WrongField, build
@@ -139,16 +141,25 @@ def variants(asked: Asked, count: int) -> list[Asked]:
 
 
 async def read_fields(
+    service: Service,
     request: Request,
     kind: type[T],
     apart: Collection[str],
     harmless: Collection[str] = HARMLESS,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:
-    """Read a body into a dataclass, as `build_fields`."""
-    return await read_json(
-        await read_body(request), lambda found: build_fields(found, kind, apart, harmless, neutral)
-    )
+    """Read a body into a dataclass, as `build_fields`; it counts as a request of its key.
+
+    Raises:
+        Refused: the key has too many.
+    """
+
+    def convert(found: object) -> tuple[T, dict[str, object]]:
+        return build_fields(found, kind, apart, harmless, neutral)
+
+    key = key_of(request)
+    with service.counted(key):
+        return await service.read(key, await read_body(request), convert)
 
 
 def build_fields(

@@ -294,7 +294,7 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of a service."""
 
     async def messages(request: Request) -> Response:
-        (body, apart), key = await _read(request, Messages), key_of(request)
+        (body, apart), key = await _read(service, request, Messages), key_of(request)
         asked = replace(body.request(), tools=tools_of_messages(*map(apart.get, APART)))
         model = await service.model(key, body.model)
         reply = _MessagesReply(model.name, asked.sampling.seed, is_traced(request))
@@ -305,7 +305,7 @@ def routes(service: Service) -> list[Route]:
         return Stream(events, JSON, reply.message, messages_error, headers)
 
     async def count(request: Request) -> Response:
-        (body, apart), key = await _read(request, MessagesPrompt), key_of(request)
+        (body, apart), key = await _read(service, request, MessagesPrompt), key_of(request)
         tools = tools_of_messages(*map(apart.get, APART))
         asked = Asked(body.turns(), max_tokens=0, tools=tools, thinks=body.thinks)
         model = await service.model(key, body.model)
@@ -318,8 +318,8 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def _read(request: Request, kind: type[T]) -> tuple[T, dict[str, object]]:
-    return await read_fields(request, kind, APART, HARMLESS, NEUTRAL)
+async def _read(service: Service, request: Request, kind: type[T]) -> tuple[T, dict[str, object]]:
+    return await read_fields(service, request, kind, APART, HARMLESS, NEUTRAL)
 
 
 async def _count(events: AsyncGenerator[Choices, None]) -> int:

@@ -364,7 +364,7 @@ def routes(service: Service) -> list[Route]:
     store = ResponseStore()
 
     async def create(request: Request) -> Response:
-        body, given = await _read(request)
+        body, given = await _read(service, request)
         owner = _owner(request)
         before: tuple[Turn, ...] = ()
         if body.previous_response_id is not None:
@@ -400,9 +400,9 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-async def _read(request: Request) -> tuple[Responses, dict[str, object]]:
+async def _read(service: Service, request: Request) -> tuple[Responses, dict[str, object]]:
     """Read a body, its `text.format` and its tools; raise `WrongField` for the unsupported."""
-    body, given = await read_fields(request, Responses, APART, HARMLESS, NEUTRAL)
+    body, given = await read_fields(service, request, Responses, APART, HARMLESS, NEUTRAL)
     match given.pop("text", None):
         case None:
             pass

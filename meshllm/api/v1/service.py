@@ -6,14 +6,15 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.failure import INVALID, LATER, RETRY_S, Failure, Refused
 from meshllm.api.port import ModelPort
+from meshllm.api.respond import LongReader
 from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
 from meshllm.outline.backend import OutlineBackend
@@ -24,6 +25,8 @@ from meshllm.request import Answer, Backend, Event, Piece, Prefilled, Request
 from meshllm.status import ModelStatus, find_model
 from meshllm.strict_json import WrongField
 from meshllm.traces.recorder import Recorder
+
+T = TypeVar("T")
 
 MAX_TOGETHER = 8  # generations of one request at a time; the next ones start as these end
 
@@ -64,6 +67,8 @@ class Service:
     """None keeps no account: the owner's own requests."""
     recorder: Recorder | None = None
     """Of the trace of its requests, if there is one."""
+    _owners: LongReader = field(default_factory=LongReader)
+    _others: LongReader = field(default_factory=LongReader)
     _running: Counter[str] = field(default_factory=Counter)
     _quota: ClientQuota = field(default_factory=lambda: ClientQuota("key"))
     _scopes: ScopeNames = field(default_factory=lambda: ScopeNames(os.urandom(SECRET_BYTES)))
@@ -87,6 +92,11 @@ class Service:
             hint=f"served: {listed}",
         )
 
+    async def read(self, key: ApiKey | None, data: bytes, convert: Callable[[object], T]) -> T:
+        """Convert the JSON of a request, see `LongReader`; the owner waits for nobody else."""
+        reader = self._owners if _is_owners(key) else self._others
+        return await reader.read(key.name if key else "", data, convert)
+
     async def answer(
         self,
         key: ApiKey | None,
@@ -108,7 +118,7 @@ class Service:
             _check_length(model, asked)
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
-            with self._counted(key), self._reserved(key, asked) as reserved:
+            with self.counted(key), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one
@@ -129,13 +139,10 @@ class Service:
             await self._record(key, model, KeyUsage(1, errors, read, cached, written))
 
     def _scoped(self, key: ApiKey | None, asked: Request) -> Request:
-        """Keep what a key asks apart from the prompts of others, such as the owner's own.
-
-        Without a key it comes from this machine, where the owner is.
-        """
+        """Keep what a key asks apart from the prompts of others, such as the owner's own."""
         if self.accounts is None:
             return asked
-        whose = OWNERS if key is None or key.is_owner else ""
+        whose = OWNERS if _is_owners(key) else ""
         return replace(asked, scope=whose + self._scopes.name(key.name.encode() if key else b""))
 
     async def _learn_usage(self, key: ApiKey | None) -> None:
@@ -168,8 +175,8 @@ class Service:
         return self.recorder.traced(self.node, model.name)
 
     @contextmanager
-    def _counted(self, key: ApiKey | None) -> Iterator[None]:
-        """Count a running request; refuse it if the key has too many."""
+    def counted(self, key: ApiKey | None) -> Iterator[None]:
+        """Count a request that is read or runs; raise `Refused` if the key has too many."""
         name = key.name if key else ""
         most = key.limits.concurrency if key else None
         if most is not None and self._running[name] >= most:
@@ -196,6 +203,11 @@ class Service:
 def day_of(seconds: float) -> str:
     """Return the day of a Unix time in UTC, as `2026-11-25`."""
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
+
+
+def _is_owners(key: ApiKey | None) -> bool:
+    """Return whether the owner asks: what comes without a key is from this machine."""
+    return key is None or key.is_owner
 
 
 def _check_length(model: ModelStatus, asked: Sequence[Request]) -> None:

@@ -1,10 +1,12 @@
 import asyncio
+import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import httpx2
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.v1.service import Service, day_of
 from meshllm.errors import QuotaUsed
 from meshllm.outline.eligibility import OutlineMode
@@ -178,6 +181,57 @@ async def test_a_key_has_so_many_requests_at_a_time(
     door.go.set()
     assert (await first).status_code == 200
     assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
+
+
+async def test_a_request_counts_before_its_body_has_arrived(
+    client: httpx2.AsyncClient, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        begun.set()
+        await go.wait()
+        yield json.dumps(BODY).encode()
+
+    first = asyncio.ensure_future(client.post(PATH, content=slow_body(), headers=bearer(key)))
+    await begun.wait()
+
+    second = await client.post(PATH, content=b"not even read", headers=bearer(key))
+
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    go.set()
+    assert (await first).status_code == 200
+
+
+async def test_long_requests_of_a_guest_delay_neither_the_owner_nor_all_of_another(
+    client: httpx2.AsyncClient, service: Service, accounts: Accounts
+) -> None:
+    key = accounts.create("own", KeyLimits(), 0, is_owner=True)
+    begun, go, order = asyncio.Event(), Event(), list[str]()
+    loop = asyncio.get_running_loop()
+
+    async def read(name: str, size: int) -> None:
+        def convert(_: object) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            go.wait()
+            order.append(name)
+
+        await service.read(ApiKey(name, "", 0), b"[" + b" " * size + b"]", convert)
+
+    reading = [asyncio.create_task(read("many", 1 << 20)) for _ in range(3)]
+    try:
+        await begun.wait()
+        reading.append(asyncio.create_task(read("one", SHORT_BYTES)))
+        fields = BODY | {"user": "x" * SHORT_BYTES}
+        async with asyncio.timeout(30):
+            answered = await client.post(PATH, json=fields, headers=bearer(key))
+    finally:
+        go.set()
+    await asyncio.gather(*reading)
+
+    assert answered.status_code == 200
+    assert order == ["many", "one", "many", "many"]
 
 
 async def test_a_key_has_so_many_tokens_a_day(
