@@ -1,10 +1,13 @@
 """Throughput of concurrent sessions on one ring (continuous batching).
 
-``python -m tests.bench.sessions [--model NAME] [--nodes N] [--rtt MS] [--sessions 1,2,4,8,16]``
+``python -m tests.bench.sessions [--model NAME] [--nodes N] [--rtt MS] [--sessions 1,2,4,8,16]
+[--prompt TOKENS]``
 
 All ranks run in this process on shaped in-process links with one compute thread and without
 speculative decoding. Each session has its own prompt, and its text is compared with that of a run
-alone. Fairness is the longest time per token of a session divided by the shortest.
+alone. All ask at once: the time to the first token is the mean, and the pause the longest between
+two tokens of a session. Fairness is the longest time per token of a session divided by the
+shortest.
 """
 
 import asyncio
@@ -12,7 +15,8 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -25,8 +29,6 @@ from meshllm.request import Sampling
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.bench.report import Report, counts, parser_of
 
-PROMPT_TOKENS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -38,13 +40,17 @@ class Row:
     ratio: float
     """Relative to one session in the same round."""
     fairness: float
+    first_s: float
+    """Mean time to the first token."""
+    pause_s: float
+    """The longest time between two tokens of a session."""
 
 
 async def measure(source: Source, options: Namespace) -> list[Row]:
     """Generate one text and many at once, in turns, on one ring."""
     shape = Shape(delay_s=options.rtt / 2e3, bytes_per_s=options.mbit * 1e6 / 8)
     sizes: tuple[int, ...] = options.sessions
-    runs: dict[int, list[tuple[float, float]]] = {count: [] for count in sizes}
+    runs: dict[int, list[Row]] = {count: [] for count in sizes}
     ring_options = RingOptions(
         nodes=options.nodes, inference=InferenceConfig(threads=1, speculation=False, prefix_bytes=0)
     )
@@ -52,36 +58,57 @@ async def measure(source: Source, options: Namespace) -> list[Row]:
         texts: dict[int, list[int]] = {}
         for round_ in range(options.rounds + 1):
             for count in sizes:
-                asked = [_ask(ring, number, options.tokens) for number in range(count)]
+                asked = [_ask(ring, number, options) for number in range(count)]
                 answers = await asyncio.gather(*asked)
-                for number, (text, _) in enumerate(answers):
-                    if texts.setdefault(number, text) != text:
+                for number, answer in enumerate(answers):
+                    if texts.setdefault(number, answer.text) != answer.text:
                         raise SystemExit(f"text of session {number} of {count} differs")
                 if round_:  # the first round is warm-up
-                    times = [seconds for _, seconds in answers]
-                    rate = sum(1 / seconds for seconds in times)
-                    runs[count].append((rate, max(times) / min(times)))
-    return [
-        Row(
-            count,
-            statistics.median(rate for rate, _ in mine),
-            statistics.median(
-                rate / one for (rate, _), (one, _) in zip(mine, runs[sizes[0]], strict=True)
-            ),
-            statistics.median(fairness for _, fairness in mine),
-        )
-        for count, mine in runs.items()
-    ]
+                    runs[count].append(_row(answers))
+    ones = runs[sizes[0]]
+    return [_median(rows, ones) for rows in runs.values()]
 
 
-async def _ask(ring: LocalRing, number: int, tokens: int) -> tuple[list[int], float]:
-    """Return a text and its mean seconds per token."""
-    prompt = [(11 * number + 7 * place + 3) % 500 for place in range(PROMPT_TOKENS)]
-    stamps, text = [], []
-    async for token in ring.tokens(prompt, Sampling(), tokens):
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    text: list[int]
+    first_s: float
+    stamps: list[float]
+    """When each token came."""
+
+    @property
+    def token_s(self) -> float:
+        return (self.stamps[-1] - self.stamps[0]) / (len(self.stamps) - 1)
+
+
+def _row(answers: Sequence[_Answer]) -> Row:
+    times = [each.token_s for each in answers]
+    return Row(
+        len(answers),
+        sum(1 / seconds for seconds in times),
+        1.0,
+        max(times) / min(times),
+        statistics.fmean(each.first_s for each in answers),
+        max(later - earlier for each in answers for earlier, later in pairwise(each.stamps)),
+    )
+
+
+def _median(rows: Sequence[Row], ones: Sequence[Row]) -> Row:
+    """Return the medians of all rounds, relative to one session in the same round."""
+    pairs = zip(rows, ones, strict=True)
+    ratio = statistics.median(row.tokens_per_second / one.tokens_per_second for row, one in pairs)
+    columns = [statistics.median(column) for column in zip(*map(astuple, rows), strict=True)]
+    return replace(Row(rows[0].sessions, *columns[1:]), ratio=ratio)
+
+
+async def _ask(ring: LocalRing, number: int, options: Namespace) -> _Answer:
+    """Return a text, and when its tokens came."""
+    prompt = [(11 * number + 7 * place + 3) % 500 for place in range(options.prompt)]
+    begin, stamps, text = perf_counter(), list[float](), list[int]()
+    async for token in ring.tokens(prompt, Sampling(), options.tokens):
         stamps.append(perf_counter())
         text.append(token)
-    return text, (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+    return _Answer(text, stamps[0] - begin, stamps)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=counts,
         help="numbers of concurrent sessions; the first is the baseline",
     )
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=24, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
@@ -112,11 +140,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def lay_out(rows: Sequence[Row]) -> str:
     """Format the rows as a table."""
-    line = "{:>8} {:>10} {:>10} {:>10}".format
-    lines = [line("sessions", "tokens/s", "against 1", "fairness")]
+    line = "{:>8} {:>10} {:>10} {:>10} {:>14} {:>8}".format
+    lines = [line("sessions", "tokens/s", "against 1", "fairness", "first token s", "pause s")]
     for row in rows:
         rate, ratio = f"{row.tokens_per_second:.1f}", f"{row.ratio:.2f}x"
-        lines.append(line(row.sessions, rate, ratio, f"{row.fairness:.2f}"))
+        times = f"{row.first_s:.2f}", f"{row.pause_s:.2f}"
+        lines.append(line(row.sessions, rate, ratio, f"{row.fairness:.2f}", *times))
     return "\n".join(lines)
 
 
