@@ -323,7 +323,7 @@ class RequestRouter:
 
         Raises:
             ModelError: no trusted node provides it.
-            WrongField: none of these has the precision and the context that the request needs.
+            WrongField: none of these has what the request needs.
             MeshError: the error of the last one, if all have failed.
         """
         known = self._ring.offers(request.model)
@@ -409,7 +409,7 @@ class RequestRouter:
             if entry != self._me:
                 await self._enter_slot(stack, entry, request, tried)
                 entries = await self._entries(request.model, wait_s)
-                if entry not in entries:  # it has changed
+                if entry not in entries or self._objection(entry, request):  # it has changed
                     entry = self._choose_entry(entries, request, tried)
             if error := self._objection(entry, request):
                 raise error
@@ -493,6 +493,8 @@ class RequestRouter:
 
 def _lacks(offer: ModelOffer, request: Request) -> str:
     """Return the need of a request that an offer does not meet; empty if it meets all."""
+    if request.needs_exact:  # engines compute in their own way
+        return "meshllm.exact"
     if bits_of(offer.precision) < request.min_bits:
         return "meshllm.min_precision"
     return "meshllm.min_context" if offer.context < request.min_context else ""
@@ -500,12 +502,15 @@ def _lacks(offer: ModelOffer, request: Request) -> str:
 
 def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> WrongField:
     """Return the error of a need that no provider meets, with what each has."""
+    name = request.model[:100]
+    if request.needs_exact:
+        text = f"`{name}` of a provider is not bit-identical to transformers"
+        return WrongField("meshllm.exact", text)
     listed = ", ".join(
         f"{short(node)} {offer.precision or 'of unknown precision'}"
         f" with {offer.context or 'an unknown number of'} tokens"
         for node, offer in offers.items()
     )
-    name = request.model[:100]
     lacking = max(_lacks(offer, request) for offer in offers.values())  # precision, else context
     return WrongField(lacking, f"No provider of `{name}` has what the request needs: {listed}")
 

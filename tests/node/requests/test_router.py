@@ -1231,6 +1231,44 @@ def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) 
     assert len(world.rings[OTHER].asked) == 9
 
 
+def test_a_waiting_request_does_not_go_to_a_ring_that_has_become_unfit(world: World) -> None:
+    replicas = TWINS | {"dog": (ENTRY,)}
+    ring = FakeRing(replicas=replicas, exact=frozenset({ENTRY}))
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(replicas=replicas, attempts=[[None]] * MAX_FORWARDED))
+    world.add(OTHER, FakeRing(replicas=replicas, attempts=[answer()]))
+
+    async def story() -> None:
+        dog = replace(REQUEST, model="dog")
+        first = [asyncio.ensure_future(all_of(router, dog)) for _ in range(MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        last = asyncio.ensure_future(all_of(router, replace(FOX, needs_exact=True)))
+        await asyncio.sleep(1)
+        assert not last.done()
+        ring.exact = frozenset({OTHER})
+        first[0].cancel()
+        assert text_of(await last) == TEXT
+        for each in first:
+            each.cancel()
+        await asyncio.wait(first)
+
+    world.run(story)
+    assert len(world.rings[OTHER].asked) == 1
+
+
+def test_no_provider_answers_what_must_be_exact(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY,)}))
+    world.add(ENTRY, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        with pytest.raises(WrongField, match="not bit-identical") as refused:
+            await all_of(router, replace(FOX, needs_exact=True))
+        assert refused.value.name == "meshllm.exact"
+
+    world.run(story)
+    assert world.sent == []
+
+
 def test_an_exact_answer_does_not_go_on_at_a_ring_that_is_not_exact(world: World) -> None:
     ring = FakeRing(attempts=[[*answer()[:3], LinkLost("gone")], answer()], exact=frozenset({ME}))
     router = world.add(ME, ring)
