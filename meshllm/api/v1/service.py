@@ -115,7 +115,7 @@ class Service:
         """
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
         try:
-            _check_length(model, asked)
+            asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
             with self.counted(key), self._reserved(key, asked) as reserved:
@@ -210,14 +210,20 @@ def _is_owners(key: ApiKey | None) -> bool:
     return key is None or key.is_owner
 
 
-def _check_length(model: ModelStatus, asked: Sequence[Request]) -> None:
-    """Refuse too many token ids before they are sent to the entry; it checks texts."""
-    longest = max((len(each.ids) for each in asked), default=0)
-    if 0 < model.context < longest:
-        raise ContextTooLong(
-            f"This model's maximum context length is {model.context} tokens; the prompt has"
-            f" {longest}"
-        )
+def _fitting(model: ModelStatus, asked: Request) -> Request:
+    """Return a request for what takes so many token ids; the entry checks texts.
+
+    Raises:
+        ContextTooLong: the only ring or provider does not.
+    """
+    count = len(asked.ids)
+    if not 0 < model.context < count:
+        return asked
+    if len(model.providers) > 1:  # the context is that of the smallest
+        return replace(asked, min_context=max(count, asked.min_context))
+    raise ContextTooLong(
+        f"This model's maximum context length is {model.context} tokens; the prompt has {count}"
+    )
 
 
 def _trusting(key: ApiKey | None, asked: Request) -> Request:

@@ -8,7 +8,7 @@ import pytest
 from meshllm.errors import ContextTooLong
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import ModelStatus
-from tests.builders.fake_node import FakeNode
+from tests.builders.fake_node import FOX, FakeNode
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"model": "builtin", "prompt": "hi", "temperature": 0, "seed": 1}
@@ -184,6 +184,20 @@ async def test_a_prompt_that_is_too_long_is_named(
 
     error = said.json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
+async def test_ids_go_to_those_of_several_providers_that_take_them(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.provided = (replace(FOX, context=4, providers=("gpu", "desk")),)
+    asked = [(4, 0), (5, 0), (5, 3), (5, 8)]
+
+    for count, least in asked:
+        fields = {"prompt": [1] * count, "meshllm": {"min_context": least}}
+        said = await client.post(PATH, json=BODY | fields | {"model": "fox"})
+        assert said.status_code == 200
+
+    assert [each.min_context for each in door.requests] == [0, 5, 5, 8]
 
 
 async def test_more_ids_than_the_model_takes_are_not_sent_to_the_entry(
