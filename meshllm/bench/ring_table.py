@@ -286,15 +286,14 @@ async def _fleets(
     threads: int,
     report: Callable[[str], None],
 ) -> tuple[list[list[int]], dict[Contestant, Turn]]:
-    """Open rings of processes, which get the prompts as text; transformers gets their tokens."""
+    """Start rings of processes; like transformers, they get the tokens of the prompts."""
     text = Text.load(source.folder)
     words = WORD * (case.prompt_tokens - NUMBER_TOKENS)
-    raws = [f"{number % 100:02} {words}" for number in range(case.rounds + 1)]
-    prompts = [text.encode(raw) for raw in raws]
+    prompts = [text.encode(f"{number % 100:02} {words}") for number in range(case.rounds + 1)]
     if len(prompts[0]) != case.prompt_tokens:
         hint = f"choose {NUMBER_TOKENS} or more"
         raise UserError(f"Cannot make a prompt of {case.prompt_tokens} tokens", hint=hint)
-    requests = [Request(raw=raw, max_tokens=case.new_tokens) for raw in raws]
+    requests = [Request(ids=tuple(ids), max_tokens=case.new_tokens) for ids in prompts]
     rings: dict[Contestant, Turn] = {}
     for each in _line_up(case):
         report(f"starting a {each.name}, one process per node")

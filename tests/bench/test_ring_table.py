@@ -1,8 +1,10 @@
 import pytest
 
+from meshllm.bench.fleet import Fleet
 from meshllm.bench.ring_table import TRANSFORMERS, Contestant, RingBenchmark, Run, measure, table
 from meshllm.errors import UserError
 from meshllm.names import Quant
+from meshllm.request import Answer, Request
 
 PLAIN, ONE, TWO = Contestant(), Contestant(1), Contestant(2)
 
@@ -25,7 +27,17 @@ def test_every_contestant_gets_a_row() -> None:
 
 
 @pytest.mark.socket
-def test_a_ring_of_processes_is_measured_against_transformers() -> None:
+def test_a_ring_of_processes_is_measured_against_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Request] = []
+    answer = Fleet.answer
+
+    async def noting(fleet: Fleet, request: Request) -> Answer:
+        asked.append(request)
+        return await answer(fleet, request)
+
+    monkeypatch.setattr(Fleet, "answer", noting)
     case = RingBenchmark(
         "tiny", (2,), 16, 4, rounds=1, threads=1, quants=(Quant.INT8,), processes=True
     )
@@ -35,6 +47,8 @@ def test_a_ring_of_processes_is_measured_against_transformers() -> None:
     assert (plain.name, ring.name) == (TRANSFORMERS, "ring of 2, int8")
     assert ring.ms_per_token > 0
     assert (plain.hop_ms, ring.hop_ms > 0) == (0.0, True)
+    assert [len(each.ids) for each in asked] == [16, 16]  # transformers tokenizes nothing either
+    assert asked[0].ids != asked[1].ids
 
 
 def test_ratios_are_medians_of_pairs() -> None:
