@@ -67,7 +67,7 @@ from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
-MAX_COUNTED = 1 << 17  # tokens of one that waits; a turn is found in steps of `QUANTUM`
+MAX_COUNTED = 1 << 17  # tokens of one that waits: about the longest context, whatever it asks for
 MAX_WAITING = 256  # requests of the owner that wait here for their turn at one node
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds

@@ -28,6 +28,7 @@ one for the next asker.
 
 import math
 from collections import defaultdict
+from itertools import takewhile
 from typing import TypeAlias
 
 from meshllm.errors import Busy, ContextTooLong
@@ -133,12 +134,19 @@ class Admission:
         """Return the asker whose first generation is next, which has the credit for it."""
         if None in self._waiting:
             return None
-        while True:
-            asker, sessions = next(iter(self._waiting.items()))
-            if self._credit[asker] >= next(iter(sessions.values())):
-                return asker
+        rounds = {asker: self._rounds(asker) for asker in self._waiting}
+        turn = min(rounds, key=lambda asker: rounds[asker])  # the first of those with the fewest
+        for asker in rounds:
+            self._credit[asker] += rounds[turn] * QUANTUM
+        for asker in takewhile(lambda each: each != turn, rounds):
             self._credit[asker] += QUANTUM
             self._waiting[asker] = self._waiting.pop(asker)  # to the end
+        return turn
+
+    def _rounds(self, asker: Asker) -> int:
+        """Return how many times an asker gets credit until it has enough for its first one."""
+        lacking = next(iter(self._waiting[asker].values())) - self._credit[asker]
+        return max(0, -(-lacking // QUANTUM))
 
     def _forget(self, asker: Asker, session: SessionId) -> None:
         """Remove a waiting generation; an asker without any has no credit either."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import suppress
+from random import Random
 
 import pytest
 
@@ -138,6 +139,52 @@ def test_turns_are_fair_in_tokens_not_in_requests() -> None:
         entry.ask(session, QUANTUM, NOW, MODEST)
 
     assert order_of(entry, A) == [B, long, C, D]
+
+
+def test_a_turn_is_found_at_once_however_long_the_generations() -> None:
+    entry = Admission(KvBudget([]), most=1)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, 1 << 60, NOW, GREEDY)
+    entry.ask(C, (1 << 60) - QUANTUM, NOW, MODEST)
+    entry.ask(D, QUANTUM, NOW, MODEST)
+
+    assert order_of(entry, A) == [C, B, D]
+
+
+def by_deficit_round_robin(asked: dict[str, list[int]]) -> list[str]:
+    """Return the order of those who have a generation, as Shreedhar and Varghese find it."""
+    order, queues, credit = (
+        list[str](),
+        {who: [*each] for who, each in asked.items()},
+        Counter[str](),
+    )
+    while queues:
+        who = next(iter(queues))
+        while queues[who] and credit[who] >= queues[who][0]:
+            credit[who] -= queues[who].pop(0)
+            order.append(who)
+        credit[who] += QUANTUM
+        rest = queues.pop(who)
+        if rest:
+            queues[who] = rest
+    return order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_are_those_of_deficit_round_robin(seed: int) -> None:
+    random = Random(seed)
+    entry, askers = Admission(KvBudget([]), most=1), dict[SessionId, str]()
+    entry.ask(A, 1, NOW)
+    asked = {who: random.choices(range(1, 5 * QUANTUM), k=random.randint(1, 4)) for who in "abcd"}
+    for who, lengths in asked.items():
+        for number, tokens in enumerate(lengths):
+            session = SessionId(f"{who}{number}".encode() * 8)
+            askers[session] = who
+            entry.ask(session, tokens, NOW, who)
+
+    started = [askers[session] for session in order_of(entry, A)]
+
+    assert started == by_deficit_round_robin(asked)
 
 
 def test_an_asker_collects_no_credit_while_it_asks_nothing() -> None:
