@@ -11,7 +11,7 @@ serves the `Generate` of a node, so no request is forwarded in a circle.
 
 An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait here: those of its
 owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
-refused.
+refused. So is one whose asker has too many `HeldBytes`, wherever its requests wait or run.
 
 Between the rings that serve the model of a request, which are replicas, `ReplicaChoice` chooses;
 rings with a node that the request does not trust, or that are not exact where the request needs
@@ -49,6 +49,7 @@ from meshllm.names import (
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
+from meshllm.node.requests.held_bytes import HeldBytes
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
@@ -240,6 +241,7 @@ class RequestRouter:
         self._send = send
         self._remote = Remote(send, asks_ingress=asks_ingress)
         self._queues: dict[NodeId, AdmissionQueue] = {}
+        self._held = HeldBytes()
         self.counts = Counts()
 
     async def run(self) -> None:
@@ -261,9 +263,10 @@ class RequestRouter:
         answer = self._provided(request) if is_provided else self._failing_over(request, asker)
         self.counts.active += 1
         try:
-            async with aclosing(answer) as events:
-                async for event in events:
-                    yield event
+            with self._held.holding(request):
+                async with aclosing(answer) as events:
+                    async for event in events:
+                        yield event
         except MeshError:
             self.counts.failed += 1
             raise

@@ -13,9 +13,15 @@ import pytest
 from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.names import GroupId, LossCause, NodeId, Span, short
 from meshllm.node.requests import remote
+from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried
-from meshllm.node.requests.request_json import AnswerReader, event_to_json, request_to_json
+from meshllm.node.requests.request_json import (
+    REQUEST_BYTES,
+    AnswerReader,
+    event_to_json,
+    request_to_json,
+)
 from meshllm.node.requests.router import MAX_WAITING, RING_S, Counts, RequestRouter
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
@@ -778,6 +784,28 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
 
     world.run(story)
     assert not any(queue._waiting for queue in router._queues.values())
+
+
+def test_requests_that_wait_are_bounded_by_their_memory(world: World) -> None:
+    ring = FakeRing(at=None, attempts=[answer()])
+    router = world.add(ME, ring)
+    long = Request(raw="x" * REQUEST_BYTES, scope="a key")
+    most = MAX_HELD_BYTES // size_of(long)
+
+    async def story() -> None:
+        waiting = [asyncio.ensure_future(all_of(router, long)) for _ in range(most)]
+        await asyncio.sleep(1)
+        with pytest.raises(Busy, match=f"{most * size_of(long)} bytes are in progress"):
+            await all_of(router, long)
+        assert (router.counts.active, router.counts.failed) == (most, 1)
+        own = asyncio.ensure_future(all_of(router))
+        for each in waiting:
+            each.cancel()
+        await asyncio.wait(waiting)
+        ring.at = ME
+        assert text_of(await own) == TEXT
+
+    world.run(story)
 
 
 def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> None:

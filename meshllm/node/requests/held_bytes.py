@@ -1,0 +1,58 @@
+"""Memory of the requests in progress, of which the owner has a share that others cannot fill."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from sys import getsizeof
+
+from meshllm.errors import Busy
+from meshllm.protocol.kv_cache.admission import Asker, asker_of
+from meshllm.request import Request
+
+MAX_HELD_BYTES = 128 << 20  # of one asker: 32 of the longest requests, or 8,000 of 16 KiB
+ID_BYTES = getsizeof((1 << 16,)) - getsizeof(()) + getsizeof(1 << 16)  # of a token id in a tuple
+
+
+class HeldBytes:
+    """Counts the memory of the requests in progress by asker.
+
+    As in `meshllm.protocol.kv_cache.admission`, an asker may have as much as it leaves free, of
+    twice `MAX_HELD_BYTES` for all but the owner; the owner has `MAX_HELD_BYTES` of its own.
+    """
+
+    def __init__(self) -> None:
+        self._held = Counter[Asker]()
+
+    @contextmanager
+    def holding(self, request: Request) -> Iterator[None]:
+        """Count a request inside the context.
+
+        Raises:
+            Busy: its asker has too many bytes in progress.
+        """
+        asker, size = asker_of((None, request.scope)), size_of(request)
+        own = self._held[asker]
+        alike = own if asker is None else self._held.total() - self._held[None]
+        if own + alike + 2 * size > 2 * MAX_HELD_BYTES:
+            raise Busy(f"Prompts of {alike} bytes are in progress", hint="retry later")
+        self._held[asker] += size
+        try:
+            yield
+        finally:
+            self._held[asker] -= size
+            if not self._held[asker]:
+                del self._held[asker]
+
+
+def size_of(request: Request) -> int:
+    """Return the bytes of memory that the texts and token ids of a request take."""
+    calls = [call for turn in request.turns for call in turn.get("tool_calls", ())]
+    texts = [
+        *(turn["content"] for turn in request.turns),
+        *(call.arguments for call in calls),
+        *request.stop,
+        request.raw,
+        request.schema,
+        request.tools and request.tools.functions,
+    ]
+    return sum(map(getsizeof, texts)) + ID_BYTES * len(request.ids + request.given)
