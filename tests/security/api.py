@@ -12,11 +12,11 @@ from meshllm.api.respond import SHORT_BYTES
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from tests.processes.fleet import ALONE, WAIT_S, Node, free_address, meshllm, open_fleet
 from tests.security.attack import Attack, Outcome
-from tests.security.owner import PROMPT, compared, median_s, slowed
+from tests.security.owner import PROMPT, alone_s, compared, median_s, owner_s
 from tests.security.stranger import running
 
 CONNECTIONS = 300  # more than may wait
-RUNNING = 8  # requests, one of them the owner's
+BESIDE = 7  # requests run beside one of the owner
 PAUSE_S = 1.0  # s between two requests of a connection
 SENDERS, SHORT_PAUSE_S = 4, 0.05
 TOKENS = 1900  # of an answer; the model has 2,048
@@ -25,12 +25,18 @@ NUMBERS = HEAD + b",1" * ((REQUEST_BYTES - len(HEAD) - len(TAIL)) // 2) + TAIL
 
 
 def endless_requests_of_a_key() -> Outcome:
-    """Ask for 300 endless answers at a time with an API key, while the owner asks."""
+    """Ask for 300 endless answers at a time with an API key, while the owner asks.
+
+    The owner's answer takes longer beside those that run, but no longer with more that wait.
+    """
     fields = {"model": "builtin", "prompt": "once", "max_tokens": TOKENS, "ignore_eos": True}
     with _owner() as (owner, address):
         body = json.dumps(fields).encode()
         ask = partial(_keep_asking, address, body, PAUSE_S, _key(owner, "guest"))
-        return slowed(owner, lambda: running(partial(_all, ask, CONNECTIONS)), factor=RUNNING)
+        with running(partial(_all, ask, BESIDE)):
+            few = alone_s(owner)
+        with running(partial(_all, ask, CONNECTIONS)):
+            return compared(None, few, owner_s(owner))
 
 
 def numbers() -> Outcome:

@@ -42,14 +42,13 @@ def slowed(
     owner: Node,
     attack: Callable[[], AbstractContextManager[object]],
     during: Callable[[], Outcome] | None = None,
-    factor: float = FACTOR,
 ) -> Outcome:
     """Measure the owner's answers alone, then while an attack runs, and what else is done then."""
     alone = alone_s(owner)
     with attack():
         done = during() if during else None
         crowded = owner_s(owner)
-    return compared(done, alone, crowded, factor)
+    return compared(done, alone, crowded)
 
 
 def alone_s(owner: Node) -> float:
@@ -58,10 +57,10 @@ def alone_s(owner: Node) -> float:
     return owner_s(owner)
 
 
-def compared(done: Outcome | None, alone: float, crowded: float, factor: float = FACTOR) -> Outcome:
+def compared(done: Outcome | None, alone: float, crowded: float) -> Outcome:
     """Add to an outcome how long the owner waited, before and during the attack."""
-    effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= factor * alone
+    effect, held = f"owner's answer {alone:.2f} s -> {crowded:.2f} s", crowded <= FACTOR * alone
     if done is None:
-        return Outcome(effect, f"{factor:g} times", held=held)
-    bound = f"{done.bound}, {factor:g} times"
+        return Outcome(effect, f"{FACTOR:g} times", held=held)
+    bound = f"{done.bound}, {FACTOR:g} times"
     return Outcome(f"{done.effect}, {effect}", bound, held=done.held and held)
