@@ -42,7 +42,7 @@ def test_a_running_answer_survives_a_killed_node(
     lost, ingress = (first, others[0]) if is_entry else (others[0], first)
 
     with asking(ingress, STORY) as chat:
-        lost.kill()
+        lost.send(signal.SIGKILL)
         is_under_way = chat.is_under_way
         answer = chat.answer()
 
@@ -57,7 +57,7 @@ def test_a_running_answer_survives_two_nodes_killed_at_once(trio: Fleet, answers
 
     with asking(ingress, STORY) as chat:
         for node in lost:
-            node.kill()
+            node.send(signal.SIGKILL)  # `kill` waits for the end of each
         is_under_way = chat.is_under_way
         answer = chat.answer()
 
