@@ -34,6 +34,7 @@ SIGNED_BYTES = 1024  # of a record beside the profile
 SMALLER = 0.9  # factor on the weights of a span that did not fit into memory
 SLOW = 2.0  # change of the speed that is published, as a factor
 FAST = 1.4  # change of the speed, as a factor, up to which it is as measured
+STILL_FAST = 0.85  # times as slow as measured, and less: as fast as before, if that was faster
 MOST_SLOW = 64.0  # times as slow as measured that are published
 RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
 WATCH_S = 1.0  # s between two checks of the speed, and of the compute thread,
@@ -193,13 +194,14 @@ class NodeOffer:
         seen_s, now = runtime.take_layer_s() if runtime else None, loop_time()
         if seen_s is not None:
             slow = max(1 / MOST_SLOW, min(seen_s / measured[0][1], MOST_SLOW))
-            slow, self._slow_since = 1.0 if 1 / FAST < slow <= FAST else slow, now
+            least = 1 / FAST if self._slow >= 1.0 else STILL_FAST
+            slow, self._slow_since = 1.0 if least < slow <= FAST else slow, now
         elif self._slow > 1.0 and now - self._slow_since >= self._restore_s:
             slow = 1.0
         else:
             return
-        least = SLOW if slow > 1.0 else FAST
-        is_small = least * min(slow, self._slow) > max(slow, self._slow)
+        change = SLOW if slow > 1.0 else FAST
+        is_small = change * min(slow, self._slow) > max(slow, self._slow)
         if slow == self._slow or (is_small and slow != 1.0):
             return
         if slow == 1.0:

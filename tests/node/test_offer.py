@@ -193,6 +193,8 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
         refining = asyncio.ensure_future(case.offer.refine())
         published = [await see(times) for times in (0.8, 0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.6, 1.6)]
         assert published == pytest.approx([1, 0.5, 0.5, 0.2, 1, 0.6, 1, 0.6, 1.6])
+        near = [await see(times) for times in (1.0, 0.70, 0.72, 0.70, 0.80, 0.90, 0.72)]
+        assert near == pytest.approx([1, 0.70, 0.70, 0.70, 0.70, 1, 1])
         assert await see(0.0) == pytest.approx(1 / MOST_SLOW)
         assert case.told[-1].layer_s[0][0] == rows
         assert case.told[-1].head_s == pytest.approx(MEASURED.head_s / MOST_SLOW)

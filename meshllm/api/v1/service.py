@@ -211,19 +211,17 @@ def _is_owners(key: ApiKey | None) -> bool:
 
 
 def _fitting(model: ModelStatus, asked: Request) -> Request:
-    """Return a request for what takes so many token ids; the entry checks texts.
+    """Return the request, if what answers takes so many token ids; the entry checks texts.
 
     Raises:
         ContextTooLong: the only ring or provider does not.
     """
     count = len(asked.ids)
-    if not 0 < model.context < count:
-        return asked
-    if len(model.providers) > 1:  # the context is that of the smallest
-        return replace(asked, min_context=max(count, asked.min_context))
-    raise ContextTooLong(
-        f"This model's maximum context length is {model.context} tokens; the prompt has {count}"
-    )
+    if 0 < model.context < count and len(model.providers) <= 1:  # else of the smallest provider
+        raise ContextTooLong(
+            f"This model's maximum context length is {model.context} tokens; the prompt has {count}"
+        )
+    return asked
 
 
 def _trusting(key: ApiKey | None, asked: Request) -> Request:

@@ -37,7 +37,15 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from meshllm.errors import Busy, LinkLost, MeshError, ModelError, TimedOut, UserError
+from meshllm.errors import (
+    Busy,
+    ContextTooLong,
+    LinkLost,
+    MeshError,
+    ModelError,
+    TimedOut,
+    UserError,
+)
 from meshllm.names import (
     SESSION_ID_BYTES,
     GroupId,
@@ -494,18 +502,29 @@ class RequestRouter:
         logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
 
 
+_PROMPT = "prompt"  # what a provider lacks if its context is too short for it
+
+
 def _lacks(offer: ModelOffer, request: Request) -> str:
     """Return the need of a request that an offer does not meet; empty if it meets all."""
     if request.needs_exact:  # engines compute in their own way
         return "meshllm.exact"
     if bits_of(offer.precision) < request.min_bits:
         return "meshllm.min_precision"
+    if 0 < offer.context < len(request.ids):
+        return _PROMPT
     return "meshllm.min_context" if offer.context < request.min_context else ""
 
 
-def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> WrongField:
+def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> UserError:
     """Return the error of a need that no provider meets, with what each has."""
-    name = request.model[:100]
+    name, lacks = request.model[:100], {_lacks(offer, request) for offer in offers.values()}
+    longest = max(offer.context for offer in offers.values())
+    if _PROMPT in lacks and longest < len(request.ids):
+        return ContextTooLong(
+            f"This model's maximum context length is {longest} tokens; the prompt has"
+            f" {len(request.ids)}"
+        )
     if request.needs_exact:
         text = f"`{name}` of a provider is not bit-identical to transformers"
         return WrongField("meshllm.exact", text)
@@ -514,8 +533,7 @@ def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> WrongField:
         f" with {offer.context or 'an unknown number of'} tokens"
         for node, offer in offers.items()
     )
-    lacking = max(_lacks(offer, request) for offer in offers.values())  # precision, else context
-    return WrongField(lacking, f"No provider of `{name}` has what the request needs: {listed}")
+    return WrongField(max(lacks), f"No provider of `{name}` has what the request needs: {listed}")
 
 
 def _is_trusted(node: NodeId, request: Request) -> bool:

@@ -10,7 +10,16 @@ from unittest.mock import patch
 
 import pytest
 
-from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
+from meshllm.errors import (
+    Busy,
+    ContextTooLong,
+    LinkLost,
+    MeshError,
+    ModelError,
+    PeerFault,
+    TimedOut,
+    UserError,
+)
 from meshllm.names import GroupId, LossCause, NodeId, Span, short
 from meshllm.node.requests import remote
 from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
@@ -880,6 +889,7 @@ def test_a_waiting_request_goes_to_the_entry_of_its_turn(world: World) -> None:
 
 FOX = replace(REQUEST, model="fox")
 OFFERED = {ENTRY: ModelOffer("fox", "bf16", 2048), OTHER: ModelOffer("fox", "int4", 4096)}
+IDS = tuple(range(4097))
 GONE, BUSY, LATE = LinkLost("gone"), Busy("full"), TimedOut("late")
 
 
@@ -1002,23 +1012,37 @@ def test_a_model_that_nobody_provides_is_an_error(
         ({"min_bits": 4, "min_context": 4096}, {OTHER}),
         ({"min_context": 2048}, {ENTRY, OTHER}),
         ({}, {ENTRY, OTHER, THIRD}),
+        ({"raw": None, "ids": IDS[:2048]}, {ENTRY, OTHER, THIRD}),
+        ({"raw": None, "ids": IDS[:2049], "min_bits": 4}, {OTHER}),
+        ({"raw": None, "ids": IDS}, {THIRD}),  # whose context is unknown
     ],
-    ids=["bits", "context", "both", "nothing"],
+    ids=["bits", "context", "both", "nothing", "ids", "more ids", "most ids"],
 )
 def test_a_request_goes_to_providers_that_have_what_it_needs(
     world: World, needs: dict[str, Any], asked: set[NodeId]
 ) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER, THIRD)}, offered=OFFERED))
     for node in (ENTRY, OTHER, THIRD):
-        world.add(node, FakeRing(attempts=[answer()] * 6))
+        world.add(node, FakeRing(attempts=[answer()] * 12))
 
     async def story() -> None:
-        each = (replace(FOX, raw=f"{number}", **needs) for number in range(6))
+        each = (replace(FOX, affinity=f"{number}", **{"raw": "?"} | needs) for number in range(12))
         texts = await asyncio.gather(*(all_of(router, request) for request in each))
-        assert [text_of(events) for events in texts] == [TEXT] * 6
+        assert [text_of(events) for events in texts] == [TEXT] * 12
 
     world.run(story)
     assert {node for node in (ENTRY, OTHER, THIRD) if world.rings[node].asked} == asked
+
+
+def test_more_ids_than_every_provider_takes_are_too_long(world: World) -> None:
+    router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}, offered=OFFERED))
+
+    async def story() -> None:
+        with pytest.raises(ContextTooLong, match="is 4096 tokens; the prompt has 4097"):
+            await all_of(router, replace(FOX, ids=IDS))
+
+    world.run(story)
+    assert world.sent == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from meshllm.errors import PeerFault
 from meshllm.names import Digest, NodeId, Quant, short
+from meshllm.protocol.binary import RECORD_VERSION
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
     FOUNDER_TERMS,
@@ -35,6 +36,7 @@ from meshllm.protocol.membership.charter import (
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import MAX_BYTES, MAX_LAYERS, MAX_MEMBERS
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES, Ends
+from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
 from tests.builders.identities import CHARTER, SHAPE
@@ -339,6 +341,30 @@ def test_a_model_with_unknown_names_is_an_obstacle(word: str) -> None:
 
     assert f"a model with {_WHAT[word]} `{'x' * len(word)}`" in merged.obstacle
     assert merged.models == ()
+
+
+FIRST_WORDS = {
+    "terms": "aliases context ends entries exclude members policy prefer replicas sessions",
+    "policies": "auto fastest proportional throughput",
+    "quantisations": "int4 int8 none",
+    "dtypes": "bfloat16 float16 float32",
+    "ends": "client entry",
+    "record": "1",
+}
+
+
+def test_no_word_was_added_that_earlier_versions_believe_of_the_founder_only() -> None:
+    """A new one must not count from other members, see `charter`; then it belongs here, too."""
+    words = {
+        "terms": charter_module._TERMS,
+        "policies": POLICIES,
+        "quantisations": charter_module._QUANTS,
+        "dtypes": charter_module._DTYPES,
+        "ends": charter_module._ENDS,
+        "record": [str(RECORD_VERSION)],
+    }
+
+    assert {kind: " ".join(sorted(known)) for kind, known in words.items()} == FIRST_WORDS
 
 
 def test_a_value_of_a_later_version_hides_none_of_this_one() -> None:
