@@ -1,6 +1,7 @@
 """The ASGI applications of a node: one for its owner, and the public one, which it includes."""
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
@@ -12,6 +13,7 @@ from meshllm.api.port import NodePort
 from meshllm.api.request_id import RequestIds
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, chat_socket, completions, embeddings, messages, models, responses
+from meshllm.api.v1.counting import Counting
 from meshllm.api.v1.service import Service
 
 
@@ -55,7 +57,10 @@ def public_application(
             *responses.routes(service),
             *page.event_routes(service.node, is_public=is_public),
         ],
-        middleware=[key_guard(policy, service.accounts)] if policy else [],
+        middleware=[
+            *([key_guard(policy, service.accounts)] if policy else []),
+            Middleware(Counting, service=service),
+        ],
         exception_handlers=handlers,
     )
     return RequestIds(application)

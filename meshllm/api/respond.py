@@ -175,11 +175,11 @@ async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerat
             raise TimedOut(f"The answer was not complete within {limit_s:g} s") from None
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     """Read a body.
 
     Raises:
-        BodyTooLarge: it is longer than `REQUEST_BYTES`, or announces that it is.
+        BodyTooLarge: it has more bytes than the ``longest``, or announces that it has.
         BodyTooSlow: it takes longer than `BODY_S`.
 
     A client that has its connection closed after the response reads that once it has sent the body:
@@ -187,23 +187,23 @@ async def read_body(request: Request) -> bytes:
     discards the rest.
     """
     closes = "close" in request.headers.get("connection", "").lower()
-    longest = DRAIN_BYTES if closes else REQUEST_BYTES
+    most = DRAIN_BYTES if closes else longest
     announced = request.headers.get("content-length", "0")
-    is_too_large = len(announced) > MAX_DIGITS or int(announced) > REQUEST_BYTES
+    is_too_large = len(announced) > MAX_DIGITS or int(announced) > longest
     body, size = bytearray(), 0
     if closes or not is_too_large:
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
                     size += len(chunk)
-                    if size > longest:
+                    if size > most:
                         break
-                    if size <= REQUEST_BYTES:
+                    if size <= longest:
                         body += chunk
         except TimeoutError:
             raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
-    if is_too_large or size > REQUEST_BYTES:
-        raise BodyTooLarge(f"The body is longer than {REQUEST_BYTES} bytes")
+    if is_too_large or size > longest:
+        raise BodyTooLarge(f"The body is longer than {longest} bytes")
     return bytes(body)
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import identify_again, key_of
 from meshllm.api.failure import (
     RETRY_S,
@@ -166,24 +167,28 @@ class _ChatSocket:
 
     async def _answer(self, asked: Ask) -> None:
         try:
-            made = await self._call(asked)
-            async with aclosing(made.events) as events:
-                async for _, event in events:
-                    if told := _told(event, made):
-                        await self._send({"type": told.pop("type"), "id": asked.id, **told})
+            key = await identify_again(self.socket)
+            with self.service.counted(key):
+                await self._send_events(asked.id, await self._call(asked, key))
         except WebSocketDisconnect:  # the reader is told, too
             return
         except MeshError as error:
             await self._fail(asked.id, error)
 
-    async def _call(self, asked: Ask) -> ChatCall:
+    async def _send_events(self, ask: str, made: ChatCall) -> None:
+        async with aclosing(made.events) as events:
+            async for _, event in events:
+                if told := _told(event, made):
+                    await self._send({"type": told.pop("type"), "id": ask, **told})
+
+    async def _call(self, asked: Ask, key: ApiKey | None) -> ChatCall:
         body, apart = build_fields(asked.request, Chat, APART)
         for name in ("stream", "stream_options"):
             if getattr(body, name) is not None:
                 raise WrongField(name, f"`{name}` has no effect on a WebSocket")
         if body.choices != 1:
             raise WrongField("n", f"`n` is {body.n}, not 1: ask several times")
-        return await call(self.service, await identify_again(self.socket), body, apart)
+        return await call(self.service, key, body, apart)
 
     async def _fail(self, ask: str | None, error: MeshError) -> None:
         told = json.loads(error_object(error))

@@ -148,18 +148,12 @@ async def read_fields(
     harmless: Collection[str] = HARMLESS,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
 ) -> tuple[T, dict[str, object]]:
-    """Read a body into a dataclass, as `build_fields`; it counts as a request of its key.
-
-    Raises:
-        Refused: the key has too many.
-    """
+    """Read a body into a dataclass, as `build_fields`."""
 
     def convert(found: object) -> tuple[T, dict[str, object]]:
         return build_fields(found, kind, apart, harmless, neutral)
 
-    key = key_of(request)
-    with service.counted(key):
-        return await service.read(key, await read_body(request), convert)
+    return await service.read(key_of(request), await read_body(request), convert)
 
 
 def build_fields(

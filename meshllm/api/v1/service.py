@@ -110,7 +110,6 @@ class Service:
 
         Raises:
             ContextTooLong: a prompt has more token ids than the model takes.
-            Refused: the key has reached a limit.
             QuotaUsed: it has no tokens left today, for all of this.
         """
         tallies, errors = [_Tally(each, bool(model.providers)) for each in asked], 0
@@ -118,7 +117,7 @@ class Service:
             asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
-            with self.counted(key), self._reserved(key, asked) as reserved:
+            with self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one
@@ -176,7 +175,7 @@ class Service:
 
     @contextmanager
     def counted(self, key: ApiKey | None) -> Iterator[None]:
-        """Count a request that is read or runs; raise `Refused` if the key has too many."""
+        """Count a request until the end of its answer; raise `Refused` if the key has too many."""
         name = key.name if key else ""
         most = key.limits.concurrency if key else None
         if most is not None and self._running[name] >= most:

@@ -1,5 +1,4 @@
 import asyncio
-import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -164,44 +163,6 @@ async def test_a_key_sees_only_its_models(client: httpx2.AsyncClient, accounts: 
 
     assert [len(each) for each in listed] == [0, 1]
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-
-
-async def test_a_key_has_so_many_requests_at_a_time(
-    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
-) -> None:
-    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
-    door.waits_at = 1
-    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
-    await door.begun.wait()
-
-    second = await client.post(PATH, json=BODY, headers=bearer(key))
-
-    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-    assert second.headers["retry-after"] == "2"
-    door.go.set()
-    assert (await first).status_code == 200
-    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
-
-
-async def test_a_request_counts_before_its_body_has_arrived(
-    client: httpx2.AsyncClient, accounts: Accounts
-) -> None:
-    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
-    begun, go = asyncio.Event(), asyncio.Event()
-
-    async def slow_body() -> AsyncIterator[bytes]:
-        begun.set()
-        await go.wait()
-        yield json.dumps(BODY).encode()
-
-    first = asyncio.ensure_future(client.post(PATH, content=slow_body(), headers=bearer(key)))
-    await begun.wait()
-
-    second = await client.post(PATH, content=b"not even read", headers=bearer(key))
-
-    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-    go.set()
-    assert (await first).status_code == 200
 
 
 async def test_long_requests_of_a_guest_delay_neither_the_owner_nor_all_of_another(

@@ -1,0 +1,122 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.access.gate import AccessPolicy
+from meshllm.api.app import public_application
+from meshllm.api.v1.service import Service
+from meshllm.status import ModelStatus
+from tests.builders.fake_node import FakeNode
+
+PATH = "/v1/chat/completions"
+BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+@pytest.fixture
+async def client(door: FakeNode, accounts: Accounts) -> AsyncIterator[httpx2.AsyncClient]:
+    application = public_application(Service(door, accounts), AccessPolicy(needs_key=True))
+    transport = httpx2.ASGITransport(application)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+        yield client
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_a_key_has_so_many_requests_at_a_time(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    door.waits_at = 1
+    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
+    await door.begun.wait()
+
+    second = await client.post(PATH, json=BODY, headers=bearer(key))
+
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert second.headers["retry-after"] == "2"
+    door.go.set()
+    assert (await first).status_code == 200
+    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
+
+
+async def test_a_request_counts_before_its_body_has_arrived(
+    client: httpx2.AsyncClient, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        begun.set()
+        await go.wait()
+        yield json.dumps(BODY).encode()
+
+    first = asyncio.ensure_future(client.post(PATH, content=slow_body(), headers=bearer(key)))
+    await begun.wait()
+
+    second = await client.post(PATH, content=b"not even read", headers=bearer(key))
+
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    go.set()
+    assert (await first).status_code == 200
+
+
+async def test_a_request_that_was_let_in_is_not_refused_for_a_later_one(
+    client: httpx2.AsyncClient,
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    begun, go, models = asyncio.Event(), asyncio.Event(), door.models
+
+    async def slow_models() -> list[ModelStatus]:
+        begun.set()
+        await go.wait()
+        return await models()
+
+    monkeypatch.setattr(door, "models", slow_models)  # asked for behind the body
+    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
+    await begun.wait()
+
+    second = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
+    async with asyncio.timeout(30):
+        refused = await second
+    go.set()
+
+    assert ((await first).status_code, refused.status_code) == (200, 429)
+
+
+@pytest.mark.parametrize(("connection", "read"), [("close", 3), ("keep-alive", 0)])
+async def test_a_client_that_closes_reads_why_it_was_refused_behind_its_body(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts, connection: str, read: int
+) -> None:
+    key = accounts.create("laptop", KeyLimits(concurrency=1), 0)
+    door.waits_at, sent = 1, 0
+    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
+    await door.begun.wait()
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(3):
+            sent += 1
+            yield b"x" * 1000
+
+    headers = bearer(key) | {"connection": connection, "content-length": "3000"}
+    refused = await client.post(PATH, content=body(), headers=headers)
+
+    assert (refused.status_code, sent) == (429, read)
+    door.go.set()
+    assert (await first).status_code == 200
