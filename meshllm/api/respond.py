@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,7 @@ from meshllm.errors import (
 )
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.admission_queue import AdmissionQueue
+from meshllm.node.requests.held_bytes import HeldBytes
 from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
 from meshllm.protocol.kv_cache.admission import Admission
 from meshllm.protocol.kv_cache.budget import KvBudget
@@ -207,8 +208,30 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     return bytes(body)
 
 
+async def while_connected(request: Request, doing: Coroutine[Any, Any, T]) -> T:
+    """Return what something returns, for a client that has sent its whole body.
+
+    Raises:
+        ClientDisconnect: the client left before; it is cancelled.
+    """
+    done = asyncio.ensure_future(doing)
+    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({done, leaving}, return_when=FIRST_COMPLETED)
+    finally:
+        done.cancel()
+        leaving.cancel()
+        await asyncio.gather(done, leaving, return_exceptions=True)
+    if done.cancelled():
+        raise ClientDisconnect
+    return done.result()
+
+
 class LongReader:
     """Reads long JSON, one text at a time; who sends it takes turns with others by KiB.
+
+    Texts that wait are bounded by sender, as `HeldBytes`. One that is cancelled keeps its turn
+    until the thread that reads it has ended.
 
     A thread reads it, which shares the interpreter with the event loop: after a text it rests twice
     as long as it worked.
@@ -221,21 +244,29 @@ class LongReader:
     ) -> None:
         self._sleep, self._clock = sleep, clock
         self._turns = AdmissionQueue(Admission(KvBudget([]), most=1, waiting=MAX_LONG))
+        self._held = HeldBytes()
         self._rests_until = clock()
 
     async def read(self, sender: str, data: bytes, convert: Callable[[object], T]) -> T:
         """Parse JSON and convert it, off the event loop unless it is short.
 
         Raises:
+            Busy: too many bytes wait.
             UserError: it is invalid.
         """
         if len(data) <= SHORT_BYTES:
             return convert(parse(data))
         turn = SessionId(os.urandom(SESSION_ID_BYTES))
-        async with self._turns.admitted(turn, len(data) // 1024, sender):
-            if (rest := self._rests_until - self._clock()) > 0:
-                await self._sleep(rest)
-            return await asyncio.to_thread(self._read, data, convert)
+        with self._held.holding(sender, len(data)):
+            async with self._turns.admitted(turn, len(data) // 1024, sender):
+                if (rest := self._rests_until - self._clock()) > 0:
+                    await self._sleep(rest)
+                reading = asyncio.ensure_future(asyncio.to_thread(self._read, data, convert))
+                try:
+                    await asyncio.wait({reading})
+                    return reading.result()
+                finally:
+                    await asyncio.gather(reading, return_exceptions=True)
 
     def _read(self, data: bytes, convert: Callable[[object], T]) -> T:
         begin = self._clock()

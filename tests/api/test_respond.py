@@ -3,10 +3,19 @@ from collections.abc import AsyncGenerator
 from threading import Event, get_ident
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from meshllm.api.respond import KEEP_ALIVE_S, REST, SHORT_BYTES, LongReader, Stream
-from meshllm.errors import MeshError, UserError
+from meshllm.api.respond import (
+    KEEP_ALIVE_S,
+    REST,
+    SHORT_BYTES,
+    LongReader,
+    Stream,
+    while_connected,
+)
+from meshllm.errors import Busy, MeshError, UserError
+from meshllm.node.requests import held_bytes
 from meshllm.testing.clock import run_virtual
 
 
@@ -124,9 +133,9 @@ async def test_who_sends_one_text_does_not_wait_for_all_of_another() -> None:
 
     async def read(sender: str, data: bytes) -> None:
         def convert(_: object) -> None:
+            order.append(sender)
             loop.call_soon_threadsafe(begun.set)
             go.wait()
-            order.append(sender)  # in the thread: two at a time would be out of order
 
         await reader.read(sender, data, convert)
 
@@ -134,7 +143,9 @@ async def test_who_sends_one_text_does_not_wait_for_all_of_another() -> None:
     try:
         await begun.wait()
         reading.append(asyncio.create_task(read("one", LONG)))
-        await asyncio.sleep(0)  # it asks for its turn
+        for _ in range(100):  # turns of the loop: more than a turn of the reader takes
+            await asyncio.sleep(0)
+        assert order == ["many"]  # in the thread: one at a time
     finally:
         go.set()
     await asyncio.gather(*reading)
@@ -167,3 +178,78 @@ async def test_the_reader_rests_between_two_texts_that_took_long() -> None:
     await reader.read("", LONG, convert)
 
     assert rests == [REST]
+
+
+async def test_a_text_whose_reader_left_keeps_its_turn_until_it_is_read() -> None:
+    begun, go, reader = asyncio.Event(), Event(), LongReader()
+    loop, inside = asyncio.get_running_loop(), list[str]()
+
+    async def read(name: str) -> None:
+        def convert(_: object) -> None:
+            inside.append(name)
+            loop.call_soon_threadsafe(begun.set)
+            go.wait()
+
+        await reader.read(name, LONG, convert)
+
+    left, waiting = asyncio.create_task(read("left")), asyncio.create_task(read("waiting"))
+    try:
+        await begun.wait()
+        left.cancel()
+        for _ in range(100):  # turns of the loop: more than a turn of the reader takes
+            await asyncio.sleep(0)
+        assert (inside, left.done()) == (["left"], False)
+    finally:
+        go.set()
+    await waiting
+
+    assert (inside, left.cancelled()) == (["left", "waiting"], True)
+
+
+async def test_texts_that_wait_are_bounded_by_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bytes, "MAX_HELD_BYTES", 2 * len(LONG))
+    begun, go, reader = asyncio.Event(), Event(), LongReader()
+    loop = asyncio.get_running_loop()
+
+    def convert(_: object) -> str:
+        loop.call_soon_threadsafe(begun.set)
+        go.wait()
+        return "read"
+
+    reading = [asyncio.create_task(reader.read("many", LONG, convert)) for _ in range(2)]
+    try:
+        await begun.wait()
+        with pytest.raises(Busy, match="bytes are in progress"):
+            await reader.read("many", LONG, convert)
+        reading.append(asyncio.create_task(reader.read("one", LONG, convert)))
+        await asyncio.sleep(0)
+    finally:
+        go.set()
+
+    assert await asyncio.gather(*reading) == ["read"] * 3
+
+
+async def test_what_is_done_for_a_client_ends_when_it_leaves() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def leave() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        await while_connected(Request({"type": "http"}, leave), work())
+
+    assert ended.is_set()
+
+
+async def test_what_fails_for_a_client_that_stays_is_told() -> None:
+    async def work() -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        await while_connected(Request({"type": "http"}, _stay), work())

@@ -37,7 +37,7 @@ from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_e
 from meshllm.api.v1.generating import build_fields
 from meshllm.api.v1.reply import Reply, reason
 from meshllm.api.v1.service import Service
-from meshllm.errors import MeshError, UserError
+from meshllm.errors import Busy, MeshError, UserError
 from meshllm.request import Answer, Event, Piece, Prefilled
 from meshllm.strict_json import WrongField, build
 
@@ -121,6 +121,9 @@ class _ChatSocket:
                 return
             try:
                 wanted = await self._read_message(message.get("text"))
+            except Busy as error:  # nor was its id read
+                await self._fail(None, error)
+                continue
             except UserError as error:
                 await self._fail(None, error)
                 await self._end(_INVALID, "invalid message")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.respond import read_body
+from meshllm.api.respond import SHORT_BYTES, read_body, while_connected
 from meshllm.api.v1.service import Service
 from meshllm.request import Request as Asked
 from meshllm.request import Sampling
@@ -153,7 +153,10 @@ async def read_fields(
     def convert(found: object) -> tuple[T, dict[str, object]]:
         return build_fields(found, kind, apart, harmless, neutral)
 
-    return await service.read(key_of(request), await read_body(request), convert)
+    data = await read_body(request)
+    reading = service.read(key_of(request), data, convert)
+    is_short = len(data) <= SHORT_BYTES  # does not wait
+    return await (reading if is_short else while_connected(request, reading))
 
 
 def build_fields(

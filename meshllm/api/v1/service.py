@@ -94,7 +94,7 @@ class Service:
 
     async def read(self, key: ApiKey | None, data: bytes, convert: Callable[[object], T]) -> T:
         """Convert the JSON of a request, see `LongReader`; the owner waits for nobody else."""
-        reader = self._owners if _is_owners(key) else self._others
+        reader = self._owners if is_of_owner(key) else self._others
         return await reader.read(key.name if key else "", data, convert)
 
     async def answer(
@@ -141,7 +141,7 @@ class Service:
         """Keep what a key asks apart from the prompts of others, such as the owner's own."""
         if self.accounts is None:
             return asked
-        whose = OWNERS if _is_owners(key) else ""
+        whose = OWNERS if is_of_owner(key) else ""
         return replace(asked, scope=whose + self._scopes.name(key.name.encode() if key else b""))
 
     async def _learn_usage(self, key: ApiKey | None) -> None:
@@ -204,7 +204,7 @@ def day_of(seconds: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(seconds))
 
 
-def _is_owners(key: ApiKey | None) -> bool:
+def is_of_owner(key: ApiKey | None) -> bool:
     """Return whether the owner asks: what comes without a key is from this machine."""
     return key is None or key.is_owner
 

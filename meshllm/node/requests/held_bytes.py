@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from sys import getsizeof
 
 from meshllm.errors import Busy
-from meshllm.protocol.kv_cache.admission import Asker, asker_of
+from meshllm.protocol.kv_cache.admission import Asker
 from meshllm.request import Request
 
 MAX_HELD_BYTES = 128 << 20  # of one asker: 32 of the longest requests, or 8,000 of 16 KiB
@@ -24,13 +24,12 @@ class HeldBytes:
         self._held = Counter[Asker]()
 
     @contextmanager
-    def holding(self, request: Request) -> Iterator[None]:
-        """Count a request inside the context.
+    def holding(self, asker: Asker, size: int) -> Iterator[None]:
+        """Count so many bytes of an asker inside the context.
 
         Raises:
             Busy: its asker has too many bytes in progress.
         """
-        asker, size = asker_of((None, request.scope)), size_of(request)
         own = self._held[asker]
         alike = own if asker is None else self._held.total() - self._held[None]
         if own + alike + 2 * size > 2 * MAX_HELD_BYTES:

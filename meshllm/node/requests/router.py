@@ -57,7 +57,7 @@ from meshllm.names import (
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
-from meshllm.node.requests.held_bytes import HeldBytes
+from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
 from meshllm.node.requests.replica_choice import ReplicaChoice, Tried, step_ms
@@ -271,7 +271,7 @@ class RequestRouter:
         answer = self._provided(request) if is_provided else self._failing_over(request, asker)
         self.counts.active += 1
         try:
-            with self._held.holding(request):
+            with self._held.holding(asker_of((None, request.scope)), size_of(request)):
                 async with aclosing(answer) as events:
                     async for event in events:
                         yield event

@@ -20,6 +20,7 @@ from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.tcp import DoorOptions, open_door
 from meshllm.api.v1 import chat_socket
 from meshllm.api.v1.chat_socket import MAX_ASKS, MAX_ID_CHARS, PATH, PROTOCOL
+from meshllm.node.requests import held_bytes
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Logprob, Piece, TokenLogprobs, ToolCallDelta
 from tests.builders.fake_node import FakeNode
@@ -380,6 +381,20 @@ async def test_the_limits_of_a_key_apply(door: FakeNode, accounts: Accounts) -> 
         (error,) = await until_end(socket)
 
     assert (error["id"], error["error"]["code"]) == ("b", "rate_limit_exceeded")
+
+
+async def test_a_long_message_that_cannot_wait_is_refused_alone(
+    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_bytes, "MAX_HELD_BYTES", SHORT_BYTES)
+    async with serving(door, accounts) as address, asyncio.timeout(60), connect(address) as socket:
+        await ask(socket, "a", user="x" * SHORT_BYTES)
+        error = await told(socket)
+        await ask(socket, "b")
+        *_, done = await until_end(socket)
+
+    assert (error["id"], error["error"]["code"]) == (None, "rate_limit_exceeded")
+    assert (done["id"], done["type"]) == ("b", "done")
 
 
 @pytest.mark.parametrize(

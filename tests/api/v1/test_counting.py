@@ -2,16 +2,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from threading import Event
 
 import httpx2
 import pytest
+from starlette.types import Message
 
-from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.respond import SHORT_BYTES
+from meshllm.api.v1 import counting
 from meshllm.api.v1.service import Service
 from meshllm.status import ModelStatus
 from tests.builders.fake_node import FakeNode
+from tests.processes.fleet import WAIT_S
 
 PATH = "/v1/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
@@ -24,8 +29,13 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 
 @pytest.fixture
-async def client(door: FakeNode, accounts: Accounts) -> AsyncIterator[httpx2.AsyncClient]:
-    application = public_application(Service(door, accounts), AccessPolicy(needs_key=True))
+def service(door: FakeNode, accounts: Accounts) -> Service:
+    return Service(door, accounts)
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[httpx2.AsyncClient]:
+    application = public_application(service, AccessPolicy(needs_key=True))
     transport = httpx2.ASGITransport(application)
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
         yield client
@@ -92,7 +102,7 @@ async def test_a_request_that_was_let_in_is_not_refused_for_a_later_one(
     await begun.wait()
 
     second = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(key)))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         refused = await second
     go.set()
 
@@ -120,3 +130,68 @@ async def test_a_client_that_closes_reads_why_it_was_refused_behind_its_body(
     assert (refused.status_code, sent) == (429, read)
     door.go.set()
     assert (await first).status_code == 200
+
+
+async def test_a_client_that_left_has_no_place_while_others_are_read(
+    service: Service, accounts: Accounts
+) -> None:
+    application = public_application(service, AccessPolicy(needs_key=True))
+    key = accounts.create("laptop", KeyLimits(), 0)
+    begun, go, loop = asyncio.Event(), Event(), asyncio.get_running_loop()
+    long = json.dumps(BODY | {"user": "x" * SHORT_BYTES}).encode()
+    sent: list[Message] = [
+        {"type": "http.request", "body": long, "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    def convert(_: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        go.wait()
+
+    async def receive() -> Message:
+        return sent.pop(0)
+
+    async def send(message: Message) -> None:
+        assert message.get("status", 400) == 400
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"authorization", f"Bearer {key}".encode())],
+        "scheme": "http",
+        "query_string": b"",
+    }
+    other = asyncio.create_task(service.read(ApiKey("other", "", 0), long, convert))
+    try:
+        await begun.wait()
+        async with asyncio.timeout(WAIT_S):
+            await application(scope, receive, send)
+    finally:
+        go.set()
+    await other
+
+    assert sent == []
+
+
+async def test_others_leave_places_to_the_owner(
+    client: httpx2.AsyncClient,
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(counting, "MAX_OTHERS", 1)
+    guest = accounts.create("guest", KeyLimits(), 0)
+    own = accounts.create("own", KeyLimits(), 0, is_owner=True)
+    door.waits_at = 1
+    first = asyncio.ensure_future(client.post(PATH, json=BODY, headers=bearer(guest)))
+    await door.begun.wait()
+
+    refused = await client.get("/v1/models", headers=bearer(guest))
+    listed = await client.get("/v1/models", headers=bearer(own))
+    door.go.set()
+
+    assert (refused.status_code, listed.status_code) == (503, 200)
+    assert "no place left" in refused.json()["error"]["message"]
+    assert (await first).status_code == 200
+    assert (await client.get("/v1/models", headers=bearer(guest))).status_code == 200

@@ -26,6 +26,7 @@ from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.writer import ASKED as OUTLINED
 from tests.builders.writer import Writer
+from tests.processes.fleet import WAIT_S
 
 PATH = "/v1/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
@@ -185,7 +186,7 @@ async def test_long_requests_of_a_guest_delay_neither_the_owner_nor_all_of_anoth
         await begun.wait()
         reading.append(asyncio.create_task(read("one", SHORT_BYTES)))
         fields = BODY | {"user": "x" * SHORT_BYTES}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             answered = await client.post(PATH, json=fields, headers=bearer(key))
     finally:
         go.set()

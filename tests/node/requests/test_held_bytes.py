@@ -1,7 +1,6 @@
 """The memory of requests in progress: bounded by asker, with a share of the owner's own."""
 
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from sys import getsizeof
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from meshllm.errors import Busy
 from meshllm.node.requests.held_bytes import ID_BYTES, MAX_HELD_BYTES, HeldBytes, size_of
 from meshllm.node.requests.request_json import REQUEST_BYTES
+from meshllm.protocol.kv_cache.admission import asker_of
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS
 from meshllm.request import Request, ToolCall, Tools
 
@@ -22,7 +22,7 @@ def held_by(held: HeldBytes, stack: ExitStack, scope: str) -> int:
     """Hold long requests of a scope until one is refused; return how many are held."""
     for count in range(2 * MOST):
         try:
-            stack.enter_context(held.holding(replace(LONGEST, scope=scope)))
+            stack.enter_context(held.holding(asker_of((None, scope)), size_of(LONGEST)))
         except Busy:
             return count
     raise AssertionError
