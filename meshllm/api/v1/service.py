@@ -17,6 +17,7 @@ from meshllm.api.port import ModelPort
 from meshllm.api.respond import LongReader
 from meshllm.errors import ContextTooLong, MeshError
 from meshllm.merge import merge
+from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS, SECRET_BYTES, ScopeNames
@@ -69,6 +70,8 @@ class Service:
     """Of the trace of its requests, if there is one."""
     _owners: LongReader = field(default_factory=LongReader)
     _others: LongReader = field(default_factory=LongReader)
+    _held: HeldBytes = field(default_factory=HeldBytes)
+    """All requests of an answer: the node counts those that have begun."""
     _running: Counter[str] = field(default_factory=Counter)
     _quota: ClientQuota = field(default_factory=lambda: ClientQuota("key"))
     _scopes: ScopeNames = field(default_factory=lambda: ScopeNames(os.urandom(SECRET_BYTES)))
@@ -109,6 +112,7 @@ class Service:
         They are one request of the key, accounted for at its end; an error in one ends all.
 
         Raises:
+            Busy: too many bytes of its prompts are in progress.
             ContextTooLong: a prompt has more token ids than the model takes.
             QuotaUsed: it has no tokens left today, for all of this.
         """
@@ -117,7 +121,8 @@ class Service:
             asked = [_fitting(model, each) for each in asked]
             await self._learn_usage(key)
             asked = [self._scoped(key, _trusting(key, each)) for each in asked]
-            with self._reserved(key, asked) as reserved:
+            asker = key.name if key and not key.is_owner else None
+            with self._held.holding(asker, size_of(*asked)), self._reserved(key, asked) as reserved:
                 node = self._recorded(model, asked)
                 backend = OutlineBackend(node, outline) if outline else node
                 name = model.name if model.providers or model.key else ""  # the only one

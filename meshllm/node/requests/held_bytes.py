@@ -43,15 +43,18 @@ class HeldBytes:
                 del self._held[asker]
 
 
-def size_of(request: Request) -> int:
-    """Return the bytes of memory that the texts and token ids of a request take."""
-    calls = [call for turn in request.turns for call in turn.get("tool_calls", ())]
-    texts = [
-        *(turn["content"] for turn in request.turns),
-        *(call.arguments for call in calls),
-        *request.stop,
-        request.raw,
-        request.schema,
-        request.tools and request.tools.functions,
-    ]
-    return sum(map(getsizeof, texts)) + ID_BYTES * len(request.ids + request.given)
+def size_of(*requests: Request) -> int:
+    """Return the bytes of memory that requests take; what several share counts once."""
+    parts = {id(part): part for each in requests for part in _parts(each)}
+    ids = {id(each): each for request in requests for each in (request.ids, request.given)}
+    return sum(map(getsizeof, parts.values())) + ID_BYTES * sum(map(len, ids.values()))
+
+
+def _parts(request: Request) -> Iterator[object]:
+    """Yield what takes memory but the token ids."""
+    yield from (request, request.sampling, request.raw, request.schema, *request.stop)
+    yield request.tools and request.tools.functions
+    for turn in request.turns:
+        yield from (turn, turn["content"])
+        for call in turn.get("tool_calls", ()):
+            yield from (call, call.name, call.arguments, call.id)

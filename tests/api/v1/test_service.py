@@ -2,7 +2,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -15,7 +15,9 @@ from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
 from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.v1.service import Service, day_of
-from meshllm.errors import QuotaUsed
+from meshllm.errors import Busy, QuotaUsed
+from meshllm.node.requests import held_bytes
+from meshllm.node.requests.held_bytes import size_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.protocol.kv_cache.prefix_scope import is_owners
 from meshllm.request import Piece, Prefilled, Request
@@ -194,6 +196,25 @@ async def test_long_requests_of_a_guest_delay_neither_the_owner_nor_all_of_anoth
 
     assert answered.status_code == 200
     assert order == ["many", "one", "many", "many"]
+
+
+async def test_all_prompts_of_a_batch_are_held_from_its_beginning(
+    service: Service, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model,) = await service.models(None)
+    batch = [Request(ids=tuple(range(16)), max_tokens=0) for _ in range(2048)]
+    monkeypatch.setattr(held_bytes, "MAX_HELD_BYTES", size_of(*batch))
+    keys = ApiKey("guest", "", 0), ApiKey("own", "", 0, is_owner=True)
+
+    async with AsyncExitStack() as stack:
+        for key in keys:
+            begun = await stack.enter_async_context(aclosing(service.answer(key, model, batch)))
+            await anext(begun)
+        for key in keys:
+            with pytest.raises(Busy, match="bytes are in progress"):
+                await anext(service.answer(key, model, batch))
+    async with aclosing(service.answer(keys[0], model, batch)) as events:
+        await anext(events)
 
 
 async def test_a_key_has_so_many_tokens_a_day(

@@ -1,6 +1,7 @@
 """The memory of requests in progress: bounded by asker, with a share of the owner's own."""
 
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from sys import getsizeof
 from typing import Any
 
@@ -11,7 +12,7 @@ from meshllm.node.requests.held_bytes import ID_BYTES, MAX_HELD_BYTES, HeldBytes
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.protocol.kv_cache.admission import asker_of
 from meshllm.protocol.kv_cache.prefix_scope import OWNERS
-from meshllm.request import Request, ToolCall, Tools
+from meshllm.request import Request, ToolCall, Tools, Turn
 
 LONGEST = Request(raw="x" * REQUEST_BYTES)
 MOST = MAX_HELD_BYTES // size_of(LONGEST)
@@ -75,3 +76,20 @@ def test_token_ids_count(name: str) -> None:
 
     assert size_of(Request(**fields)) - size_of(Request()) == 1000 * ID_BYTES
     assert sum(map(getsizeof, ids)) + getsizeof(ids) - getsizeof(()) == 1000 * ID_BYTES
+
+
+def test_turns_and_requests_themselves_count() -> None:
+    turns: list[Turn] = [{"role": "user", "content": ""} for _ in range(1000)]
+    requests = [Request(raw="hi") for _ in range(1000)]
+
+    assert size_of(Request(tuple(turns))) > sum(map(getsizeof, turns))
+    assert size_of(*requests) > sum(map(getsizeof, requests))
+
+
+def test_what_requests_share_counts_once() -> None:
+    turn, ids = Turn(role="user", content="x" * 999), tuple(range(1000))
+    one = Request((turn,), stop=("y" * 999,), ids=ids)
+
+    alike = size_of(one, replace(one, max_tokens=1))
+
+    assert alike == size_of(one) + getsizeof(one)
