@@ -415,15 +415,9 @@ class RequestRouter:
 
         The entry is noted in ``tried`` if it fails, or its queue here is full.
         """
-        entry = await self._entry(request, wait_s, tried)
         async with AsyncExitStack() as stack:
-            if entry != self._me:
-                await self._enter_slot(stack, entry, request, tried)
-                entries = await self._entries(request.model, wait_s)
-                if entry not in entries or self._objection(entry, request):  # it has changed
-                    entry = self._choose_entry(entries, request, tried)
-            if error := self._objection(entry, request):
-                raise error
+            slot = await stack.enter_async_context(AsyncExitStack())
+            entry = await self._turn(slot, request, wait_s, tried)
             stack.enter_context(self._replicas.asking(entry, tried))
             if entry == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(asker, request.model))
@@ -431,6 +425,27 @@ class RequestRouter:
             else:
                 events = self._remote.generate(entry, request)
             yield await stack.enter_async_context(aclosing(events))
+
+    async def _turn(
+        self, slot: AsyncExitStack, request: Request, wait_s: float, tried: Tried
+    ) -> NodeId:
+        """Wait for a slot at an entry; return the entry, which may answer the request then.
+
+        Raises:
+            WrongField: no ring may.
+        """
+        waited: NodeId | None = None
+        entry = await self._entry(request, wait_s, tried)
+        while entry != waited:
+            await slot.aclose()
+            if entry != self._me:
+                await self._enter_slot(slot, entry, request, tried)
+            waited, entries = entry, await self._entries(request.model, wait_s)
+            if entry not in entries or self._objection(entry, request):  # it has changed
+                entry = self._choose_entry(entries, request, tried)
+            if error := self._objection(entry, request):
+                raise error
+        return entry
 
     async def _enter_slot(
         self, stack: AsyncExitStack, entry: NodeId, request: Request, tried: Tried

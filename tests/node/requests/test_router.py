@@ -1308,6 +1308,40 @@ def test_a_waiting_request_does_not_go_to_a_ring_that_has_become_unfit(world: Wo
     assert len(world.rings[OTHER].asked) == 1
 
 
+def test_a_request_that_goes_to_another_ring_waits_for_its_turn_there(world: World) -> None:
+    replicas = TWINS | {"dog": (ENTRY,), "cat": (OTHER,)}
+    ring = FakeRing(replicas=replicas, exact=frozenset({ENTRY}))
+    router = world.add(ME, ring)
+    for entry in (ENTRY, OTHER):
+        never = [[None]] * MAX_FORWARDED
+        world.add(entry, FakeRing(replicas=replicas, attempts=[*never, answer()]))
+
+    async def story() -> None:
+        dogs, cats = (
+            [
+                asyncio.ensure_future(all_of(router, replace(REQUEST, model=model)))
+                for _ in range(MAX_FORWARDED)
+            ]
+            for model in ("dog", "cat")
+        )
+        await asyncio.sleep(1)
+        moved = asyncio.ensure_future(all_of(router, replace(FOX, needs_exact=True)))
+        await asyncio.sleep(1)
+        ring.exact = frozenset({OTHER})
+        dogs[0].cancel()
+        await asyncio.sleep(1)
+        assert not moved.done()
+        assert text_of(await all_of(router, replace(REQUEST, model="dog"))) == TEXT
+        cats[0].cancel()
+        assert text_of(await moved) == TEXT
+        for each in dogs + cats:
+            each.cancel()
+        await asyncio.wait(dogs + cats)
+
+    world.run(story)
+    assert [len(world.rings[each].asked) for each in (ENTRY, OTHER)] == [MAX_FORWARDED + 1] * 2
+
+
 def test_no_provider_answers_what_must_be_exact(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY,)}))
     world.add(ENTRY, FakeRing(attempts=[answer()]))
