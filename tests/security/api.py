@@ -42,14 +42,17 @@ def endless_requests_of_a_key() -> Outcome:
 def numbers() -> Outcome:
     """Send bodies of two million token ids with a key on four connections without end.
 
+    As many send such bodies and leave at once.
     The owner asks at the same door, with bodies that are read where those are.
     """
     with _owner() as (owner, address):
-        send = partial(_keep_asking, address, NUMBERS, SHORT_PAUSE_S, _key(owner, "guest"))
+        key = _key(owner, "guest")
+        send = partial(_keep_asking, address, NUMBERS, SHORT_PAUSE_S, key)
+        leave = partial(_keep_asking, address, NUMBERS, PAUSE_S, key, leaves=True)
         ask = partial(_ask_long, address, _key(owner, "own", "--owner"))
         median_s(ask)  # the first answers trace and measure
         alone = median_s(ask)
-        with running(partial(_all, send, SENDERS)):
+        with running(partial(_all, send, SENDERS)), running(partial(_all, leave, SENDERS)):
             crowded = median_s(ask)
         return compared(None, alone, crowded)
 
@@ -82,8 +85,10 @@ async def _all(ask: Callable[[], Awaitable[None]], count: int) -> None:
     await asyncio.gather(*(ask() for _ in range(count)))
 
 
-async def _keep_asking(address: str, body: bytes, pause_s: float, key: str) -> None:
-    """Make one request after the other, whatever comes back."""
+async def _keep_asking(
+    address: str, body: bytes, pause_s: float, key: str, *, leaves: bool = False
+) -> None:
+    """Make one request after the other, whatever comes back; it may leave before that."""
     host, port = address.split(":")
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nAuthorization: {key}\r\n"
@@ -94,7 +99,9 @@ async def _keep_asking(address: str, body: bytes, pause_s: float, key: str) -> N
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(head.encode() + body)
-            await reader.read()
+            await writer.drain()
+            if not leaves:
+                await reader.read()
             writer.close()
         await asyncio.sleep(pause_s)
 
