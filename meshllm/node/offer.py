@@ -225,21 +225,15 @@ class NodeOffer:
     def _show(self, *, is_open: bool) -> None:
         """Publish the measured offer, or retract it."""
         if is_open:
-            own = _scaled(self.measured, self._slow)
+            own, slow = self.measured, self._slow
             self.publish(
                 weights=own.weights,
-                layer_s=own.layer_s,
-                head_s=own.head_s,
+                layer_s=tuple((rows, slow * seconds) for rows, seconds in own.layer_s),
+                head_s=slow * own.head_s,
                 memory_bytes=max(own.memory_bytes, self.shared_bytes),
             )
         else:
             self.publish(weights=(), layer_s=())
-
-
-def _scaled(profile: Profile, times: float) -> Profile:
-    """Return a profile whose layers and head take so many times as long."""
-    layer_s = tuple((rows, times * seconds) for rows, seconds in profile.layer_s)
-    return replace(profile, layer_s=layer_s, head_s=times * profile.head_s)
 
 
 async def _sleep(worker: "Worker") -> None:

@@ -1,15 +1,29 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx2
 import pytest
 
+from meshllm.api.access.accounts import Accounts
 from meshllm.api.app import owner_application
+from meshllm.api.v1.service import Service
 from tests.builders.fake_node import FakeNode
 
 
 @pytest.fixture
 def door() -> FakeNode:
     return FakeNode()
+
+
+@pytest.fixture
+def accounts(tmp_path: Path) -> Iterator[Accounts]:
+    with Accounts.open(tmp_path / "state") as accounts:
+        yield accounts
+
+
+@pytest.fixture
+def service(door: FakeNode, accounts: Accounts) -> Service:
+    return Service(door, accounts)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,6 @@ LOCAL = DoorOptions("127.0.0.1", 0)
 CHAT = "/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "0123456789abcdef"
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
 
 
 @asynccontextmanager

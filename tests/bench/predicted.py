@@ -178,7 +178,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quant", default="none,int8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer, in the mean")
-    parser.add_argument("--requests", type=int, default=20, help="of each load")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=20,
+        help="of each load, up to 4 times if few",
+    )
     parser.add_argument("--shares", default="0.2,0.5,0.8", help="of the predicted capacity")
     options = parser.parse_args(arguments)
     report, rows = Report(options, threads=1), list[Predicted]()

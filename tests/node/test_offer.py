@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -151,15 +152,19 @@ def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) 
     run_virtual(story())
 
 
+async def seen(case: Case, times: float | None, wait_s: float = 3 * WATCH_S) -> float:
+    """Let steps take so many times as long as measured; return the same of what is published."""
+    _, layer_s = MEASURED.layer_s[0]
+    case.layer_s = None if times is None else times * layer_s
+    await asyncio.sleep(wait_s)
+    return case.told[-1].layer_s[0][1] / layer_s
+
+
 def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
-    rows, layer_s = MEASURED.layer_s[0]
+    rows, _ = MEASURED.layer_s[0]
 
     async def story() -> None:
-        async def see(times: float | None, wait_s: float = 3 * WATCH_S) -> float:
-            case.layer_s = None if times is None else times * layer_s
-            await asyncio.sleep(wait_s)
-            return case.told[-1].layer_s[0][1] / layer_s
-
+        see = partial(seen, case)
         refining = asyncio.ensure_future(case.offer.refine())
         published = [
             await see(times) for times in (1.9, 3.0, 2.0, 1.6, 1.4, 1.9, 8.0, 1.5, 1.0, 1e9)
@@ -181,14 +186,10 @@ def test_a_slow_machine_says_so_until_it_is_fast_again(case: Case) -> None:
 
 
 def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case: Case) -> None:
-    rows, layer_s = MEASURED.layer_s[0]
+    rows, _ = MEASURED.layer_s[0]
 
     async def story() -> None:
-        async def see(times: float | None, wait_s: float = 3 * WATCH_S) -> float:
-            case.layer_s = None if times is None else times * layer_s
-            await asyncio.sleep(wait_s)
-            return case.told[-1].layer_s[0][1] / layer_s
-
+        see = partial(seen, case)
         case.offer.begin(MEASURED)
         refining = asyncio.ensure_future(case.offer.refine())
         published = [await see(times) for times in (0.8, 0.5, 0.4, 0.2, 1.0, 0.6, 0.9, 0.6, 1.6)]

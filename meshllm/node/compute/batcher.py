@@ -35,6 +35,12 @@ def _ignore(_: Any) -> None:
     """Ignore a phase that this job lacks and another one of the batch has."""
 
 
+def _expect(result: Any) -> None:
+    """Raise what should not have been raised."""
+    if isinstance(result, Exception):
+        raise result
+
+
 @dataclass(frozen=True, slots=True)
 class _BatchedJob(Generic[Job]):
     number: int
@@ -105,8 +111,11 @@ class Batcher(Generic[Job]):
         self._submit(_LoneJob(next(self._numbers), session, function, callbacks, is_brief=False))
 
     def submit_brief(self, session: SessionId, function: Callable[[], Any]) -> None:
-        """Run a function that takes no time worth a turn; it stays in order with `submit_alone`."""
-        self._submit(_LoneJob(next(self._numbers), session, function, (), is_brief=True))
+        """Run a function that takes no time worth a turn; it stays in order with `submit_alone`.
+
+        If it raises, that ends the group of the batcher.
+        """
+        self._submit(_LoneJob(next(self._numbers), session, function, (_expect,), is_brief=True))
 
     def _submit(self, alone: _LoneJob) -> None:
         if self._is_closed:

@@ -200,12 +200,13 @@ class EntryNode:
 
         Closing the iterator cancels the generation on every rank.
         """
+        begin = loop_time() if order.begin is None else order.begin
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
         asker = asker_of(order.prefix_scope)
         async with self._queue.admitted(session, task.limit, asker):
-            generation = self._open(task, order, key)
+            generation = self._open(task, order, key, begin)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():
                     output = await generation.outputs.get()
@@ -231,7 +232,9 @@ class EntryNode:
             is_own=is_owners(order.prefix_scope),
         )
 
-    def _open(self, task: GenerationTask, order: GenerationRequest, key: ResumeKey) -> Generation:
+    def _open(
+        self, task: GenerationTask, order: GenerationRequest, key: ResumeKey, begin: float
+    ) -> Generation:
         if self._lost:
             raise self._lost
         session, now = task.session, loop_time()
@@ -248,7 +251,6 @@ class EntryNode:
                 shared = Speculation(KnownText(order.prompt + order.forced), shared.times)
             speculator = Speculator(shared, order.known, clock, self._prepared)
         encoder = self._encoder.for_session(session)
-        begin = now if order.begin is None else order.begin
         generation = Generation(
             order, machine, self._runners, encoder, begin, speculator, start, key
         )

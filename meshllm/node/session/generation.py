@@ -83,7 +83,7 @@ class GenerationRequest:
     asker: NodeId | None = field(default=None, kw_only=True)
     """The node that sent the request; None is this one."""
     begin: float | None = field(default=None, kw_only=True)
-    """Loop time from which the time to its first token counts; None is its admission."""
+    """Loop time from which the time to its first token counts; None is when the entry gets it."""
     scope: str = field(default="", kw_only=True)
     """Of the asker, see `Request`; with it, whose turn in the queue the request takes."""
     shares_prefix: bool = field(default=False, kw_only=True)

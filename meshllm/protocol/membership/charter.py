@@ -25,6 +25,7 @@ believe it of the founder only, as all earlier ones do.
 from base64 import b85decode, b85encode
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from struct import Struct
 from typing import Any, Self
 
@@ -355,6 +356,7 @@ def _can_be_said(term: Term) -> bool:
     return term.version < MAX_TERM_VERSION and len(term.text.encode()) <= MAX_TERM_BYTES
 
 
+@lru_cache(maxsize=4096)  # of all authors: models take 30 us each, and all are read at each change
 def _unknown(term: Term) -> str | None:
     """Return what this version does not know of a term; None if it knows all."""
     if _parser(term.name) is None:

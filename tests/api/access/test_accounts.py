@@ -2,7 +2,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Event, Thread
@@ -13,12 +12,6 @@ from meshllm.api.access.accounts import FILE, Accounts, KeyLimits, KeyUsage, tag
 from meshllm.errors import UserError
 
 NOW = 1_000_000.0
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
 
 
 def test_a_created_key_is_found_with_its_limits(accounts: Accounts) -> None:

@@ -1,6 +1,5 @@
 from collections.abc import AsyncIterator, Iterator, MutableMapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,12 +14,6 @@ from tests.builders.fake_node import FakeNode
 MODELS = "/v1/models"
 OPEN = AccessPolicy()
 SHUT = AccessPolicy(needs_key=True, file_keys=("0123456789abcdef", "fedcba9876543210"))
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
 
 
 @asynccontextmanager

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -65,12 +64,6 @@ CASES = {
     ),
     "wrong host": Case("", 421, "unknown_host", (("host", "evil.test"),), needs_key=False),
 }
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
 
 
 @pytest.fixture

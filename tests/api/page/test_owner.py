@@ -1,8 +1,7 @@
 """The owner's views: who may see them, and what they do."""
 
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
@@ -25,12 +24,6 @@ VIEWS = [
     ("POST", "/owner/plan"),
 ]
 FILE_KEY = "f" * 20
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
 
 
 @pytest.fixture(params=[False, True], ids=["open", "shut"])

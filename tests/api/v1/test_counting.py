@@ -1,7 +1,6 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from threading import Event
 
 import httpx2
@@ -20,17 +19,6 @@ from tests.processes.fleet import WAIT_S
 
 PATH = "/v1/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
-
-
-@pytest.fixture
-def service(door: FakeNode, accounts: Accounts) -> Service:
-    return Service(door, accounts)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -33,17 +33,6 @@ from tests.processes.fleet import WAIT_S
 PATH = "/v1/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 NOON = 1_795_003_200.0  # of 2026-11-18
-
-
-@pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    with Accounts.open(tmp_path / "state") as accounts:
-        yield accounts
-
-
-@pytest.fixture
-def service(door: FakeNode, accounts: Accounts) -> Service:
-    return Service(door, accounts)
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
         order = GenerationRequest((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
         key = ResumeKey(b"c" * 16)
         task = ring.entry._task(session_of(key), order)
-        generation = ring.entry._open(task, order, key)
+        generation = ring.entry._open(task, order, key, 0.0)
         ring.entry._act(task.session, generation.machine.finish(FinishReason.CANCELLED, 0.0))
         await generation.closed.wait()
 

@@ -267,6 +267,18 @@ async def test_a_callback_that_raises_ends_the_task_group_and_all_reports() -> N
     assert heard == [2, 4]
 
 
+async def test_a_change_that_raises_ends_the_task_group() -> None:
+    async def work() -> None:
+        async with recording() as (_, tracer):
+            tracer.batcher.submit_brief(ONE, lambda: 1 // 0)
+            await asyncio.sleep(10)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await work()
+
+    assert [type(error) for error in caught.value.exceptions] == [ZeroDivisionError]
+
+
 async def test_a_closed_batcher_reports_nothing_and_runs_nothing() -> None:
     heard: list[int] = []
     async with recording() as (worker, tracer):
