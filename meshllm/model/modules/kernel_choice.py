@@ -15,7 +15,7 @@ of their CPU, so that it does not depend on what else ran meanwhile.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from functools import cache, partial
 from statistics import median
@@ -84,20 +84,42 @@ def choose(times: Times) -> LinearKernel:
 
 
 def _times(inputs: int) -> Times:
-    """Return the times of matrices, from the cache if they were measured before."""
-    folder, number = jit.private_folder(), str(inputs)
+    return measure_once((_RECORD, *LinearKernel), str(inputs), lambda: _measure(inputs))
+
+
+def measure_once(record: tuple[str, ...], name: str, measure: Callable[[], Times]) -> Times:
+    """Return what ``measure`` returned when it was first asked for ``name`` on this machine.
+
+    ``record`` is the key of the stored times, besides the processor and the versions.
+    """
+    folder = jit.private_folder()
     if folder is None:
-        return _measure(inputs)
-    with locked(folder, *_key()):  # of two processes, one measures
-        known: dict[str, Times] = load_cached(folder, *_key()) or {}
-        if number not in known:
-            known[number] = _measure(inputs)
-            store_cached(folder, known, *_key())
-    return known[number]
+        return measure()
+    key = *record, torch.__version__, llvmlite.__version__, *jit.machine()
+    with locked(folder, *key):  # of two processes, one measures
+        known: dict[str, Times] = load_cached(folder, *key) or {}
+        if name not in known:
+            known[name] = measure()
+            store_cached(folder, dict(known), *key)
+    return known[name]
 
 
-def _key() -> tuple[str, ...]:
-    return _RECORD, *LinearKernel, torch.__version__, llvmlite.__version__, *jit.machine()
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, whose CPU time is measured."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of this thread
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """Return the CPU time of this thread that a call takes."""
+    begin = time.thread_time()
+    run()
+    return time.thread_time() - begin
 
 
 @torch.inference_mode()
@@ -106,20 +128,16 @@ def _measure(inputs: int) -> dict[str, float]:
     count = max(1, _BYTES // (2 * _OUTPUTS * inputs))
     weights = torch.full((count, _OUTPUTS, inputs), 0.01, dtype=torch.bfloat16)
     rows = [torch.ones(rows, inputs, dtype=torch.bfloat16) for rows in _ROWS]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of this thread
-    try:
+    with one_thread():
         candidates = dict(_candidates(weights))
         totals = dict.fromkeys(map(str, candidates), 0.0)
         for x in rows:
             times: dict[LinearKernel, list[float]] = {kernel: [] for kernel in candidates}
             for _ in range(1 + _ROUNDS):  # the first round compiles
                 for kernel, products in candidates.items():
-                    times[kernel] += [_seconds(multiply, x) for multiply in products]
+                    times[kernel] += [cpu_seconds(partial(each, x)) for each in products]
             for kernel, each in times.items():
                 totals[kernel] += median(each[count:])
-    finally:
-        torch.set_num_threads(threads)
     return totals
 
 
@@ -150,9 +168,3 @@ def _keeps_bits(inputs: int) -> bool:
 def _packed(weight: Tensor) -> Multiply:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-
-def _seconds(multiply: Multiply, x: Tensor) -> float:
-    begin = time.thread_time()
-    multiply(x)
-    return time.thread_time() - begin

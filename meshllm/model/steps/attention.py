@@ -5,19 +5,36 @@ step. Library kernels are made for many rows; a few rows on the CPU use our own 
 also faster, see `meshllm.model.kernels.attention`. Prefill computes many rows at a time.
 """
 
-from functools import cache
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache, partial
 from itertools import pairwise
+from math import inf
+from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import flash_attention, jit
 from meshllm.model.kernels.softmax import COLUMNS, causal_softmax_
 from meshllm.model.modules import int8
-from meshllm.model.modules.kernel_choice import has_bf16_dot
+from meshllm.model.modules.kernel_choice import (
+    cpu_seconds,
+    has_bf16_dot,
+    measure_once,
+    one_thread,
+)
 
 SCORES = 1 << 20  # attention scores computed at a time
+FUSED_ROWS = 256
+"""Rows that the fused kernel of torch gets with the same keys."""
+
+_RECORD = "prompt attention 1"  # another number if the speed of our kernel changes
+_PROBE = 8, 4, 256, 1024, 128  # query heads, KV heads, rows, keys, width of a head: measured
+_ROUNDS = 3
+_TIE = 1.2  # times the time of the fastest, up to which ours is chosen
 
 
 def decode_attention(
@@ -45,18 +62,93 @@ def prefill_attention(
 ) -> Tensor:
     """Compute attention of a prefill chunk, see `decode_attention`; bfloat16 or float32.
 
-    On CPUs with an instruction for pairs of bfloat16, and none for matrices, our own kernel is
-    three times as fast as what follows, see `meshllm.model.kernels.flash_attention`.
-
-    The fused kernel of torch is slower with many keys: it does not skip masked keys, and stock code
-    repeats the keys for every query head. Here rows are processed in blocks over the keys that they
-    see, as many rows as keep their scores in the CPU cache. Scores keep the layout of the product
-    with the keys, one column per row, so nothing is transposed. All is float32 until the end, which
-    takes less than half the time; on CPUs with bfloat16 matrix instructions, scores are rounded to
-    bfloat16, as in transformers' eager attention.
+    Of the kernels for bfloat16, the fastest on this machine computes it, see `PrefillKernel`.
     """
-    if is_flash_faster() and flash_attention.takes(query, key, value):
-        return flash_attention.attend(query, key, value, scale, window)
+    is_usual = query.is_cpu and query.dtype == torch.bfloat16
+    return _KERNELS[fastest_prefill() if is_usual else PrefillKernel.BLOCKS](
+        query, key, value, scale, window
+    )
+
+
+class PrefillKernel(StrEnum):
+    """A kernel for the attention of many rows in bfloat16."""
+
+    OWN = "own"
+    """`meshllm.model.kernels.flash_attention`, where the CPU multiplies pairs of bfloat16."""
+    FUSED = "torch fused"
+    """The fused kernel of torch, fast where the CPU multiplies matrices of bfloat16 (AMX)."""
+    BLOCKS = "torch"
+    """Products of blocks by torch, in float32 where the CPU multiplies no matrices."""
+
+
+@cache
+def fastest_prefill() -> PrefillKernel:
+    """Return the fastest kernel for prompts on this CPU, measured once per machine."""
+    return choose_prefill(measure_once((_RECORD, *PrefillKernel), "prompt", _measure))
+
+
+def choose_prefill(times: Mapping[str, float]) -> PrefillKernel:
+    """Choose the fastest kernel; ours, which is row-invariant, unless another is clearly faster."""
+    best = min(times, key=lambda kernel: times[kernel])
+    own = times.get(PrefillKernel.OWN, inf)
+    return PrefillKernel.OWN if own <= _TIE * times[best] else PrefillKernel(best)
+
+
+@torch.inference_mode()
+def _measure() -> dict[str, float]:
+    """Return the seconds of each kernel for a chunk of a prompt."""
+    heads, groups, rows, keys, width = _PROBE
+    query = torch.ones(1, heads, rows, width, dtype=torch.bfloat16)
+    key = torch.ones(1, groups, keys, width, dtype=torch.bfloat16)
+    able = jit.jit_available() and has_bf16_dot()
+    kernels = [each for each in PrefillKernel if able or each is not PrefillKernel.OWN]
+    times: dict[str, list[float]] = {str(each): [] for each in kernels}
+    with one_thread():
+        for _ in range(1 + _ROUNDS):  # the first round compiles
+            for each in kernels:
+                attend = partial(_KERNELS[each], query, key, key, 1.0, None)
+                times[each].append(cpu_seconds(attend))
+    return {kernel: median(each[1:]) for kernel, each in times.items()}
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    if not flash_attention.takes(query, key, value):
+        return _in_blocks(query, key, value, scale, window)
+    return flash_attention.attend(query, key, value, scale, window)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend by the kernel of torch; it skips no masked keys, so few rows at a time get theirs."""
+    rows, keys = query.shape[2], key.shape[2]
+    past, is_whole = keys - rows, rows == keys <= (window or keys)
+    attended = []
+    for at in range(0, rows, rows if is_whole else FUSED_ROWS):
+        stop = rows if is_whole else min(rows, at + FUSED_ROWS)
+        start = max(0, past + at - window + 1) if window else 0
+        seen, mask = slice(start, past + stop), None
+        if not is_whole:
+            mask = torch.ones(stop - at, past + stop - start, dtype=torch.bool)
+            mask = mask.tril_(past + at - start)
+            if window:
+                mask = mask.triu_(past + at - start - window + 1)
+        part = functional.scaled_dot_product_attention(
+            query[:, :, at:stop], key[:, :, seen], value[:, :, seen],
+            attn_mask=mask, is_causal=is_whole, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        attended.append(part.transpose(1, 2))
+    return attended[0] if len(attended) == 1 else torch.cat(attended, 1)
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend by products of torch, with blocks of rows over the keys that they see.
+
+    A block has as many rows as keep their scores in the CPU cache. Scores keep the layout of the
+    product with the keys, one column per row, so nothing is transposed. All is float32 until the
+    end, which takes less than half the time; on CPUs with bfloat16 matrix instructions, scores are
+    rounded to bfloat16, as in transformers' eager attention.
+    """
     heads, rows, width = query.shape[1:]
     groups, keys = key.shape[1:3]
     each, past = heads // groups, keys - rows
@@ -79,10 +171,11 @@ def prefill_attention(
     return mixed
 
 
-@cache
-def is_flash_faster() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16, but not whole matrices of them."""
-    return jit.jit_available() and has_bf16_dot() and not int8.multiplies_matrices()
+_KERNELS = {
+    PrefillKernel.OWN: _own,
+    PrefillKernel.FUSED: _fused,
+    PrefillKernel.BLOCKS: _in_blocks,
+}
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ forward is `NotReplayable`, which is checked before and after the capture.
 
 import threading
 from collections.abc import Callable, Sequence
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class Graph:
         """Attend with rows of several sessions, query [1, H, T, D] to [1, T, H, E].
 
         Raises:
-            NotReplayable: the keys and values are not those of the last cache update.
+            NotReplayable: the keys and values are not those of the last cache update, or the kernel
+                cannot be compiled.
         """
         own, its, layer = self._updated or (None, None, -1)
         if own is not key or its is not value or query.dtype != key.dtype:
@@ -131,7 +133,10 @@ class Graph:
         self._updated = None
         self._attended.append(layer)
         table = self._tables[layer - self._shard.span.start]
-        return self._attend(query, key, value, table, scale, window)
+        try:
+            return self._attend(query, key, value, table, scale, window)
+        except (OSError, SubprocessError) as reason:  # Triton runs a compiler and `ldconfig`
+            raise NotReplayable(f"Triton cannot compile the attention: {reason}") from reason
 
     def _update(
         self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any

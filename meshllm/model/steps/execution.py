@@ -16,6 +16,7 @@ from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.split.skeleton import build
+from meshllm.model.steps.attention import PrefillKernel, fastest_prefill
 from meshllm.names import Quant
 
 SDPA = "sdpa"
@@ -122,7 +123,13 @@ def forecast(
         kinds = Counter(str(choose_kernel(module)) for module in linears)
     else:
         kinds = Counter({str(quant): len(linears)})
-    return Execution(Strategy.REPLAYED, tuple(kinds.items()), attention="own")
+    return Execution(Strategy.REPLAYED, tuple(kinds.items()), own_attention(dtype))
+
+
+def own_attention(dtype: torch.dtype) -> str:
+    """Name the kernels of attention on this CPU, where that of steps is ours."""
+    prompts = fastest_prefill() if dtype == torch.bfloat16 else PrefillKernel.OWN
+    return "own" if prompts is PrefillKernel.OWN else f"own, of prompts {prompts}"
 
 
 def mixes(model: nn.Module) -> bool:

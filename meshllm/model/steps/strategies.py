@@ -41,6 +41,7 @@ from meshllm.model.steps.execution import (
     lacks_invariance,
     linears_of,
     matrix_bytes,
+    own_attention,
 )
 from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.replay import CHECKS, Replay
@@ -325,9 +326,10 @@ def choose_steps(
             reason,
         )
         return _stock(shard, reason)
+    own = own_attention(shard.model.dtype)
     if reason := _replay_obstacle(shard):
-        return steps, _execution(shard, Strategy.INVARIANT, "own", reason)
-    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, "own")
+        return steps, _execution(shard, Strategy.INVARIANT, own, reason)
+    return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, own)
 
 
 def positions_of(x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:

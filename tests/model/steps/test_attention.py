@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from meshllm.model.kernels import attention as native_attention
 from meshllm.model.modules import int8
+from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.steps import attention
-from meshllm.model.steps.attention import decode_attention
+from meshllm.model.steps.attention import PrefillKernel, decode_attention
 
 Heads = tuple[int, int, int]
 HEADS = [(4, 2, 16), (8, 2, 64), (4, 4, 64)]
@@ -252,7 +253,7 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
 
     with (
         patch.object(int8, "multiplies_matrices", lambda: has_matrices),
-        patch.object(attention, "is_flash_faster", lambda: False),
+        patch.object(attention, "fastest_prefill", lambda: PrefillKernel.BLOCKS),
     ):
         found = attention.prefill_attention(query, key, value, 0.125)
 
@@ -262,24 +263,64 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
 
 
 @pytest.mark.parametrize(
-    ("features", "is_faster"),
-    [((), False), (("avx512bf16",), True), (("avx512bf16", "amx-bf16"), False)],
+    ("window", "shape", "heads", "kernel"),
+    mixed(
+        [None, 1, 7, 40, 500],
+        [(1, 1), (33, 33), (20, 90), (65, 300), (48, 48)],
+        [(8, 2, 64), (6, 2, 24), (4, 4, 32)],
+        list(PrefillKernel),
+    ),
 )
-def test_our_own_prefill_kernel_is_used_where_it_is_faster(
-    features: tuple[str, ...], is_faster: bool
+def test_a_bfloat16_chunk_is_attention_by_each_kernel(
+    heads: Heads, shape: tuple[int, int], window: int | None, kernel: PrefillKernel
 ) -> None:
+    if kernel is PrefillKernel.OWN and not has_bf16_dot():
+        pytest.skip("no instruction for pairs of bf16 here")
+    query, key, value = drawn(heads, *shape, torch.bfloat16)
+    exact = reference(query.double(), key.double(), value.double(), window)
+
     with (
-        patch.object(int8, "multiplies_matrices", lambda: "amx-bf16" in features),
-        patch.object(attention, "has_bf16_dot", lambda: "avx512bf16" in features),
+        patch.object(attention, "fastest_prefill", lambda: kernel),
+        patch.object(attention, "FUSED_ROWS", 16),
     ):
-        assert attention.is_flash_faster.__wrapped__() is is_faster
+        found = attention.prefill_attention(query, key, value, heads[2] ** -0.5, window)
+
+    assert found.shape == exact.shape
+    assert found.dtype == torch.bfloat16
+    assert float((found.double() - exact).norm() / exact.norm()) < 2**-7
 
 
-@pytest.mark.parametrize("is_faster", [False, True])
-def test_shapes_that_the_kernel_does_not_take_are_computed_too(is_faster: bool) -> None:
+@pytest.mark.parametrize(
+    ("times", "kernel"),
+    [
+        ({"own": 1.0, "torch fused": 2.0, "torch": 3.0}, PrefillKernel.OWN),
+        ({"own": 1.19, "torch fused": 1.0, "torch": 3.0}, PrefillKernel.OWN),
+        ({"own": 1.21, "torch fused": 1.0, "torch": 3.0}, PrefillKernel.FUSED),
+        ({"torch fused": 2.0, "torch": 1.0}, PrefillKernel.BLOCKS),
+    ],
+)
+def test_the_fastest_kernel_reads_prompts_and_ours_in_a_tie(
+    times: dict[str, float], kernel: PrefillKernel
+) -> None:
+    assert attention.choose_prefill(times) is kernel
+
+
+@pytest.mark.parametrize("has_dot", [False, True])
+def test_only_kernels_that_this_processor_has_are_measured(has_dot: bool) -> None:
+    if has_dot and not has_bf16_dot():
+        pytest.skip("no instruction for pairs of bf16 here")
+    with patch.object(attention, "has_bf16_dot", lambda: has_dot):
+        times = attention._measure()
+
+    assert set(times) == {"torch fused", "torch"} | ({"own"} if has_dot else set())
+    assert all(seconds > 0 for seconds in times.values())
+
+
+@pytest.mark.parametrize("kernel", list(PrefillKernel))
+def test_shapes_that_the_kernel_does_not_take_are_computed_too(kernel: PrefillKernel) -> None:
     query, key, value = drawn((6, 2, 24), 40, 90, torch.bfloat16)
 
-    with patch.object(attention, "is_flash_faster", lambda: is_faster):
+    with patch.object(attention, "fastest_prefill", lambda: kernel):
         found = attention.prefill_attention(query, key, value, 0.2)
 
     exact = reference(query.double(), key.double(), value.double(), None)

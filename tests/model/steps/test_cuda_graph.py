@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
@@ -275,6 +276,28 @@ def test_without_triton_steps_are_stock_steps(
 
     assert "row-invariant kernels disabled (NotReplayable: " in caplog.text
     assert "triton" in caplog.text
+    assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("/sbin/ldconfig"), CalledProcessError(1, "gcc")]
+)
+def test_where_triton_cannot_compile_steps_are_stock_steps(
+    llama_source: Source,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    def attend(*_: object) -> Tensor:
+        raise error
+
+    with graphs_pretended(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(module, "_kernel", lambda: attend)
+        runner = whole(llama_source)
+        given = runner.step(tokens(3), after(runner, 9))
+        expected = stock(runner, tokens(3), after(runner, 9))
+
+    assert f"Triton cannot compile the attention: {error}" in caplog.text
     assert torch.equal(given, expected)
 
 
