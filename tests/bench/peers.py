@@ -121,7 +121,15 @@ class Llama:
         return self.file.stat().st_size
 
     def seconds(self, task: EngineTask, threads: int) -> float | None:
-        """Run its own benchmark once; None if that is not installed."""
+        """Run its own benchmark once; None if that is not installed, or ends with an error."""
+        try:
+            return self._measure(task, threads)
+        except subprocess.CalledProcessError as error:  # such as SIGILL
+            message = error.stderr.strip().rpartition("\n")[2]
+            print(f"no {task.name}, {self.width}: {error} {message}", file=sys.stderr)
+            return None
+
+    def _measure(self, task: EngineTask, threads: int) -> float | None:
         command = command_of(task, threads, self.file)
         if not (self.programs / command[0]).exists():
             return None

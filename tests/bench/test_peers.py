@@ -1,6 +1,7 @@
 """The table of peers: what llama.cpp is asked and says, ratios, a whole run without it."""
 
 import json
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -82,6 +83,17 @@ def test_a_program_that_is_missing_takes_no_task(tmp_path: Path) -> None:
 
     assert peer.seconds(STEP, 1) == 1 / 64
     assert peer.seconds(SESSIONS, 1) is None
+
+
+def test_a_program_that_fails_takes_no_task_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "llama-bench"
+    script.write_text(f"#!{sys.executable}\nimport os\nos.kill(os.getpid(), 4)\n")
+    script.chmod(0o755)
+
+    assert Llama("int8", tmp_path / "model.gguf", tmp_path).seconds(STEP, 1) is None
+    assert re.search("no decode 1, int8: .*SIGILL", capsys.readouterr().err)
 
 
 def test_rows_have_ratios_of_the_same_threads_and_width() -> None:
