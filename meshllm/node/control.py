@@ -192,9 +192,9 @@ def control_of(node: MeshNode) -> NodeControl:
         node.invite,
         node.expel,
         node.revoke,
-        node.ring_member.changes,
+        node.state.changes,
         node.router.generate,
-        lambda: measure(node.ring_member.ranks, node.ring_member.held),
+        lambda: measure(node.state.ranks, node.state.held),
         node.charter_editor.serve_model,
         node.charter_editor.stop_model,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
-from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant
+from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant, short
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
@@ -242,6 +242,12 @@ def find_node(text: str, profiles: Mapping[NodeId, Profile]) -> NodeId:
             return parse_node(text)
         case nodes:
             raise UserError(f"{len(nodes)} nodes match `{text}`", hint="give the whole id")
+
+
+def name_of(node: NodeId, profiles: Mapping[NodeId, Profile]) -> str:
+    """Return the name of a node; its short id if it has none, or is unknown."""
+    profile = profiles.get(node)
+    return profile.name if profile and profile.name else short(node)
 
 
 def _nodes(

@@ -46,10 +46,11 @@ from meshllm.node.net.secure import SecureLink
 from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
+from meshllm.node.own_state import OwnState
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
-from meshllm.node.ring_member import RingMember
+from meshllm.node.ring_directory import RingDirectory
 from meshllm.node.ring_service import RingService
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
@@ -111,12 +112,14 @@ class MeshNode:
         dialer = NodeDialer(endpoints.schemes, side, here)
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)
-        self.ring_member = RingMember(
-            self.machine, self.links, self._plan_reason, keep_s=options.keep_s
+        self.state = OwnState(
+            self.machine, self.links, self._plan_reason, self._call_later, keep_s=options.keep_s
         )
+        self.ring_member = self.state.first
+        self.rings = RingDirectory(self.machine, self.links, self.state)
         self.router = RequestRouter(
             self.me,
-            self.ring_member,
+            self.rings,
             self.links.post,
             longest=self._longest_request,
             off_loop=off_loop,
@@ -139,6 +142,7 @@ class MeshNode:
         self.service = RingService(
             self.machine,
             self.links,
+            self.state,
             self.ring_member,
             self._offer,
             self.charter_editor,
@@ -166,7 +170,7 @@ class MeshNode:
     @property
     def is_leaving(self) -> bool:
         """Whether it finishes its requests, to leave the mesh."""
-        return self.ring_member.is_leaving
+        return self.state.is_leaving
 
     @property
     def trouble(self) -> str:
@@ -191,9 +195,10 @@ class MeshNode:
     def view(self) -> NodeView:
         """Take a snapshot for the status."""
         machine, ring_member, links = self.machine, self.ring_member, self.links.by_peer
+        state, rings = self.state, self.rings
         plan, is_served = ring_member.plan, ring_member.serving_entry() is not None
-        if ring_member.provider:  # it follows no plan, and answers with the rings of others
-            plan, is_served = ring_member.ring(ring_member.group)
+        if state.provider:  # it follows no plan, and answers with the rings of others
+            plan, is_served = rings.ring(ring_member.group)
         return NodeView(
             self.me,
             self.name,
@@ -228,13 +233,13 @@ class MeshNode:
             advice=self.service.planner.advice,
             plan=plan,
             is_served=is_served,
-            reason=ring_member.reason() if ring_member.provider else ring_member.own_reason(),
+            reason=rings.reason() if state.provider else ring_member.reason,
             trouble=str(ring_member.trouble or ""),
-            sessions=ring_member.sessions,
-            recomputed=ring_member.recomputed,
+            sessions=state.sessions,
+            recomputed=state.recomputed,
             counts=replace(self.router.counts),
             group=ring_member.group,
-            rings=self.service.rings(),
+            rings=self.service.rings(rings),
             execution=ring_member.execution,
             history=ring_member.history,
             warnings=(self.trouble,) if self.trouble else (),
@@ -283,15 +288,15 @@ class MeshNode:
         The ring serves until the other nodes have agreed on a plan without this node.
         """
         if not self.is_leaving:
-            self.ring_member.is_leaving = True
-            self.ring_member.publish()
+            self.state.is_leaving = True
+            self.state.publish()
             self._jobs.create_task(self._drain())
 
     async def run(self) -> None:
         """Run the node until cancelled."""
         parts: list[Callable[[], Awaitable[None]]] = [self._provide]
         if self._preparation is not None:
-            watch = partial(self._offer.watch, self._preparation.worker)
+            watch = partial(self._offer.watch, self._preparation.worker, self.state)
             parts = [self.service.run, self.service.survey, watch]
         async with self._jobs, AsyncExitStack() as stack:
             for part in (
@@ -305,7 +310,7 @@ class MeshNode:
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # let the links start
             self._offer.publish()
-            self.ring_member.publish()
+            self.state.publish()
             if self._own.link is not None:
                 self.links.adopt(self._own.link)
             if self._options.discovery:
@@ -396,9 +401,9 @@ class MeshNode:
 
     async def _provide(self) -> None:
         """Publish what the engine of this node serves, instead of layers."""
-        provider = self.ring_member.provider
+        provider = self.state.provider
         assert provider is not None  # else this does not run
-        await provider.run(self.ring_member.publish)
+        await provider.run(self.state.publish)
 
     def _update_addresses(self) -> None:
         """Publish the current addresses."""
@@ -451,7 +456,7 @@ class MeshNode:
             async with asyncio.timeout(DRAIN_S):
                 # Polled: it happens once in the life of a node, not worth an event per session.
                 while True:
-                    if self.router.counts.active or self.ring_member.sessions:
+                    if self.router.counts.active or self.state.sessions:
                         idle_since = loop_time()
                     elif (
                         not self.service.is_handing_over or loop_time() >= idle_since + IDLE_DRAIN_S
@@ -460,7 +465,7 @@ class MeshNode:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             logger.warning("requests still running after %d s", DRAIN_S)
-        self.ring_member.has_left = True
+        self.state.has_left = True
         await self.links.leave()
         self._stop(None)
 
@@ -543,7 +548,7 @@ async def open_node(
             )
             own = await enter(store, options, endpoints.transports)
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
-            node.ring_member.provider = provider
+            node.state.provider = provider
             running = asyncio.ensure_future(node.run())
         running.add_done_callback(node.ended)
         supervisor.failed.add_done_callback(node.ended)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshllm.errors import ModelError, OutOfMemory
 from meshllm.names import GroupId, ModelKey
+from meshllm.node.own_state import OwnState
 from meshllm.node.ring_member import RingMember
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
@@ -156,7 +157,7 @@ class NodeOffer:
         self._call_later(self._retry_s, self._offer_again)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
-    async def watch(self, worker: "Worker") -> None:
+    async def watch(self, worker: "Worker", own: OwnState) -> None:
         """Retract the offer while the compute thread hangs.
 
         The event loop still sends heartbeats, so peers cannot tell a hung node from a busy one.
@@ -167,17 +168,17 @@ class NodeOffer:
                 continue
             self.hang = f"the compute thread has hung for {hung_s:.0f} s"
             logger.warning("%s: this node retracts its offer until it responds", self.hang)
-            self._member.is_hung = True
+            own.is_hung = True
             self._show(is_open=False)
-            self._member.publish()
+            own.publish()
             while worker.hung_s:  # a hung thread sets no event
                 await asyncio.sleep(WATCH_S)
                 if self.profile.layer_s:  # offered again, for another ring
                     self._show(is_open=False)
             self.hang = ""
             logger.warning("the compute thread responds again")
-            self._member.is_hung = False
-            self._member.publish()
+            own.is_hung = False
+            own.publish()
             if not self._member.trouble:
                 self._show(is_open=True)
 

@@ -33,8 +33,10 @@ from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
+from meshllm.node.own_state import PROVIDES, OwnState
 from meshllm.node.planner import Planner
-from meshllm.node.ring_member import PROVIDES, RingMember
+from meshllm.node.ring_directory import RingDirectory
+from meshllm.node.ring_member import RingMember
 from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply
@@ -75,6 +77,7 @@ class RingService:
 
     machine: Mesh
     links: MeshLinks
+    state: OwnState
     member: RingMember
     offer: NodeOffer
     editor: CharterEditor
@@ -139,9 +142,9 @@ class RingService:
             dict(machine.states), tuple(machine.removals), self.member.group,
         )  # fmt: skip
 
-    def rings(self) -> tuple[RingView, ...]:
+    def rings(self, directory: RingDirectory) -> tuple[RingView, ...]:
         """Return all rings of the mesh."""
-        view, member = self.view(), self.member
+        view = self.view()
         if view is None:
             return ()
         lacking = shortage(view) if has_several(view) else {}
@@ -156,20 +159,20 @@ class RingService:
                 own=self._own_ring(group.id),
             )
             for group in groups_of(view.charter)
-            for plan, is_served in (member.ring(group.id),)
+            for plan, is_served in (directory.ring(group.id),)
         )
 
     def _own_ring(self, group: GroupId) -> OwnRing | None:
         """Return what this node knows of one of its rings; None if it takes part in no such."""
         services = (self, *self.further.values())
         service = next((each for each in services if each.member.group == group), None)
-        if service is None or service.member.provider:
+        if service is None or self.state.provider:
             return None
         member = service.member
         return OwnRing(
             service.agreement,
             service.planner.advice,
-            member.own_reason(),
+            member.reason,
             member.execution,
             member.history,
         )
@@ -181,13 +184,13 @@ class RingService:
         for each in (self, *self.further.values()):
             each.planner.invalidate()
             each.offer.withdraw()
-        self.member.publish()
+        self.state.publish()
 
     def reason(self) -> str:
         """Return why there is no plan."""
         if self.offer.hang or self._supply.progress:
             return self.offer.hang or self._supply.progress
-        if self.member.provider and self.agreement is None:
+        if self.state.provider and self.agreement is None:
             return PROVIDES if self.links.by_peer else "no contact with the mesh yet"
         if self.agreement is not None and self.agreement.plan is not None:
             if lacking := self.agreement.lacking:
@@ -198,7 +201,7 @@ class RingService:
             return "the nodes are agreeing on a plan"
         if self.agreement is not None:
             is_early = not self.agreement.offers and not self.agreement.refused
-            is_early &= self.member.provider is None
+            is_early &= self.state.provider is None
             return "the nodes are loading the model" if is_early else self.agreement.reason
         is_known = self.machine.charter or self.is_founder
         return "this node is loading the model" if is_known else "no contact with the mesh yet"
@@ -236,7 +239,7 @@ class RingService:
         """
         known: tuple[ModelKey, ...] = ()
         held: tuple[ModelKey, ...] = ()
-        async with aclosing(self.member.changes()) as changes:
+        async with aclosing(self.state.changes()) as changes:
             async for _ in changes:
                 charter = self.machine.charter
                 if charter is None:
@@ -255,7 +258,7 @@ class RingService:
 
     async def accept(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
-        if not any(each.runtime for each in self.member.members):
+        if not any(each.runtime for each in self.state.members):
             await link.close()  # a provider imports no torch
             return
         from meshllm.node.ring.runtime import arrive
@@ -267,7 +270,7 @@ class RingService:
         await self._server.serve(link)
 
     def _runtime(self, hello: "Hello") -> "RingRuntime | None":
-        found = (each.runtime for each in self.member.members if each.group == hello.group)
+        found = (each.runtime for each in self.state.members if each.group == hello.group)
         return next(found, None)
 
     # Callbacks of the supply of weights, see `SupplyHost`.
@@ -283,7 +286,7 @@ class RingService:
 
     def changes(self) -> AsyncIterator[None]:
         """Yield once at first, then after each possible change of the records."""
-        return self.member.changes()
+        return self.state.changes()
 
     def own_weights(self) -> Sequence[bytes]:
         """Return the digests of the weights that are here, even while no offer is published."""
@@ -307,7 +310,7 @@ class RingService:
     def publish_state(self) -> None:
         """Publish whether this node fetches weights."""
         self.member.obstacle = self._supply.obstacle
-        self.member.publish()
+        self.state.publish()
 
     # Following the plan.
 
@@ -322,7 +325,7 @@ class RingService:
             self._schedule_further()
         if member.group == FIRST_GROUP and member.model is not None:
             self.editor.amend_again(member.model.shape.context)
-        member.publish()
+        self.state.publish()
 
     def _foreseen(self, plan: Plan | None) -> None:
         runtime = self.member.runtime
@@ -339,15 +342,22 @@ class RingService:
         return me not in agreement.leaving or agreement.plan != plan
 
     async def _watch_ring(self) -> None:
-        async with aclosing(self.member.changes()) as changes:
+        async with aclosing(self.state.changes()) as changes:
             async for _ in changes:
                 self._hand_over()
+
+    @property
+    def _sessions(self) -> int:
+        """The sessions of this node; those of its own ring only, if that is a further one."""
+        if self.first is None:
+            return self.state.sessions
+        return self.member.runtime.sessions if self.member.runtime else 0
 
     def _settle_s(self) -> float:
         """Return for how long what is agreed on must not change before this node acts on it."""
         agreement, member = self.agreement, self.member
         if agreement is None:  # the mesh serves this model no more
-            return MOVE_S if member.sessions else SETTLE_S
+            return MOVE_S if self._sessions else SETTLE_S
         if agreement.lacking:
             return GATHER_S
         return LOST_S if agreement.has_lost(member.plan) else SETTLE_S
@@ -364,7 +374,7 @@ class RingService:
                     runtime.prepare(plan, is_urgent=True)
                 case Follow(plan):
                     runtime.follow(plan)
-                    member.publish()
+                    self.state.publish()
         due = self._handover.deadline
         if due is not None and due != self._due:
             self._due = due
@@ -382,7 +392,7 @@ class RingService:
         """Schedule the move to another group once it has been wanted for a while."""
         part = self.planner.parts.get(self.machine.me)
         target = part.first if part else None
-        if target == self._target or self.member.provider:
+        if target == self._target or self.state.provider:
             return
         self._target = target
         if target not in {None, self.member.group}:
@@ -391,10 +401,10 @@ class RingService:
 
     def _move(self, target: GroupId, latest: float) -> None:
         """Move to another group; if that may wait, only when no session is in progress."""
-        if target != self._target or self.member.is_leaving:
+        if target != self._target or self.state.is_leaving:
             return
         is_late = loop_time() >= latest
-        if target in self.further or (self.member.sessions and not is_late):
+        if target in self.further or (self._sessions and not is_late):
             self.call_later(SETTLE_S, self._move, target, latest)
             return
         self._moving.set()
@@ -406,7 +416,7 @@ class RingService:
         part, view = self.planner.parts.get(self.machine.me), self.view()
         is_out = part is None and view is not None and has_several(view)  # as when it hangs
         wanted = part.further if part else {}
-        if is_out or wanted == self._wanted or self.member.provider:
+        if is_out or wanted == self._wanted or self.state.provider:
             return
         self._wanted = wanted
         self.call_later(SETTLE_S, self._change_further, wanted)
@@ -416,7 +426,7 @@ class RingService:
 
         Those that still have sessions end later; new ones wait for the memory of all that end.
         """
-        if wanted is not self._wanted or self.member.is_leaving:
+        if wanted is not self._wanted or self.state.is_leaving:
             return
         ending = [(group, at) for group, at in self.further.items() if group not in wanted]
         for group in wanted.keys() & self.further.keys():
@@ -437,7 +447,7 @@ class RingService:
         now = loop_time()
         if self._latest is None:
             self._latest = now + MOVE_S
-        if self.member.sessions and now < self._latest + patience_s and not self._is_stopped:
+        if self._sessions and now < self._latest + patience_s and not self._is_stopped:
             return False
         self.stop()
         return True
@@ -446,8 +456,7 @@ class RingService:
         def why() -> str:
             return service.reason()
 
-        member = RingMember(self.machine, self.links, why, keep_s=0.0, first=self.member)
-        member.group = group
+        member = self.state.begin_further(group, why)
         bare = replace(self.offer.profile, weights=(), layer_s=(), model="", shares=())
         offer = NodeOffer(bare, partial(self.offer.share, group), member, self.call_later)
         service = replace(
@@ -462,7 +471,7 @@ class RingService:
             _target=None,
         )
         service._memory = memory
-        self.further[group], self.member.further[group] = service, member
+        self.further[group] = service
         service._task = self.spawn(service.run_further)
 
     async def run_further(self) -> None:
@@ -483,7 +492,7 @@ class RingService:
 
     def _leave_further(self, first: "RingService") -> None:
         group = self.member.group
-        del first.further[group], first.member.further[group]
+        del first.further[group], self.state.further[group]
         self.offer.close()
         if self._is_stopped:  # else the whole node stops
             self._supply.end()

@@ -3,9 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Self
+from typing import Protocol, Self, TypeVarTuple
 
 AFTER_ERROR_S = 0.5  # s; a heartbeat
+
+Ts = TypeVarTuple("Ts")
+
+
+class CallLater(Protocol):
+    """Schedules a callback of a node, in the context of its supervisor."""
+
+    def __call__(self, delay_s: float, callback: Callable[[*Ts], None], /, *args: *Ts) -> object:
+        """Call back after a time, unless the node ends before."""
 
 
 def loop_time() -> float:

@@ -97,7 +97,7 @@ class NodeView:
     sessions: int
     """Running on the ranks of this node."""
     recomputed: int
-    """See `RingMember.recomputed`."""
+    """See `OwnState.recomputed`."""
     counts: Counts
     group: GroupId = FIRST_GROUP
     """The ring in which it takes part."""

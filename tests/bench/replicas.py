@@ -84,7 +84,7 @@ async def _formed(world: World, replicas: int) -> None:
 
 def _is_formed(world: World, replicas: int) -> bool:
     nodes = world.nodes.values()
-    known = (len(node.ring_member.serving_entries()) for node in nodes)
+    known = (len(node.rings.serving_entries()) for node in nodes)
     return len(nodes) == len(world.running) and min(known) >= replicas
 
 

@@ -129,7 +129,7 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     assert all(each.execution and each.measured for each in own_rings)
     assert own_rings[1].measured != own_rings[0].measured
     memory = control_of(a).status().memory
-    assert memory.weights > max(_weights(each) for each in a.ring_member.members)
+    assert memory.weights > max(_weights(each) for each in a.state.members)
 
     control_of(a).stop(random)
 
@@ -145,7 +145,7 @@ async def test_a_draft_model_is_for_the_first_model_only(mesh: Mesh, random: str
     await control_of(a).serve(ModelOptions(random))
 
     await until(lambda: serving(a) == {("builtin", 0), (random, 0)}, a)
-    first, further = (each.model for each in a.ring_member.members)
+    first, further = (each.model for each in a.state.members)
     assert first is not None
     assert first.draft is not None
     assert further is not None

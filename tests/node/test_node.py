@@ -26,6 +26,7 @@ from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions
+from meshllm.node.own_state import HANGS
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
@@ -33,7 +34,6 @@ from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
-from meshllm.node.ring_member import HANGS
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Standby
@@ -80,7 +80,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 async def until(claim: Callable[[], bool], node: MeshNode) -> None:
     """Wait for changes of a node until the claim holds."""
     async with asyncio.timeout(PATIENCE_S):
-        async for _ in node.ring_member.changes():
+        async for _ in node.state.changes():
             if claim():
                 return
 

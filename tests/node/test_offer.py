@@ -133,7 +133,9 @@ def test_another_ring_begins_without_the_offer_and_the_backoff_of_the_last(case:
 
 def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) -> None:
     async def story() -> None:
-        watching = asyncio.ensure_future(case.offer.watch(cast("Any", case.worker)))
+        watching = asyncio.ensure_future(
+            case.offer.watch(cast("Any", case.worker), cast("Any", case.member))
+        )
         case.worker.hung_s = 7.0
         await asyncio.sleep(3)
         assert case.offer.hang == "the compute thread has hung for 7 s"

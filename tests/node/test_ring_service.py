@@ -28,11 +28,11 @@ class SettlingNode:
         service._handover, service._due = Handover(), None
         service.call_later = self._call_later
         service.planner = SimpleNamespace(agreement=self.agreement)  # type: ignore[assignment]
+        service.first = None
+        service.state = SimpleNamespace(sessions=0, publish=lambda: None)  # type: ignore[assignment]
         service.member = SimpleNamespace(  # type: ignore[assignment]
             runtime=SimpleNamespace(follow=self.followed.append),
             plan=None,
-            sessions=0,
-            publish=lambda: None,
             outlook=lambda plan, settle_s: Outlook(plan, None, settle_s),
         )
 

@@ -123,7 +123,7 @@ class Checks:
         for number, plan in plans.items():
             node = self.here[number]
             if plan is None:
-                return f"{number} follows no plan: {node.ring_member.reason()}"
+                return f"{number} follows no plan: {node.ring_member.reason}"
             if plan != plans[min(plans)]:
                 return f"{number} follows another plan"
             if not all(stage.node in here for stage in plan.stages):
@@ -145,11 +145,11 @@ class Checks:
                 or node.router.counts.active
             ):
                 return f"{number} has requests on its desk"
-            if node.ring_member.sessions:
-                return f"{number} has {node.ring_member.sessions} sessions"
+            if node.state.sessions:
+                return f"{number} has {node.state.sessions} sessions"
             if why := _caches_left(node):
                 return f"{number} {why}"
-            process, rings = world.running[number].process, node.ring_member.members
+            process, rings = world.running[number].process, node.state.members
             plans = [member.plan for member in rings if member.plan]
             linked = [at for at in plans if len(at.stages) > 1 and at.rank(node.me) is not None]
             if len(process.ends) != links + 2 * len(linked):
@@ -164,7 +164,7 @@ class Checks:
 
 def _caches_left(node: MeshNode) -> str | None:
     """Return what a node without sessions still holds for one, in any of its rings."""
-    for at in node.ring_member.members:
+    for at in node.state.members:
         store = at.runtime._store if at.runtime else None
         if at.rank and (size := at.rank.budget.live_bytes):
             return f"reserves {size} bytes of its KV cache"

@@ -32,7 +32,7 @@ class RingChecks(Checks):
                 return f"{number} knows no charter"
             part = divide(view).get(node.me, NodeGroups(UNASSIGNED))
             wanted = [part.first, *sorted(part.further)]
-            first, *further = (each.group for each in node.ring_member.members)
+            first, *further = (each.group for each in node.state.members)
             if wanted != [first, *sorted(further)]:
                 return f"{number} is in {_shown([first, *further])}, not {_shown(wanted)}"
         view = next(iter(self.here.values())).service.view()
@@ -42,7 +42,7 @@ class RingChecks(Checks):
             ring = {
                 number: member
                 for number, node in self.here.items()
-                for member in node.ring_member.members
+                for member in node.state.members
                 if member.group == group.id
             }
             if group.id in lacking and not group.replica:
@@ -66,7 +66,7 @@ class RingChecks(Checks):
         entry, model = plan.stages[0].node, next(iter(ring.values())).charter
         assert model is not None
         for number, other in self.here.items():
-            if entry not in other.ring_member.serving_entries(model.shape.name):
+            if entry not in other.rings.serving_entries(model.shape.name):
                 return f"{number} does not know its entry"
         return None
 

@@ -90,7 +90,7 @@ class LossWithin(OneLoss):
         await self._answer(ingress, ranks[self.role], ranks[(self.role + 1) % len(ranks)])
         after = world.nodes[ingress].ring_member.plan
         self.counts.plans = before, after
-        self.counts.recomputed = sum(each.ring_member.recomputed for each in world.nodes.values())
+        self.counts.recomputed = sum(each.state.recomputed for each in world.nodes.values())
         world.is_over = True
         for number in list(world.running):
             world.crash(number, silently=False)

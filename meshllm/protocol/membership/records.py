@@ -318,6 +318,10 @@ class StateRecord:
         )
         return own, *self.further
 
+    def has_loaded(self, followed: bytes) -> bool:
+        """Return whether the node has loaded its span of a plan, given as it is published."""
+        return any(each.is_loaded and each.followed == followed for each in self.memberships)
+
     def is_further(self, group: GroupId) -> bool:
         """Return whether a ring is one of the further ones of this node."""
         return any(each.group == group for each in self.further)

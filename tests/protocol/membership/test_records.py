@@ -134,6 +134,15 @@ def test_a_ring_sees_its_part_of_a_state() -> None:
     assert [each.group for each in BUSY.memberships] == [STATE.group, ONE, OTHER]
 
 
+def test_a_span_is_loaded_for_its_plan_only_in_any_ring() -> None:
+    state = replace(BUSY, followed=b"first", is_loaded=False)
+
+    assert [state.has_loaded(plan) for plan in (b"first", b"other", b"another")] == [
+        False, True, False,
+    ]  # fmt: skip
+    assert replace(state, is_loaded=True).has_loaded(b"first")
+
+
 @pytest.mark.parametrize(
     ("record", "what"),
     [

@@ -1,0 +1,122 @@
+"""Watches that the nodes of a plan load their spans in time, and link to their neighbours.
+
+A plan with a node that only claims to take part would wait for it without end.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from meshllm.names import GroupId, NodeId
+from meshllm.node.founding import name_of
+from meshllm.node.timer import CallLater, loop_time
+from meshllm.protocol.agreement.groups import find_group
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import ENDS
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.forming import LINK_S
+from meshllm.protocol.weights.holders import missing_parts, needed_parts
+
+LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
+LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
+FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
+_CHECK_S = LINK_S + 1.0  # more than the rounding error by which a timer may be early
+
+logger = logging.getLogger(__name__)
+
+
+class WatchedRing(Protocol):
+    """A ring as its runtime sees it."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+
+    @property
+    def missing(self) -> NodeId | None:
+        """A neighbour that has loaded and does not link."""
+
+
+def has_loaded(machine: Mesh, plan: Plan, node: NodeId) -> bool:
+    """Return whether a node says that it has loaded its span of a plan."""
+    state = machine.states.get(node)
+    return state is not None and state.has_loaded(plan.encode())
+
+
+def is_formed(machine: Mesh, plan: Plan) -> bool:
+    """Return whether all nodes of a plan have loaded their spans."""
+    return all(has_loaded(machine, plan, stage.node) for stage in plan.stages)
+
+
+class LoadWatch:
+    """The time that the nodes of the plan in force have to load and to link."""
+
+    def __init__(
+        self, machine: Mesh, put_out: Callable[[NodeId], None], call_later: CallLater
+    ) -> None:
+        """Watch; ``put_out`` is called with a node that is late."""
+        self._machine = machine
+        self._put_out = put_out
+        self._call_later = call_later
+        self._ring: WatchedRing | None = None
+        self._plan: Plan | None = None  # the latest that was watched,
+        self._until: dict[NodeId, float] = {}  # and until when each of its nodes may load
+
+    @property
+    def until(self) -> float:
+        """Until when living nodes of the plan in force may still load, in loop time; 0 if none."""
+        if (plan := self._ring.plan if self._ring else None) is None:
+            return 0.0
+        here = self._machine.alive.intersection(self._until)
+        loading = (node for node in here if not has_loaded(self._machine, plan, node))
+        return max(map(self._until.__getitem__, loading), default=0.0)
+
+    def begin(self, ring: WatchedRing, group: GroupId) -> None:
+        """Watch the plan in force of a ring, unless it is watched already."""
+        self._ring, plan, whole = ring, ring.plan, self._machine.charter
+        own = find_group(whole, group) if whole else None
+        if plan is None or plan == self._plan or own is None:
+            return
+        self._plan, shape = plan, own.charter.shape
+        self._until.clear()
+        for stage in plan.stages:
+            size = sum(shape.layer_bytes[stage.span.start : stage.span.stop]) + shape.ends_bytes
+            is_slow = self._fetches(plan, stage.node, group)
+            latest_s = LOAD_S + size / (FETCH_BYTES_PER_S if is_slow else LOAD_BYTES_PER_S)
+            self._until[stage.node] = loop_time() + latest_s
+            if stage.node != self._machine.me:
+                self._call_later(latest_s, self._check_loaded, plan, stage.node)
+        self._call_later(_CHECK_S, self._check_linked, plan)
+
+    def end(self) -> None:
+        """Watch no ring."""
+        self._ring = None
+
+    def _fetches(self, plan: Plan, node: NodeId, group: GroupId) -> bool:
+        """Return whether a node lacks weights of its span, and fetches them from others."""
+        machine = self._machine
+        profile, state = machine.profiles.get(node), machine.states.get(node)
+        if profile is not None and state is not None:
+            profile = profile.in_ring(group, is_further=state.is_further(group))
+        if profile is None or len(profile.weights) != plan.layers + ENDS:
+            return False
+        return bool(missing_parts(profile.weights, needed_parts(plan, node)))
+
+    def _check_loaded(self, plan: Plan, node: NodeId) -> None:
+        if self._is_in_force(plan) and not has_loaded(self._machine, plan, node):
+            self._report(node, "did not load its layers in time")
+
+    def _check_linked(self, plan: Plan) -> None:
+        """Check that the neighbours link, as long as a plan is in force."""
+        if self._ring is None or not self._is_in_force(plan):
+            return
+        if node := self._ring.missing:
+            self._report(node, "does not link to its neighbour")
+        self._call_later(_CHECK_S, self._check_linked, plan)
+
+    def _is_in_force(self, plan: Plan) -> bool:
+        return self._ring is not None and self._ring.plan == plan
+
+    def _report(self, node: NodeId, what: str) -> None:
+        logger.warning("node %s %s", name_of(node, self._machine.profiles), what)
+        self._put_out(node)

@@ -1,0 +1,209 @@
+"""The rings of the mesh, as a request needs them: who serves a model, and why nobody does.
+
+This node is in some of the rings; of the others it knows what their nodes publish.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from meshllm.errors import LinkLost
+from meshllm.names import GroupId, LossCause, NodeId
+from meshllm.node.founding import find_node, name_of
+from meshllm.node.load_watch import is_formed
+from meshllm.node.net.mesh_link import MeshLinks
+from meshllm.node.own_state import OwnState
+from meshllm.node.ring_member import RingMember
+from meshllm.protocol.agreement.candidates import decoded
+from meshllm.protocol.agreement.groups import groups_of, is_exact
+from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.mesh import Mesh
+from meshllm.protocol.membership.records import Lifecycle, ModelOffer
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.interruption import RingPlan, explain
+from meshllm.protocol.trust.identity import show
+from meshllm.request import Backend
+
+
+class RingDirectory:
+    """Finds the rings and providers of a model; see `router.Ring`."""
+
+    def __init__(self, machine: Mesh, links: MeshLinks, own: OwnState) -> None:
+        self._machine = machine
+        self._links = links
+        self._own = own
+
+    @property
+    def loads_until(self) -> float:
+        """Until when nodes of own plans may still load layers, in loop time; 0 if none does."""
+        return max(each.loads_until for each in self._own.members)
+
+    def is_provided(self, model: str) -> bool:
+        """Return whether a request for a model is one for a provider, not for the ring."""
+        charter = self._machine.charter
+        return bool(model) and (charter is None or charter.find(model) is None)
+
+    def offers(self, model: str) -> dict[NodeId, ModelOffer]:
+        """Return the nodes that provide a model now, and what they say of it."""
+        machine = self._machine
+        return {
+            node: offer
+            for node, state in machine.states.items()
+            if state.lifecycle is Lifecycle.SERVING
+            and (node == machine.me or node in self._links.by_peer)
+            for offer in reversed(state.offers)
+            if offer.model == model
+        }
+
+    def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
+        return tuple(show(find_node(name, self._machine.profiles)) for name in names)
+
+    async def entries(self, model: str = "") -> Sequence[NodeId]:
+        """Wait until a ring serves a model; return the entries of all rings that do."""
+        with self._own.use.using(model):
+            while True:
+                news = self._own.news
+                if entries := self.serving_entries(model):
+                    return entries
+                await news.wait()
+
+    def serving_entries(self, model: str = "") -> Sequence[NodeId]:
+        """Return the entries of the rings that serve a model now, as far as known here."""
+        entries = (
+            at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group)
+            for group in self._groups(model)
+        )
+        return [entry for entry in entries if entry is not None]
+
+    def ring(self, group: GroupId) -> tuple[Plan | None, bool]:
+        """Return the plan of a ring of the mesh, and whether it serves, as far as known here."""
+        if at := self._in_ring(group):
+            return at.plan, at.serving_entry() is not None
+        plan = self.plan_of(group)
+        return plan, plan is not None
+
+    def plan_of(self, group: GroupId) -> Plan | None:
+        """Return the plan that all nodes of another ring have loaded; None if there is none."""
+        machine = self._machine
+        loaded = {
+            each.followed
+            for node, state in machine.states.items()
+            if node in machine.alive
+            for each in state.memberships
+            if each.group == group and each.is_loaded
+        }
+        plans = [plan for each in loaded if (plan := decoded(each)) and is_formed(machine, plan)]
+        return max(plans, key=lambda plan: plan.precedence, default=None)
+
+    def reason(self, model: str = "") -> str:
+        """Return why there is no ring of a model."""
+        wanted = self._wanted(model)
+        if wanted is None:
+            return self._own.first.reason
+        if (at := self._serving(wanted)) is None:
+            return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
+        return at.reason
+
+    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+        """Return the ring of a model with this entry, as far as it is known here."""
+        rings = ((group, self.ring(group)[0]) for group in self._groups(model))
+        return next(
+            ((group, plan) for group, plan in rings if plan and plan.stages[0].node == entry), None
+        )
+
+    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+        """Return whether the ring of a model with this entry computes as transformers does."""
+        wanted, ring = self._wanted(model), self.ring_at(entry, model)
+        if wanted is None or ring is None:
+            return False
+        return is_exact(wanted, ring[1], self._machine.profiles)
+
+    def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
+        """Return why a ring with its earlier plan was lost, and a phrase about it."""
+        machine = self._machine
+        ends = Lifecycle.LEAVING, Lifecycle.LEFT
+        here = {node: state for node, state in machine.states.items() if node in machine.alive}
+        out = {
+            LossCause.NODE_SILENT: machine.silent - machine.alive,
+            LossCause.NODE_HUNG: {node for node, state in here.items() if state.obstacle},
+            LossCause.NODE_REFUSED: {node for state in here.values() for node in state.faulty},
+            LossCause.NODE_LEFT: {
+                node for node, state in machine.states.items() if state.lifecycle in ends
+            },
+        }
+        return explain(
+            before,
+            after,
+            alive=machine.alive,
+            out=out,
+            name=lambda node: name_of(node, machine.profiles),
+        )
+
+    @asynccontextmanager
+    async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:
+        """Serve an asker as a provider or as the entry, and keep the plan from changing meanwhile.
+
+        None is the owner of this node.
+
+        Raises:
+            LinkLost: this node is not the entry, its ring did not form, or it provides nothing.
+        """
+        if self.is_provided(model):
+            if self._own.provider is None:
+                raise LinkLost(f"This node does not provide `{model[:100]}`")
+            yield self._own.provider
+            return
+        at = self._find(model)
+        with self._own.use.using(model), at.hold.holding():
+            entry, plan, own = await at.serving()
+            from meshllm.node.session.text import RingBackend
+
+            yield RingBackend(entry, own.worker, await own.text(), plan, asker)
+
+    def _wanted(self, model: str) -> Charter | None:
+        """Return the charter of a model of the mesh, of the first if it is not named."""
+        charter = self._machine.charter
+        return charter.find(model) if charter else None
+
+    def _groups(self, model: str) -> list[GroupId]:
+        """Return the rings of a model; that of this node if it is unknown."""
+        wanted = self._wanted(model)
+        return self._groups_of(wanted) if wanted else [self._own.first.group]
+
+    def _entry_of(self, group: GroupId) -> NodeId | None:
+        """Return the entry of another ring, if it serves and a link leads there."""
+        plan = self.plan_of(group)
+        entry = plan.stages[0].node if plan else None
+        return entry if entry in self._links.by_peer else None
+
+    def _in_ring(self, group: GroupId) -> RingMember | None:
+        """Return this node in a ring in which it takes part, and has opened the model."""
+        return next((at for at in self._own.members if at.group == group and at.runtime), None)
+
+    def _serving(self, wanted: Charter) -> RingMember | None:
+        """Return this node in its ring of a model; None if it takes part in none."""
+        owned = ((at, at.charter) for at in self._own.members)
+        return next((at for at, own in owned if own and own.key == wanted.key), None)
+
+    def _find(self, model: str) -> RingMember:
+        """Return this node in its ring of a model; raise `LinkLost` without: it may have moved."""
+        wanted = self._wanted(model)
+        if wanted is None:
+            return self._own.first
+        if (at := self._serving(wanted)) is None:
+            raise LinkLost(f"This node does not serve `{wanted.shape.name}` now")
+        return at
+
+    def _awaits(self, wanted: Charter) -> str:
+        """Return what the rings of another model wait for."""
+        machine, groups = self._machine, self._groups_of(wanted)
+        is_loading = any(
+            node in machine.alive and any(each.group in groups for each in state.memberships)
+            for node, state in machine.states.items()
+        )
+        return "its nodes load it" if is_loading else "no node is free for it"
+
+    def _groups_of(self, wanted: Charter) -> list[GroupId]:
+        charter = self._machine.charter
+        groups = groups_of(charter) if charter else ()
+        return [group.id for group in groups if group.charter.key == wanted.key]

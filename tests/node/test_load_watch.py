@@ -1,0 +1,113 @@
+"""Which nodes of a plan are late with loading or linking."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.names import FIRST_GROUP, NodeId
+from meshllm.node.load_watch import LOAD_S, LoadWatch, is_formed
+from meshllm.protocol.membership.records import StateRecord
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.forming import LINK_S
+from meshllm.testing.clock import run_virtual
+from tests.builders.ring_places import ALONE, ENTRY, PLAN, STAGE, call_later, loaded
+from tests.builders.snapshots import charter
+
+
+class Watched:
+    """A ring of two nodes, watched by its entry."""
+
+    def __init__(self) -> None:
+        self.states: dict[NodeId, StateRecord] = {ENTRY: loaded()}
+        self.late: list[NodeId] = []
+        self.ring = SimpleNamespace(plan=None, missing=None)
+        self.machine = cast("Any", SimpleNamespace(
+            me=ENTRY, states=self.states, alive={ENTRY, STAGE}, profiles={}, charter=charter(),
+        ))  # fmt: skip
+        self.watch = LoadWatch(self.machine, self.late.append, call_later)
+
+    def follow(self, plan: Plan = PLAN) -> None:
+        self.ring.plan = plan
+        self.watch.begin(cast("Any", self.ring), FIRST_GROUP)
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_node_that_does_not_load_in_time_is_late(*, loads: bool) -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        await asyncio.sleep(LOAD_S - 1)
+        assert case.late == []
+        if loads:
+            case.states[STAGE] = loaded()
+        await asyncio.sleep(2)
+        assert case.late == ([] if loads else [STAGE])
+
+    run(story)
+
+
+def test_a_plan_loads_until_its_living_nodes_have_loaded() -> None:
+    async def story() -> None:
+        case = Watched()
+        assert case.watch.until == 0
+        case.follow()
+        assert not is_formed(case.machine, PLAN)
+        assert case.watch.until >= LOAD_S
+        case.states[STAGE] = loaded()
+        assert case.watch.until == 0
+        assert is_formed(case.machine, PLAN)
+        case.states[STAGE] = StateRecord()
+        case.machine.alive.discard(STAGE)
+        assert case.watch.until == 0
+
+    run(story)
+
+
+def test_a_plan_is_watched_once() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        until = case.watch.until
+        await asyncio.sleep(LOAD_S / 2)
+        case.follow()
+        assert case.watch.until == until
+
+    run(story)
+
+
+def test_a_neighbour_that_does_not_link_is_late() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.states[STAGE] = loaded()
+        case.follow()
+        await asyncio.sleep(3 * LINK_S)
+        assert case.late == []
+        case.ring.missing = STAGE
+        await asyncio.sleep(LINK_S)
+        assert case.late == [STAGE]
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_plan_that_was_replaced_or_left_in_time_has_no_late_node(*, is_left: bool) -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        case.ring.missing = STAGE
+        if is_left:
+            case.watch.end()
+        else:
+            case.ring.missing = None
+            case.follow(ALONE)
+        await asyncio.sleep(2 * LOAD_S)
+        assert case.late == []
+
+    run(story)

@@ -1,0 +1,200 @@
+"""What a node publishes of itself and of its rings."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from meshllm.names import FIRST_GROUP, NodeId
+from meshllm.node.load_watch import LOAD_S
+from meshllm.node.own_state import HANGS
+from meshllm.protocol.agreement.groups import groups_of
+from meshllm.protocol.membership.records import Lifecycle
+from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
+from meshllm.testing.clock import run_virtual
+from tests.builders.ring_places import (
+    ALONE,
+    LATER,
+    PLAN,
+    STAGE,
+    Place,
+    several,
+)
+from tests.builders.snapshots import charter
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(story())
+
+
+def test_a_change_is_published_once() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.own.publish()
+        place.member.loaded(True, None)
+        place.member.loaded(True, None)
+        assert [(state.lifecycle, state.is_loaded) for state in place.told] == [
+            (Lifecycle.SERVING, False), (Lifecycle.SERVING, True),
+        ]  # fmt: skip
+        assert {state.followed for state in place.told} == {PLAN.encode()}
+        assert place.own.sessions == 3
+
+    run(story)
+
+
+def test_a_leaving_node_says_so_until_it_has_left() -> None:
+    async def story() -> None:
+        place = Place()
+        place.own.is_leaving = True
+        place.own.publish()
+        place.serve()
+        place.own.has_left = True
+        place.member.loaded(True, None)
+        assert [state.lifecycle for state in place.told] == [Lifecycle.LEAVING] * 2
+
+    run(story)
+
+
+def test_the_plan_for_which_layers_are_loaded_in_advance_is_published() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.runtime.prepared = LATER
+        place.member.at_work()
+        place.runtime.prepared = None
+        place.member.at_work()
+        assert [state.prepared for state in place.told] == [b"", LATER.digest, b""]
+
+    run(story)
+
+
+def test_the_last_plan_is_published_while_there_is_none() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.serve(None)
+        place.member.loaded(True, None)
+        assert place.told[-1].followed == PLAN.encode()
+
+    run(story)
+
+
+def test_a_node_that_has_left_publishes_no_more() -> None:
+    async def story() -> None:
+        place = Place()
+        place.own.has_left = True
+        place.serve()
+        assert place.told == []
+
+    run(story)
+
+
+def test_waiters_for_changes_are_woken() -> None:
+    async def story() -> None:
+        place = Place()
+        async with aclosing(place.own.changes()) as changes:
+            await anext(changes)
+            waiting = asyncio.ensure_future(anext(changes))
+            await asyncio.sleep(1)
+            assert not waiting.done()
+            place.serve()
+            await waiting
+            place.own.publish()  # between two iterations
+            await anext(changes)
+
+    run(story)
+
+
+def test_a_neighbour_with_several_faults_is_published_as_faulty_for_a_while() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        for _ in range(MAX_FAULTS):
+            assert not place.told[-1].faulty
+            await asyncio.sleep(1)
+            place.member.faulty(NodeId(STAGE))
+        assert place.told[-1].faulty == (STAGE,)
+        await asyncio.sleep(FAULTS_S)
+        assert not place.told[-1].faulty
+
+    run(story)
+
+
+def test_a_hang_is_published_as_an_obstacle() -> None:
+    async def story() -> None:
+        place = Place()
+        for is_hung in (True, False):
+            place.own.is_hung = is_hung
+            place.own.publish()
+            assert place.told[-1].obstacle == (HANGS if is_hung else "")
+
+    run(story)
+
+
+def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
+    whole, *_ = several()
+    *_, third = (group.id for group in groups_of(whole) if not group.replica)
+
+    async def story() -> None:
+        place, other = Place(), replace(ALONE, epoch=7, model="other")
+        place.machine.charter = whole
+        place.serve()
+        further = place.own.begin_further(third, lambda: "")
+        runtime = place.fake_runtime(other, sessions=2)
+        further.runtime = cast("Any", runtime)
+        further.loaded(True, None)
+
+        state = place.told[-1]
+        assert (state.group, state.followed) == (FIRST_GROUP, PLAN.encode())
+        assert [(each.group, each.followed) for each in state.further] == [(third, other.encode())]
+        assert state.further[0].is_loaded
+        assert place.own.sessions == 5
+        with further.hold.holding():
+            assert not place.told[-1].further[0].may_change
+            assert place.told[-1].may_change
+        place.own.is_hung = True
+        place.own.publish()
+        assert place.told[-1].further[0].obstacle == HANGS
+        del place.own.further[third]
+        place.own.publish()
+        assert place.told[-1].further == ()
+
+    run(story)
+
+
+def test_a_node_that_moves_publishes_its_group_and_keeps_the_epoch() -> None:
+    whole, _, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        released: list[bool] = []
+        model = SimpleNamespace(release=lambda: released.append(True))
+        place.member.model = cast("Any", model)
+        place.member.end(third)
+        state = place.told[-1]
+        assert (state.group, state.lifecycle, state.is_loaded) == (third, Lifecycle.JOIN, False)
+        assert state.followed == PLAN.encode()
+        assert released == [True]
+        assert place.member.plan is None
+        assert place.member.charter
+        assert place.member.charter.shape.name == "other"
+
+    run(story)
+
+
+def test_a_node_that_does_not_load_in_time_is_published_as_faulty() -> None:
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = charter()
+        place.serve()
+        await asyncio.sleep(LOAD_S + 2)
+        assert place.told[-1].faulty == (STAGE,)
+        await asyncio.sleep(FAULTS_S)
+        assert not place.told[-1].faulty
+
+    run(story)

@@ -1,0 +1,317 @@
+"""Who serves a model, and how a request waits for it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import LinkLost
+from meshllm.names import FIRST_GROUP, LossCause
+from meshllm.node.own_state import HANGS
+from meshllm.node.plan_hold import CALM_S
+from meshllm.node.ring_member import FORM_S
+from meshllm.node.session.text import RingBackend
+from meshllm.protocol.agreement.groups import groups_of
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.testing.clock import run_virtual
+from tests.builders.offers import C
+from tests.builders.ring_places import (
+    ALONE,
+    ENTRY,
+    PLAN,
+    STAGE,
+    Place,
+    loaded,
+    several,
+    text,
+)
+from tests.builders.snapshots import profile
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(story())
+
+
+async def ask(place: Place) -> None:
+    async with place.directory.backend():
+        pass
+
+
+def used(place: Place) -> tuple[bytes, ...]:
+    return place.told[-1].used
+
+
+async def want(place: Place, model: str) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            await place.directory.entries(model)
+
+
+def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
+        after = place.directory.ring_at(ENTRY)
+        place.alive.discard(STAGE)
+        place.profiles[STAGE] = SimpleNamespace(name="cellar")
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LOST, "cellar is gone")
+        place.silent.add(STAGE)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_SILENT, "cellar is silent")
+        place.states[ENTRY] = StateRecord(faulty=(STAGE,))
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_REFUSED, "cellar is refused")
+        place.alive.add(STAGE)
+        place.states[STAGE] = StateRecord(obstacle=HANGS)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_HUNG, "cellar hangs")
+        del place.states[ENTRY]
+        place.states[STAGE] = StateRecord(Lifecycle.LEFT)
+        cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
+        assert (cause, text.partition(";")[0]) == (LossCause.NODE_LEFT, "cellar left")
+
+    run(story)
+
+
+def test_the_entry_is_known_when_it_serves() -> None:
+    async def story() -> None:
+        place = Place()
+        waiting = asyncio.ensure_future(place.directory.entries())
+        place.serve()
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        place.work()
+        assert await waiting == [ENTRY]
+
+    run(story)
+
+
+def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
+    whole, second, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        plan = replace(ALONE, epoch=7, stages=(replace(ALONE.stages[0], node=STAGE),))
+        place.states[STAGE] = replace(loaded(plan), group=second)
+        place.own.publish()
+        assert place.directory.serving_entries() == []
+        place.links.by_peer[STAGE] = None
+        assert place.directory.serving_entries("tiny") == [STAGE]
+        assert place.directory.ring(second) == (plan, True)
+        assert place.directory.ring(FIRST_GROUP) == (None, False)
+        place.states[STAGE] = replace(place.states[STAGE], group=FIRST_GROUP)
+        assert place.directory.ring(FIRST_GROUP) == (plan, True)  # of others
+        place.states[STAGE] = replace(place.states[STAGE], group=second)
+        place.serve()
+        assert place.directory.ring(FIRST_GROUP) == (PLAN, False)
+        place.work()
+        assert await place.directory.entries() == [ENTRY, STAGE]
+        assert place.directory.serving_entries("other") == []
+        assert place.directory.plan_of(second) == plan
+        place.states[STAGE] = replace(place.states[STAGE], followed=b"garbage")
+        assert place.directory.plan_of(second) is None
+        place.states[STAGE] = replace(loaded(replace(plan, model="other")), group=third)
+        assert place.directory.serving_entries("other") == [STAGE]
+        assert place.directory.serving_entries() == [ENTRY]
+
+    run(story)
+
+
+def test_a_ring_is_exact_if_all_its_nodes_are() -> None:
+    whole, second, _ = several()
+
+    async def story() -> None:
+        place, (exact, other) = (
+            Place(),
+            (replace(profile(3), is_exact=each) for each in (True, False)),
+        )
+        rings, plan = place.directory, replace(ALONE, epoch=7)
+        plan = replace(plan, stages=(replace(plan.stages[0], node=STAGE),))
+        assert not rings.is_exact(ENTRY)
+        place.machine.charter = whole
+        place.profiles |= {ENTRY: other, STAGE: exact}
+        place.states[STAGE] = replace(loaded(plan), group=second)
+        place.links.by_peer[STAGE] = None
+        place.serve()
+        place.work()
+        assert rings.serving_entries() == [ENTRY, STAGE]
+        assert [rings.is_exact(entry) for entry in (ENTRY, STAGE, C)] == [False, True, False]
+        place.profiles[ENTRY] = exact
+        assert rings.is_exact(ENTRY, "tiny")
+
+    run(story)
+
+
+def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() -> None:
+    whole, *_ = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        async with place.directory.backend(None, "tiny") as backend:
+            assert isinstance(backend, RingBackend)
+        with pytest.raises(LinkLost, match="does not serve `other` now"):
+            async with place.directory.backend(STAGE, "other"):
+                pass
+        assert place.directory.reason("other") == (
+            "the ring of `other` does not serve: no node is free for it"
+        )
+        *_, third = (group.id for group in groups_of(whole) if not group.replica)
+        place.states[STAGE] = StateRecord(group=third)
+        assert "its nodes load it" in place.directory.reason("other")
+
+    run(story)
+
+
+def test_a_request_waits_for_the_ring_of_this_node() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        asking = asyncio.ensure_future(ask(place))
+        await asyncio.sleep(FORM_S / 2)
+        assert not asking.done()
+        place.work()
+        await asking
+
+    run(story)
+
+
+def test_a_ring_that_is_not_ready_in_time_is_lost() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        with pytest.raises(LinkLost, match="was not ready within"):
+            await ask(place)
+        assert asyncio.get_running_loop().time() == FORM_S
+
+    run(story)
+
+
+@pytest.mark.parametrize("me", [STAGE, C])
+def test_only_the_entry_has_a_backend(me: bytes) -> None:
+    async def story() -> None:
+        place = Place(me)
+        with pytest.raises(LinkLost, match="not the entry"):
+            await ask(place)
+        place.serve()
+        with pytest.raises(LinkLost, match="not the entry"):
+            await ask(place)
+        await asyncio.sleep(2 * CALM_S)
+        assert place.told[-1].may_change
+
+    run(story)
+
+
+def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.work()
+        for _ in range(2):
+            async with place.directory.backend(STAGE) as backend:
+                assert backend == RingBackend(
+                    *cast("Any", ("entry", "worker", "text", PLAN, STAGE))
+                )
+                await asyncio.sleep(CALM_S * 3)
+                assert not place.told[-1].may_change
+            await asyncio.sleep(CALM_S / 2)
+            assert not place.told[-1].may_change
+        await asyncio.sleep(CALM_S)
+        assert place.told[-1].may_change
+        assert [state.may_change for state in place.told].count(False) == 1
+
+    run(story)
+
+
+def test_the_models_that_were_asked_for_lately_are_published() -> None:
+    whole, *_ = several()
+    first, other = (each.key for each in whole.served)
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        await want(place, "of an engine")
+        assert used(place) == ()
+        await want(place, "other")
+        assert used(place) == (other,)
+        told = len(place.told)
+        await asyncio.sleep(40)
+        await want(place, "other")
+        assert len(place.told) == told  # nothing new
+        await asyncio.sleep(40)
+        assert used(place) == (other,)
+        await asyncio.sleep(21)
+        assert used(place) == ()
+        await want(place, "")
+        assert used(place) == (first,)
+        place.machine.charter = replace(whole, models=())
+        place.own.publish()
+        assert used(place) == ()  # a mesh of one model does not tell
+
+    run(story)
+
+
+def test_a_model_is_used_while_answers_are_in_progress_or_awaited() -> None:
+    whole, *_ = several()
+    first, other = (each.key for each in whole.served)
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve()
+        place.work()
+        async with place.directory.backend(STAGE, "tiny"):
+            await asyncio.sleep(200)
+            assert used(place) == (first,)
+        await asyncio.sleep(59)
+        assert used(place) == (first,)
+        await asyncio.sleep(2)
+        assert used(place) == ()
+
+        waiting = asyncio.ensure_future(place.directory.entries("other"))
+        await asyncio.sleep(200)
+        assert used(place) == (other,)
+        waiting.cancel()
+        await asyncio.sleep(61)
+        assert used(place) == ()
+
+    run(story)
+
+
+def test_a_node_in_two_rings_serves_requests_in_both() -> None:
+    whole, *_ = several()
+    *_, third = (group.id for group in groups_of(whole) if not group.replica)
+
+    async def story() -> None:
+        place, other = Place(), replace(ALONE, epoch=7, model="other")
+        place.machine.charter = whole
+        place.serve()
+        further = place.own.begin_further(third, lambda: "")
+        runtime = place.fake_runtime(other, sessions=2)
+        further.runtime = cast("Any", runtime)
+        further.loaded(True, None)
+        place.states[ENTRY] = place.told[-1]
+        assert place.directory.plan_of(third) == other
+        assert place.directory.reason("other") == "its nodes are loading and connecting"
+        until = [each.loads_until for each in place.own.members]
+        assert place.directory.loads_until == max(until) > 0
+        further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
+        runtime.entry = cast("Any", "entry")
+        further.at_work()
+        assert await place.directory.entries("other") == [ENTRY]
+        async with place.directory.backend(None, "other") as backend:
+            assert isinstance(backend, RingBackend)
+            assert not place.told[-1].further[0].may_change
+            assert place.told[-1].may_change
+
+    run(story)
