@@ -18,8 +18,10 @@ class AdmissionQueue:
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
 
     @asynccontextmanager
-    async def admitted(self, session: SessionId, tokens: int, asker: Asker) -> AsyncIterator[None]:
-        """Wait for admission; hold it inside the context.
+    async def admitted(
+        self, session: SessionId, tokens: int, asker: Asker, *, answer: int = 0
+    ) -> AsyncIterator[None]:
+        """Wait for admission; hold it inside the context. ``answer`` tokens may be generated.
 
         Raises:
             ContextTooLong: so many tokens would not fit on an empty ring.
@@ -28,7 +30,7 @@ class AdmissionQueue:
         """
         waiter = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:
-            self._let_in(self._admission.ask(session, tokens, loop_time(), asker))
+            self._let_in(self._admission.ask(session, tokens, loop_time(), asker, answer=answer))
             await waiter
             yield
         finally:

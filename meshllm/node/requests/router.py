@@ -462,7 +462,8 @@ class RequestRouter:
         queue = self._queues.setdefault(node, AdmissionQueue(places))
         session = SessionId(os.urandom(SESSION_ID_BYTES))
         tokens = min(estimate(request) + request.max_tokens, MAX_COUNTED)
-        return queue.admitted(session, tokens, asker_of((None, request.scope)))
+        asker, answer = asker_of((None, request.scope)), request.max_tokens
+        return queue.admitted(session, tokens, asker, answer=answer)
 
     async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""

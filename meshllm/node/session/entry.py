@@ -205,7 +205,8 @@ class EntryNode:
         session = session_of(key)
         task = self._task(session, order)
         asker = asker_of(order.prefix_scope)
-        async with self._queue.admitted(session, task.limit, asker):
+        answer = task.limit - len(task.prompt)
+        async with self._queue.admitted(session, task.limit, asker, answer=answer):
             generation = self._open(task, order, key, begin)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():

@@ -18,6 +18,14 @@ keeps it until its generation fits: a short one does not overtake a long one, wh
 When nothing runs, the next one is always admitted, because a generation that does not fit on an
 empty ring is rejected at once; so there is always progress.
 
+An answer of more than `SHORT_ANSWER` tokens, such as one with long reasoning, is *long*. Long ones
+leave one running place, and the room of `SHORT_ROOM` tokens, to a short one. If the generation that
+has the turn is long and waits for its place or room, short ones start meanwhile: those of the asker
+who used the least credit first. While it waits for room, this is one at a time, in the room that it
+leaves, so that what others release remains for it; a long one that has no such room to leave keeps
+its turn as all others do. So a short answer waits for other short ones, never for a long one to
+end, and short ones cannot starve a long one.
+
 The KV cache of a generation may be released before it leaves, when its prefix is kept. So `ask`
 may let in others that wait, too: like `leave`, it returns all that it lets in.
 
@@ -28,6 +36,8 @@ one for the next asker.
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypeAlias
 
@@ -40,6 +50,8 @@ MAX_WAITING = 256
 """Length of the owner's queue; its last generation waits for 32 rounds of 8."""
 OWNER_S = 300.0  # s; the owner reads an answer and writes what comes next
 QUANTUM = 512  # tokens of credit per turn: the default of `--max-tokens`
+SHORT_ANSWER = 2 * QUANTUM  # tokens; a longer one may run for minutes
+SHORT_ROOM = 2 * SHORT_ANSWER  # tokens that long ones leave: a short answer, and a prompt
 
 Asker: TypeAlias = NodeId | str | None
 """A node or client, the scope of an API key of this node, or None: the owner of this node."""
@@ -53,6 +65,15 @@ def asker_of(scope: PrefixScope) -> Asker:
     return None if is_owners(scope) else name
 
 
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What a generation asks for."""
+
+    tokens: int
+    """Prompt and answer."""
+    is_long: bool
+
+
 class Admission:
     """The running and waiting generations of one entry."""
 
@@ -61,17 +82,19 @@ class Admission:
         self._most = most
         self._most_waiting = waiting
         self._admitted: dict[SessionId, Asker] = {}
+        self._long = set[SessionId]()  # of the admitted ones
         self._owner_at = -math.inf  # when the owner last asked or left
-        self._waiting: dict[Asker, dict[SessionId, int]] = {}
-        """Tokens in order of arrival, by asker; the first asker has the turn."""
+        self._waiting: dict[Asker, dict[SessionId, _Demand]] = {}
+        """In order of arrival, by asker; the first asker has the turn."""
         self._credit: defaultdict[Asker, int] = defaultdict(int)  # tokens, of those waiting
 
     def ask(
-        self, session: SessionId, tokens: int, now: float, asker: Asker = None
+        self, session: SessionId, tokens: int, now: float, asker: Asker = None, *, answer: int = 0
     ) -> list[SessionId]:
         """Request admission of up to ``tokens`` tokens; return those that may start now.
 
-        ``asker`` is who sent the request; None is the owner of this node.
+        ``asker`` is who sent the request; None is the owner of this node. ``answer`` are those of
+        the tokens that may be generated.
 
         Raises:
             ContextTooLong: they would not fit on an empty ring.
@@ -86,7 +109,8 @@ class Admission:
                 f" {waiting} are waiting",
                 hint="retry later",
             )
-        self._waiting.setdefault(asker, {})[session] = tokens
+        demand = _Demand(tokens, answer > SHORT_ANSWER)
+        self._waiting.setdefault(asker, {})[session] = demand
         if asker is None:
             self._owner_at = now
         return self._admit(now)
@@ -99,24 +123,69 @@ class Admission:
                 break
         if session in self._admitted and self._admitted.pop(session) is None:
             self._owner_at = now
+        self._long.discard(session)
         self._budget.release(session)
         return self._admit(now)
 
     def _admit(self, now: float) -> list[SessionId]:
         begun = []
         is_left = now < self._owner_at + OWNER_S  # one place, to the owner
+        others = max(1, self._most - is_left)
         while self._waiting and len(self._admitted) < self._most:
-            asker = self._turn()
-            if asker is not None and self._others >= max(1, self._most - is_left):
+            asker, are_full = self._turn(), self._others >= others
+            if asker is not None and are_full:
                 break
-            session, tokens = next(iter(self._waiting[asker].items()))
-            if not self._budget.reserve(session, tokens):
-                break
-            self._credit[asker] -= tokens
+            session, demand = next(iter(self._waiting[asker].items()))
+            waits_for_place = demand.is_long and not self._has_long_place(asker, others)
+            if waits_for_place or not self._starts(session, demand):
+                ahead = self._waiting if demand.is_long and not are_full else ()
+                found = self._overtaking(demand, ahead, waits_for_place=waits_for_place)
+                if found is None:
+                    break
+                asker, session = found
+            self._credit[asker] -= self._waiting[asker][session].tokens
             self._forget(asker, session)
             self._admitted[session] = asker
             begun.append(session)
         return begun
+
+    def _has_long_place(self, asker: Asker, others: int) -> bool:
+        """Return whether a long one leaves a place, also of the ``others`` of the owner."""
+        if len(self._long) >= max(1, self._most - 1):
+            return False
+        theirs = sum(self._admitted[each] is not None for each in self._long)
+        return asker is None or theirs < max(1, others - 1)
+
+    def _starts(self, session: SessionId, demand: _Demand) -> bool:
+        """Reserve the room that a generation needs, if it may have it."""
+        leaves_room = (
+            not demand.is_long
+            or not self._can_leave(demand)
+            or self._budget.fits_beside(demand.tokens, SHORT_ROOM, self._long)
+        )
+        is_fit = leaves_room and self._budget.reserve(session, demand.tokens)
+        if is_fit and demand.is_long:
+            self._long.add(session)
+        return is_fit
+
+    def _can_leave(self, demand: _Demand) -> bool:
+        """Return whether there is room for a short generation besides a long one."""
+        return self._budget.fits_beside(demand.tokens, SHORT_ROOM, ())
+
+    def _overtaking(
+        self, first: _Demand, askers: Collection[Asker], *, waits_for_place: bool
+    ) -> tuple[Asker, SessionId] | None:
+        """Start a short generation while a long one waits whose turn it is; return it."""
+        has_short = len(self._long) < len(self._admitted)
+        if not waits_for_place and (has_short or not self._can_leave(first)):
+            return None
+        for asker in sorted(askers, key=lambda each: (each is not None, -self._credit[each])):
+            for session, demand in self._waiting[asker].items():
+                if not demand.is_long and (waits_for_place or demand.tokens <= SHORT_ROOM):
+                    if self._starts(session, demand):
+                        return asker, session
+                    break
+        return None
 
     @property
     def _others(self) -> int:
@@ -145,7 +214,7 @@ class Admission:
 
     def _rounds(self, asker: Asker) -> int:
         """Return how many times an asker gets credit until it has enough for its first one."""
-        lacking = next(iter(self._waiting[asker].values())) - self._credit[asker]
+        lacking = next(iter(self._waiting[asker].values())).tokens - self._credit[asker]
         return max(0, -(-lacking // QUANTUM))
 
     def _forget(self, asker: Asker, session: SessionId) -> None:

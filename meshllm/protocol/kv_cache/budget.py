@@ -85,6 +85,12 @@ class KvBudget:
         others = (charge for each, charge in self._reserved.items() if each != session)
         return self._is_within([self._charge(tokens), *others])
 
+    def fits_beside(self, tokens: int, spare: int, sessions: Collection[SessionId]) -> bool:
+        """Return whether a session and another of ``spare`` tokens fit with those running ones."""
+        charges = [self._charge(tokens), self._charge(spare)]
+        running = (self._reserved[each] for each in sessions if each in self._reserved)
+        return self._is_within([*charges, *running])
+
     def reserve(self, session: SessionId, tokens: int) -> bool:
         """Reserve ``tokens`` tokens if they fit; if not, the session keeps its old reservation."""
         if tokens <= self.reserved(session):

@@ -122,7 +122,13 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    *, ring: int = 1, sessions: int = 2, blocks: int = 8, keeps: bool = False, resumes: bool = False
+    *,
+    ring: int = 1,
+    sessions: int = 2,
+    blocks: int = 8,
+    keeps: bool = False,
+    resumes: bool = False,
+    context: int = CONTEXT,
 ) -> AsyncIterator[Running]:
     """Run an entry of a ring of one or two, with room for so many blocks of tokens."""
     thread = HeldExecutor()
@@ -134,7 +140,7 @@ async def running(
     index = PrefixIndex(KvBudget(rooms), None if keeps else 0, resumes=resumes)
     head = cast("Runner", StepHead()) if ring > 1 else None
     node = EntryNode(
-        EntryRunners(cast("SpanRunner", layers), head, CONTEXT),
+        EntryRunners(cast("SpanRunner", layers), head, context),
         EntryConfig(
             ring=ring,
             epoch=EPOCH,
@@ -469,6 +475,30 @@ async def test_the_steps_of_several_generations_share_a_pass() -> None:
             ("step", [3, 3]),
             ("step", [4]),
         ]
+
+
+async def test_a_thought_of_10_000_tokens_delays_a_short_answer_by_a_turn() -> None:
+    async with running(sessions=2, blocks=100, context=20_000) as entry:
+        thought, other = (entry.node.generate(order(tokens=10_000)) for _ in range(2))
+        short = entry.node.generate(order(7, 8, 9))
+        begun = [asyncio.ensure_future(anext(each)) for each in (thought, other, short)]
+
+        await entry.settle()
+
+        assert ids(await entry.read(short)) == [10, 11, 12]
+        assert entry.layers.passes[:6] == [
+            ("prefill", [0]),
+            ("step", [2]),  # of the thought
+            ("prefill", [0]),
+            ("step", [3, 3]),
+            ("step", [4, 4]),
+            ("step", [5]),
+        ]
+        assert len(entry.layers.passes) > 10_000
+        assert [each.done() for each in begun] == [True, False, True]  # the other leaves the place
+        await entry.read(thought, 20_000)
+        await entry.drive(cast("asyncio.Future[Output | None]", begun[1]))
+        await entry.read(other, 20_000)
 
 
 async def test_invalid_rows_end_their_generation_and_name_their_sender() -> None:

@@ -8,13 +8,21 @@ import pytest
 
 from meshllm.errors import Busy, UserError
 from meshllm.names import NodeId, SessionId
-from meshllm.protocol.kv_cache.admission import OWNER_S, QUANTUM, Admission, asker_of
+from meshllm.protocol.kv_cache.admission import (
+    OWNER_S,
+    QUANTUM,
+    SHORT_ANSWER,
+    SHORT_ROOM,
+    Admission,
+    asker_of,
+)
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import OWN, OWNERS, PrefixScope
 from tests.protocol.kv_cache.test_budget import room
 
 A, B, C, D = (SessionId(name * 16) for name in (b"a", b"b", b"c", b"d"))
 NOW = 1000.0
+GREEDY_KEY = "greedy"
 GREEDY, MODEST = (NodeId(name * 32) for name in (b"g", b"m"))
 
 
@@ -301,3 +309,130 @@ def test_one_whose_turn_it_is_is_not_overtaken_until_it_fits() -> None:
     assert not entry.ask(C, BLOCK, NOW, MODEST)
     assert entry.leave(A, NOW) == [B]
     assert entry.leave(B, NOW) == [C]
+
+
+THOUGHT = 40 * BLOCK  # 10,240 tokens of an answer with long reasoning
+LONG_ROOM = 3 * THOUGHT + SHORT_ROOM  # of three of them, and what they leave
+
+
+def thoughts(entry: Admission, count: int, asker: str | None = GREEDY_KEY) -> list[SessionId]:
+    """Ask for long answers; return those that started."""
+    started = []
+    for number in range(count):
+        session = SessionId(f"{asker} {number:2}".encode().ljust(16))
+        started += entry.ask(session, THOUGHT, NOW, asker, answer=THOUGHT)
+    return started
+
+
+def of_tokens(tokens: int, most: int = 8) -> Admission:
+    return Admission(KvBudget([room(-(-tokens // BLOCK))]), most, waiting=64)
+
+
+@pytest.mark.parametrize("short", [None, GREEDY_KEY, "another key"])
+@pytest.mark.parametrize("thinker", [None, GREEDY_KEY])
+def test_long_thoughts_leave_a_place_to_a_short_answer(
+    thinker: str | None, short: str | None
+) -> None:
+    entry = Admission(KvBudget([]), 8)
+
+    started = thoughts(entry, 20, thinker)
+
+    assert len(started) == 7
+    assert entry.ask(A, QUANTUM, NOW, short, answer=SHORT_ANSWER) == [A]
+
+
+def test_long_thoughts_of_others_leave_a_place_besides_that_of_the_owner() -> None:
+    entry = Admission(KvBudget([]), 8)
+    entry.ask(A, 1, NOW)
+    entry.leave(A, NOW)
+
+    assert len(thoughts(entry, 9)) == 6
+    assert entry.ask(B, QUANTUM, NOW, MODEST) == [B]
+    assert entry.ask(C, THOUGHT, NOW, answer=THOUGHT) == [C]
+
+
+def test_a_short_answer_waits_for_short_ones_only() -> None:
+    entry = Admission(KvBudget([]), 8)
+    thoughts(entry, 20)
+    entry.ask(A, QUANTUM, NOW, MODEST)
+
+    assert entry.ask(B, QUANTUM, NOW, MODEST) == []
+    assert entry.leave(A, NOW) == [B]
+
+
+def test_long_thoughts_leave_room_to_a_short_answer() -> None:
+    entry = of_tokens(LONG_ROOM)
+
+    started = thoughts(entry, 5)
+
+    assert len(started) == 3
+    assert entry.ask(A, SHORT_ROOM, NOW, MODEST, answer=SHORT_ANSWER) == [A]
+    assert entry.leave(A, NOW) == []
+    assert entry.ask(B, SHORT_ROOM, NOW, MODEST, answer=SHORT_ANSWER) == [B]
+
+
+def test_short_answers_do_not_starve_a_long_thought_that_waits_for_room() -> None:
+    entry = of_tokens(LONG_ROOM)
+    running = thoughts(entry, 4)  # the fourth waits
+    short = [SessionId(f"short {number:2}".encode() * 2) for number in range(20)]
+    begun = [each for session in short for each in entry.ask(session, BLOCK, NOW, MODEST)]
+
+    assert begun == short[:1]  # one at a time
+    assert entry.leave(short[0], NOW) == [short[1]]
+    fourth, *_ = entry.leave(running[0], NOW)
+    assert fourth not in short
+
+
+def test_a_short_answer_with_a_long_prompt_does_not_take_the_room_that_a_thought_waits_for() -> (
+    None
+):
+    entry = of_tokens(LONG_ROOM)
+    thoughts(entry, 4)
+    entry.ask(A, SHORT_ROOM + 1, NOW, MODEST, answer=1)
+
+    assert entry.ask(B, BLOCK, NOW, MODEST, answer=1) == [B]
+    assert entry.leave(B, NOW) == []
+
+
+def test_a_thought_that_can_leave_no_room_keeps_its_turn() -> None:
+    entry = of_tokens(THOUGHT)
+    running = thoughts(entry, 2)
+
+    assert len(running) == 1
+    assert entry.ask(A, BLOCK, NOW, MODEST) == []
+    assert len(entry.leave(running[0], NOW)) == 1
+    assert entry.ask(B, BLOCK, NOW, MODEST) == []
+
+
+def test_who_used_least_overtakes_first() -> None:
+    entry = Admission(KvBudget([]), 2)
+    thoughts(entry, 2)
+    entry.ask(A, QUANTUM, NOW, GREEDY)
+    entry.ask(B, QUANTUM, NOW, GREEDY)
+    entry.ask(C, QUANTUM, NOW, GREEDY)
+    entry.ask(D, QUANTUM, NOW, MODEST)
+
+    assert order_of(entry, A) == [B, D, C]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_everyone_starts_however_short_and_long_ones_mix(seed: int) -> None:
+    random = Random(seed)
+    entry, running = of_tokens(LONG_ROOM, most=random.randint(1, 8)), list[SessionId]()
+    asked, started = set[SessionId](), set[SessionId]()
+    for number in range(60):
+        session = SessionId(number.to_bytes(16, "big"))
+        answer = random.choice((1, SHORT_ANSWER, THOUGHT, LONG_ROOM))
+        tokens = min(answer + random.choice((1, 8 * BLOCK)), LONG_ROOM)
+        asker = random.choice((None, "a", "b", "c"))
+        running += entry.ask(session, tokens, NOW + number, asker, answer=answer)
+        started.update(running)
+        asked.add(session)
+        if running and random.random() < 0.3:
+            running += entry.leave(running.pop(random.randrange(len(running))), NOW + number)
+        started.update(running)
+    while running:
+        running += entry.leave(running.pop(random.randrange(len(running))), NOW + 60)
+        started.update(running)
+
+    assert started == asked
