@@ -176,6 +176,33 @@ async def within(items: AsyncGenerator[T, None], limit_s: float) -> AsyncGenerat
             raise TimedOut(f"The answer was not complete within {limit_s:g} s") from None
 
 
+async def begun_within(
+    items: AsyncGenerator[T, None], limit_s: float, is_begun: Callable[[T], bool]
+) -> AsyncGenerator[T, None]:
+    """Yield the items; close them at the end.
+
+    Raises:
+        TimedOut: none of them ``is_begun`` within ``limit_s``.
+    """
+    clock = asyncio.get_running_loop().time
+    end, has_begun = clock() + limit_s, False
+    async with aclosing(items):
+        try:
+            while not has_begun:
+                item = await asyncio.wait_for(anext(items), end - clock())
+                has_begun = is_begun(item)
+                yield item
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise TimedOut(
+                f"The answer did not begin within {limit_s:g} s",
+                hint="retry later, or allow more time",
+            ) from None
+        async for item in items:
+            yield item
+
+
 async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     """Read a body.
 

@@ -5,12 +5,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from meshllm.api.access.accounts import ApiKey
-from meshllm.api.respond import within
+from meshllm.api.respond import begun_within, within
 from meshllm.api.v1.generating import DRAWN_SEEDS, SEEDS
 from meshllm.api.v1.precision import precision_of
 from meshllm.api.v1.service import Choices, Service
 from meshllm.names import bits_of
 from meshllm.outline.eligibility import OutlineMode
+from meshllm.request import Answer, Piece
 from meshllm.request import Request as Asked
 from meshllm.status import ModelStatus
 from meshllm.strict_json import WrongField
@@ -32,6 +33,8 @@ class Needs:
     """Refuse models whose tokens are not bit-identical to those of transformers."""
     deadline_ms: int | None = None
     """End the answer with an error if it is not complete by then."""
+    first_token_ms: int | None = None
+    """End it with an error if its first token has not come by then, such as in a long queue."""
     trust: tuple[str, ...] | None = None
     """Names or ids of the nodes that may see the request."""
     affinity: str | None = None
@@ -54,9 +57,9 @@ class Needs:
         when they are asked.
         """
         bits = self.min_bits
-        if self.deadline_ms is not None and self.deadline_ms < 1:
-            text = f"`meshllm.deadline_ms` is {self.deadline_ms}, not at least 1"
-            raise WrongField("meshllm.deadline_ms", text)
+        for name in ("deadline_ms", "first_token_ms"):
+            if (limit := getattr(self, name)) is not None and limit < 1:
+                raise WrongField(f"meshllm.{name}", f"`meshllm.{name}` is {limit}, not at least 1")
         if len(self.affinity or "") > MAX_AFFINITY:
             text = f"`meshllm.affinity` has more than {MAX_AFFINITY} characters"
             raise WrongField("meshllm.affinity", text)
@@ -137,4 +140,10 @@ def answer_as_needed(
     needs = needs or Needs()
     needs.check(model)
     events = service.answer(key, model, [needs.of(each) for each in asked], outline)
+    if needs.first_token_ms:
+        events = begun_within(events, needs.first_token_ms / 1000, _is_begun)
     return within(events, needs.deadline_ms / 1000) if needs.deadline_ms else events
+
+
+def _is_begun(news: Choices) -> bool:
+    return isinstance(news[1], Piece | Answer)

@@ -107,6 +107,16 @@ class ReasoningParser:
         return text
 
 
+EFFORTS = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
+"""Share of the tokens of an answer that may be reasoning, as OpenRouter has it."""
+
+
+def most_of_effort(effort: str | None, max_tokens: int) -> int | None:
+    """Return the most tokens of reasoning of an effort; None if it sets no limit."""
+    share = EFFORTS.get(effort or "")
+    return None if share is None else int(share * max_tokens)
+
+
 class ReasoningLimit:
     """A constraint on an answer with reasoning: ends it in time, then applies another one."""
 

@@ -16,7 +16,12 @@ from meshllm.model.text import grammar_trial
 from meshllm.model.text.answer_parser import AnswerParser
 from meshllm.model.text.detokenizer import TextStream
 from meshllm.model.text.grammar import Constraint, Vocabulary
-from meshllm.model.text.reasoning import ReasoningFormat, ReasoningLimit, ReasoningParser
+from meshllm.model.text.reasoning import (
+    ReasoningFormat,
+    ReasoningLimit,
+    ReasoningParser,
+    most_of_effort,
+)
 from meshllm.model.text.tokenizer import Text
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
@@ -176,14 +181,17 @@ class RingBackend:
     ) -> Constraint | None:
         """Return what the answer may continue with."""
         text, grammar = self.text, await self._grammar(request)
-        if reasoning and (grammar or request.max_reasoning is not None):
+        most = request.max_reasoning
+        if most is None and not text.style.takes_effort:
+            most = most_of_effort(request.effort, request.max_tokens)
+        if reasoning and (grammar or most is not None):
             begin, end = map(text.markers.get, (reasoning.form.begin, reasoning.form.end))
             if begin is not None and end is not None:
                 grammar = ReasoningLimit(
                     begin,
                     end,
                     is_open=reasoning.is_open,
-                    most=request.max_reasoning,
+                    most=most,
                     then=grammar,
                     end_tokens=text.end_tokens,
                 )

@@ -601,6 +601,7 @@ async def test_an_outline_that_cannot_be_made_is_refused(
         ("builtin", {"min_precision": "gold"}, "min_precision"),
         ("builtin", {"min_context": 1}, "min_context"),
         ("builtin", {"deadline_ms": 0}, "deadline_ms"),
+        ("builtin", {"first_token_ms": 0}, "first_token_ms"),
         ("builtin", {"affinity": "x" * 128}, None),
         ("builtin", {"affinity": "x" * 129}, "affinity"),
         ("builtin", {"exact": True}, "exact"),
@@ -665,6 +666,18 @@ async def test_an_answer_before_its_deadline_is_whole(client: httpx2.AsyncClient
     said = await client.post(PATH, json=BODY | {"meshllm": {"deadline_ms": 60_000}})
 
     assert said.json()["choices"][0]["message"]["content"] == "hello"
+
+
+async def test_an_answer_that_has_begun_in_time_may_take_longer(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    door.waits_at = 2  # behind the first text
+    needs = {"first_token_ms": 60_000, "deadline_ms": 100}
+
+    said = await client.post(PATH, json=BODY | {"meshllm": needs})
+
+    assert "not complete within 0.1 s" in said.json()["error"]["message"]
+    assert door.closed.is_set()
 
 
 @pytest.mark.parametrize(("mode", "status"), [(True, 400), ("auto", 200)])

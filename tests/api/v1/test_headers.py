@@ -127,6 +127,21 @@ async def test_a_deadline_ends_the_answer_of_every_route(
     assert door.closed.is_set()
 
 
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_an_answer_of_every_route_begins_in_time_or_is_refused(
+    client: httpx2.AsyncClient, door: FakeNode, path: str
+) -> None:
+    door.waits_at = 1  # behind the progress of the prompt
+    body = PATHS.get(path, {"messages": MESSAGES})
+    asked = {"model": "builtin", **body, "meshllm": {"first_token_ms": 50}}
+
+    said = await client.post(path, json=asked)
+
+    assert (said.status_code, said.headers["retry-after"]) == (503, "2")
+    assert "did not begin within 0.05 s; retry later" in said.json()["error"]["message"]
+    assert door.closed.is_set()
+
+
 def traced_answer(door: FakeNode) -> Answer:
     """Let the node answer with times."""
     answer = replace(answer_of("hello", 5), ttft_ms=12.34567, hops=(HOP,))

@@ -343,7 +343,15 @@ async def test_reasoning_is_closed_in_time(
     )
     assert (schema.text, schema.reasoning) == ("7", answer.reasoning)
 
+    low = replace(ASKED, effort="low", thinks=True, max_tokens=10)
+    assert (await events_of(ring, low))[1].reasoning_tokens == 3  # two tokens, and its end
+    medium = replace(low, effort="medium")
+    assert (await events_of(ring, medium))[1].reasoning_tokens == 6
+    monkeypatch.setattr(text, "style", replace(style, takes_effort=True))
+    assert (await events_of(ring, low))[1].reasoning_tokens == 10
+
     monkeypatch.setattr(text, "markers", {})
+    assert (await events_of(ring, low))[1].reasoning_tokens == 10
     with pytest.raises(WrongField, match="cannot be limited"):
         await events_of(ring, replace(ASKED, max_reasoning=2))
 
