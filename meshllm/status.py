@@ -258,6 +258,17 @@ class LinkStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CostTable:
+    """Measured times of a node for one model."""
+
+    model: str
+    layer_ms: tuple[tuple[int, float], ...]
+    """Numbers of rows, and milliseconds of one mean layer for them."""
+    head_ms: float
+    """Of the final norm and head for one row."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One node of the mesh, as known to the reporting node."""
 
@@ -280,6 +291,8 @@ class NodeStatus:
     execution: str = ""
     """The execution mode of its model, and why, or which layers a node without a rank has loaded in
     advance; empty if unknown."""
+    costs: CostTable | None = None
+    """None until measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ FULL = with_ring(
 RING = {"state", "reason", "epoch", "digest", "policy", "entry", "stages", "predicted", "measured",
         "advice", "standbys", "refused", "history", "execution"}  # fmt: skip
 NODE = {"node", "short", "name", "role", "state", "reason", "addresses", "memory_bytes", "layers",
-        "rank", "self", "incarnation", "version", "link", "execution"}  # fmt: skip
+        "rank", "self", "incarnation", "version", "link", "execution", "costs"}  # fmt: skip
 LINK = {"round_trip_ms", "path", "path_reason", "address", "bytes_sent", "bytes_received",
         "heard_s", "clock_s"}  # fmt: skip
 MODEL = {"name", "layers", "hidden_size", "dtype", "quant", "context", "fingerprint",

@@ -25,6 +25,7 @@ from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.identity import show
 from meshllm.status import (
     Change,
+    CostTable,
     LinkStatus,
     Measured,
     MeasuredTimes,
@@ -322,7 +323,13 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
         version=profile.version,
         link=_link(link) if link else None,
         execution=view.execution if is_self else "",
+        costs=_costs(profile) if profile.layer_s else None,
     )
+
+
+def _costs(profile: Profile) -> CostTable:
+    layer_ms = tuple((rows, seconds * 1e3) for rows, seconds in profile.layer_s)
+    return CostTable(profile.model, layer_ms, profile.head_s * 1e3)
 
 
 def _state(view: NodeView, node: NodeId) -> tuple[NodeState, str]:

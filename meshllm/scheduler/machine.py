@@ -1,4 +1,8 @@
-"""Machines by their memory and peak speeds, and the cost table that their roofline gives.
+"""Machines by their measured times or peak speeds, and the cost tables that these give.
+
+Of a machine with a measured cost table that table counts. For another model its entries are scaled
+as the rooflines of both models differ for so many rows, at the speeds that the table shows. Without
+one, each operator takes as long as its roofline.
 
 A machine with several devices computes each layer on all of them (tensor parallelism): it is as
 fast as all together, apart from two all-reduces per layer.
@@ -26,6 +30,17 @@ ALL_REDUCE_S = 10e-6
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a machine measured with one model."""
+
+    model: Architecture
+    layer_s: tuple[tuple[int, float], ...]
+    """Numbers of rows (ascending), and seconds of a mean layer for them."""
+    head_s: float
+    """Of the final norm and head for one row."""
+
+
+@dataclass(frozen=True, slots=True)
 class MachineKind:
     """One kind of machine."""
 
@@ -42,6 +57,16 @@ class MachineKind:
     """Bytes per second of the link between two devices."""
     is_provider: bool = False
     """It runs an engine of its own, which serves whole models and merges prefill with decode."""
+    costs: Costs | None = None
+    """What it measured; None takes the peak speeds."""
+
+    @classmethod
+    def with_costs(cls, name: str, memory_bytes: int, costs: Costs, count: int = 1) -> Self:
+        """Derive the speeds of a machine from its measured times of one row and of the most."""
+        (few, few_s), (many, many_s) = costs.layer_s[0], costs.layer_s[-1]
+        moved = sum(each.moved_bytes for each in costs.model.operators(few))
+        flops = sum(each.flops for each in costs.model.operators(many))
+        return cls(name, memory_bytes, flops / many_s, moved / few_s, count, costs=costs)
 
     @classmethod
     def measured(
@@ -59,13 +84,23 @@ class MachineKind:
         return self.bandwidth * self.devices
 
     def offer(self, node: NodeId, model: Architecture) -> Offer:
-        """Predict what it would measure for a model, by the roofline of each operator."""
+        """Return what it measured for a model, or predict it by the roofline of each operator."""
+        if costs := self.costs:
+            head_s = costs.head_s * self._ratio(model.head(1), costs.model.head(1))
+            layer_s = tuple(
+                (rows, seconds * (self._layer_s(model, rows) / self._layer_s(costs.model, rows)))
+                for rows, seconds in costs.layer_s
+            )
+            return Offer(node, self.memory_bytes, layer_s, head_s)
         return Offer(
             node=node,
             memory_bytes=self.memory_bytes,
             layer_s=tuple((rows, self._layer_s(model, rows)) for rows in ROWS),
             head_s=self._seconds([model.head(1)]),
         )
+
+    def _ratio(self, one: Operator, other: Operator) -> float:
+        return self._seconds([one]) / self._seconds([other])
 
     def _layer_s(self, model: Architecture, rows: int) -> float:
         seconds = self._seconds(model.operators(rows))

@@ -14,6 +14,7 @@ from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.trust.identity import show
 from meshllm.request import HopReport
 from meshllm.status import (
+    CostTable,
     LinkStatus,
     LossCounts,
     MeasuredTimes,
@@ -142,6 +143,16 @@ def test_the_execution_mode_of_this_node_is_reported(node: Owned) -> None:
         "replayed: 8 % faster than stock", "", "",
     ]  # fmt: skip
     assert node.control.status().warnings == ("no room",)
+
+
+def test_the_measured_times_of_each_node_are_reported(node: Owned) -> None:
+    table = ((1, 0.002), (8, 0.0025))
+    timed = replace(node.view.profiles[B], model="m", layer_s=table, head_s=0.001)
+    bare = replace(node.view.profiles[C], layer_s=())
+    node.see(profiles={**node.view.profiles, B: timed, C: bare})
+
+    assert node.of(B).costs == CostTable("m", ((1, 2.0), (8, 2.5)), 1.0)
+    assert node.of(C).costs is None
 
 
 def test_each_node_has_one_state(node: Owned) -> None:

@@ -5,7 +5,7 @@ import pytest
 from meshllm.errors import UserError
 from meshllm.names import NodeId, Quant
 from meshllm.scheduler.architecture import Architecture
-from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.machine import Costs, MachineKind
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -82,6 +82,20 @@ def test_a_measured_machine_takes_what_was_measured_and_scales_to_other_models()
     assert offer.layer_seconds(1) == pytest.approx(0.010)
     assert offer.layer_seconds(256) == pytest.approx(0.0424, rel=0.01)
     assert machine.offer(NODE, half).layer_seconds(1) == pytest.approx(0.005, rel=0.01)
+
+
+def test_a_measured_cost_table_is_taken_as_it_is_and_scaled_to_other_models() -> None:
+    model = Architecture.from_config("model", LLAMA_8B)
+    half, wide = replace(model, quant=Quant.INT8), replace(model, hidden=2 * model.hidden)
+    table = ((1, 0.010), (8, 0.011), (32, 0.020), (256, 0.090))
+    machine = MachineKind.with_costs("attic", 8 << 30, Costs(model, table, 0.03))
+
+    offer = machine.offer(NODE, model)
+
+    assert (offer.layer_s, offer.head_s) == (table, 0.03)
+    assert machine.offer(NODE, half).layer_seconds(1) == pytest.approx(0.005, rel=0.01)
+    assert machine.offer(NODE, half).layer_seconds(256) > 0.08  # bound by computation
+    assert machine.offer(NODE, wide).head_s == pytest.approx(0.06, rel=0.01)
 
 
 def test_devices_share_the_work_and_pay_for_all_reduces() -> None:

@@ -27,6 +27,13 @@
     ms_per_layer = 2.5         # measured, for one row, instead of the peak speeds
     of = "builtin"             # a layer of this model; the first one if not given
 
+    [[machine]]
+    name = "desk"
+    costs = "status.json"      # its cost table, as `ring status --json` of the mesh wrote it
+    node = "desk"              # optional: its name there, or the beginning of its id
+    of = "builtin"             # optional, as above; its own model if that is not given
+    memory = "8GB"             # optional: what it offers there
+
     measured = true            # at the top: also the nodes of the running mesh
 
     [[link]]                   # optional
@@ -38,26 +45,35 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from meshllm.cli.ring.recorded_load import arrivals, load_of, read_load
 from meshllm.cli.ring.spec import LAN_S, MAX_MBIT_S
-from meshllm.cli.ring.toml_fields import check_keys, needed, number, read_toml, tables, text
+from meshllm.cli.ring.toml_fields import (
+    MAX_NAME,
+    check_keys,
+    needed,
+    number,
+    read_toml,
+    tables,
+    text,
+)
 from meshllm.cli.shared.units import MAX_MS, parse_memory
-from meshllm.errors import UserError
+from meshllm.errors import PeerFault, UserError
 from meshllm.local_files import read_regular
 from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_folder
 from meshllm.names import Quant
 from meshllm.protocol.planning.plan import LinkSpeed
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.load import MAX_TOKENS, Lengths, ModelLoad
-from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, MachineKind
+from meshllm.scheduler.machine import MEASURED_ROWS, MEASURED_TIMES, Costs, MachineKind
 from meshllm.scheduler.placement import ServedModel, Workload
 from meshllm.scheduler.simulator import Arrival
-from meshllm.status import MeshStatus
+from meshllm.status import CostTable, MeshStatus, NodeStatus, from_json
 from meshllm.traces.trace import TraceLine
 
 MAX_MODELS = 16
@@ -68,6 +84,8 @@ MAX_TFLOPS = 1e6
 MAX_GB_S = 1e6
 MAX_PATH = 1024  # characters
 MAX_QUANTILES = 1024
+MAX_STATUS_BYTES = 16 << 20
+MAX_TABLE = 64  # entries of a cost table
 MAX_CACHED = 0.99  # of a prompt
 
 _LOAD = ("rate", "prompt", "answer", "cached")
@@ -101,7 +119,7 @@ def read_workload(
     recorded = read_load(trace) if trace else ()
     models = tuple(_model(table, path.parent, recorded) for table in tables(found, "model"))
     machines = tables(found, "machine")
-    kinds = tuple(_machine(table, models) for table in machines)
+    kinds = tuple(_machine(table, models, path.parent) for table in machines)
     wires = _wires(tables(found, "link"), [kind.name for kind in kinds])
     if _flag(found, "measured"):
         nodes, links = running_nodes(running())
@@ -110,7 +128,9 @@ def read_workload(
     assumed = []
     if any("tflops" in table for table in machines):
         assumed.append("machines with peak speeds reach them")
-    if len(kinds) > sum("tflops" in table for table in machines):
+    if any(kind.costs is None for kind in kinds[len(machines) :]) or any(
+        "ms_per_layer" in table for table in machines
+    ):
         assumed.append(f"{MEASURED_ROWS} rows take {MEASURED_TIMES:g} times as long as one row")
     if len(wires) < len(kinds) * (len(kinds) + 1) // 2:
         assumed.append(f"links without a latency have {LAN_S * 1e3:.1f} ms")
@@ -136,16 +156,34 @@ def running_nodes(
         raise UserError("The times of the running mesh are not known yet", hint="wait for its ring")
     config = _config(find_folder(model.name) / CONFIG)
     architecture = Architecture.from_config(model.name, config, Quant(model.quant))
-    memory = {node.node: node.memory_bytes for node in status.nodes}
+    by_id = {node.node: node for node in status.nodes}
     names = [f"{stage.rank}-{stage.name}" for stage in ring.stages]
     kinds, wires = [], {}
     for at, (stage, hop) in enumerate(zip(ring.stages, ring.predicted.hops, strict=True)):
-        if stage.layers and stage.node in memory:
-            layer_s = hop.compute_ms / 1e3 / len(stage.layers)
-            kinds.append(MachineKind.measured(names[at], memory[stage.node], layer_s, architecture))
+        if stage.layers and (node := by_id.get(stage.node)):
+            if node.costs and node.costs.model == model.name:
+                costs = costs_of(node.costs, architecture)
+                kinds.append(MachineKind.with_costs(names[at], node.memory_bytes, costs))
+            else:
+                layer_s = hop.compute_ms / 1e3 / len(stage.layers)
+                what = names[at], node.memory_bytes, layer_s, architecture
+                kinds.append(MachineKind.measured(*what))
         wires[names[at], names[(at + 1) % len(names)]] = LinkSpeed(hop.wire_ms / 1e3)
     known = {kind.name for kind in kinds}
     return tuple(kinds), {pair: wire for pair, wire in wires.items() if known.issuperset(pair)}
+
+
+def costs_of(table: CostTable, model: Architecture) -> Costs:
+    """Read the cost table of a node for a model; raise `UserError` if it is invalid."""
+    rows = [0, *(count for count, _ in table.layer_ms)]
+    times = [*(ms for _, ms in table.layer_ms), table.head_ms]
+    is_valid = 1 < len(rows) <= MAX_TABLE and all(low < high for low, high in pairwise(rows))
+    if not is_valid or rows[-1] > MAX_TOKENS or not all(0 < each <= MAX_MS for each in times):
+        raise UserError(
+            f"Invalid cost table of `{table.model[:MAX_PATH]}`", hint="its rows and times rise"
+        )
+    layer_s = tuple((count, ms / 1e3) for count, ms in table.layer_ms)
+    return Costs(model, layer_s, table.head_ms / 1e3)
 
 
 def _check_counts(models: Sequence[ServedModel], kinds: Sequence[MachineKind]) -> None:
@@ -229,8 +267,11 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _machine(table: Mapping[str, Any], models: Sequence[ServedModel]) -> MachineKind:
+def _machine(table: Mapping[str, Any], models: Sequence[ServedModel], folder: Path) -> MachineKind:
     common = ("name", "count", "memory")
+    if "costs" in table:
+        check_keys(table, "machine with a cost table", (*common, "costs", "node", "of"))
+        return _with_costs(table, models, folder / text(table, "costs", MAX_PATH))
     if "ms_per_layer" in table:
         check_keys(table, "measured machine", (*common, "ms_per_layer", "of"))
         return MachineKind.measured(
@@ -253,6 +294,37 @@ def _machine(table: Mapping[str, Any], models: Sequence[ServedModel]) -> Machine
         device_link=inf if between is None else between * 1e9,
         is_provider=_flag(table, "provider"),
     )
+
+
+def _with_costs(table: Mapping[str, Any], models: Sequence[ServedModel], path: Path) -> MachineKind:
+    """Describe a machine by what it measured, as a status of its mesh in a file says."""
+    try:
+        status = from_json(MeshStatus, json.loads(read_regular(path, MAX_STATUS_BYTES)))
+    except OSError as error:
+        raise UserError(f"`{path}` cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError, PeerFault):
+        hint = "write it with `meshllm ring status --json`"
+        raise UserError(f"`{path}` is not the status of a mesh", hint=hint) from None
+    name = text(table, "node") if "node" in table else ""
+    timed = [each for each in status.nodes if each.costs and _is_named(each, name)]
+    if len(timed) != 1:
+        known = ", ".join(f"`{each.name[:MAX_NAME]}`" for each in status.nodes if each.costs)
+        raise UserError(
+            f"`{path}` has {len(timed)} cost tables of `{name or 'a node'}`, not 1",
+            hint=f"name one with `node`: {known or 'none is measured yet'}",
+        )
+    (node,) = timed
+    assert node.costs
+    model = _timed(table if "of" in table else {"of": node.costs.model}, models)
+    if status.model and status.model.name == node.costs.model:
+        model = replace(model, quant=_quant({"quant": status.model.quant}))
+    memory = parse_memory(text(table, "memory")) if "memory" in table else node.memory_bytes
+    costs = costs_of(node.costs, model)
+    return MachineKind.with_costs(text(table, "name"), memory, costs, _count(table, "count"))
+
+
+def _is_named(node: NodeStatus, name: str) -> bool:
+    return name in {"", node.name} or node.node.startswith(name)
 
 
 def _timed(table: Mapping[str, Any], models: Sequence[ServedModel]) -> Architecture:

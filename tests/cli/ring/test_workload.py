@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.cli.ring.workload_spec import read_workload
+from meshllm.errors import UserError
+from meshllm.status import CostTable, MeshStatus, to_json
 from meshllm.traces.trace import TraceLine
 from tests.builders.fake_client import FakeClient
-from tests.builders.status import status_of, waiting
+from tests.builders.status import node_id, status_of, waiting, with_node
 from tests.cli.conftest import Invoke
-from tests.scheduler.test_roofline import LLAMA_8B
+from tests.scheduler.test_roofline import LLAMA_8B, NODE
 
 PAIR = """
 [[model]]
@@ -171,6 +174,87 @@ def test_the_nodes_of_the_running_mesh_can_be_used(
     assert [each["machine"] for each in plan["one_more"]] == ["0-attic", "1-desk"]
     used = {name for each in plan["placement"]["replicas"] for name in each["machines"]}
     assert used <= {"0-attic", "1-desk"}
+
+
+COSTS = CostTable("builtin", ((1, 2.0), (8, 2.5), (32, 9.0)), 1.0)
+
+
+def mesh_with_costs(costs: CostTable | None = COSTS) -> MeshStatus:
+    status = status_of(2)
+    assert status.model is not None
+    named = replace(status, model=replace(status.model, name="builtin"))
+    return with_node(named, 1, costs=costs)
+
+
+def with_file(pair: Path, keys: str, status: object) -> None:
+    """Let the laptop have the cost table of a node in a status."""
+    pair.with_name("status.json").write_text(json.dumps(status))
+    pair.write_text(PAIR.replace("tflops = 1\ngb_s = 40", f'costs = "status.json"\n{keys}'))
+
+
+def test_a_node_of_the_running_mesh_has_its_measured_cost_table(pair: Path) -> None:
+    pair.write_text("measured = true\n" + PAIR.partition('[[model]]\nname = "big"')[0])
+
+    found = read_workload(pair, mesh_with_costs)
+
+    attic, desk = found.workload.kinds
+    assert attic.costs is None
+    assert desk.costs is not None
+    assert desk.costs.layer_s == ((1, 0.002), (8, 0.0025), (32, 0.009))
+    assert desk.offer(NODE, found.workload.models[0].architecture).layer_s == desk.costs.layer_s
+    assert any("256 rows" in each for each in found.assumed)  # of the other one
+
+
+@pytest.mark.parametrize("node", ["", 'node = "desk"\n', f'node = "{node_id(1)[:9]}"\n'])
+def test_a_machine_may_have_the_cost_table_of_a_status(pair: Path, node: str) -> None:
+    with_file(pair, node, to_json(mesh_with_costs()))
+
+    found = read_workload(pair, lambda: pytest.fail("it asks no mesh"))
+
+    laptop = next(each for each in found.workload.kinds if each.name == "laptop")
+    assert laptop.costs is not None
+    assert laptop.costs.layer_s[1] == (8, 0.0025)
+    assert laptop.costs.head_s == 0.001
+    assert not any("256 rows" in each for each in found.assumed)
+
+
+@pytest.mark.parametrize(
+    ("keys", "costs", "words"),
+    [
+        ('node = "roof"', COSTS, "0 cost tables of `roof`, not 1"),
+        ("", None, "0 cost tables of `a node`, not 1"),
+        ('of = "x"', COSTS, "`of` names no model of the file: `x`"),
+        ("", replace(COSTS, model="x"), "`of` names no model of the file: `x`"),
+        ("", replace(COSTS, layer_ms=()), "Invalid cost table of `builtin`"),
+        ("", replace(COSTS, layer_ms=((8, 1.0), (8, 2.0))), "Invalid cost table"),
+        ("", replace(COSTS, layer_ms=((8, 0.0),)), "Invalid cost table"),
+        ("", replace(COSTS, head_ms=-1.0), "Invalid cost table"),
+        ("tflops = 2", COSTS, "Unknown key `tflops` in a machine with a cost table"),
+    ],
+)
+def test_an_unusable_cost_table_is_refused(
+    pair: Path, keys: str, costs: CostTable | None, words: str
+) -> None:
+    with_file(pair, keys, to_json(mesh_with_costs(costs)))
+
+    with pytest.raises(UserError, match=words):
+        read_workload(pair, lambda: pytest.fail("it asks no mesh"))
+
+
+@pytest.mark.parametrize("status", [[], {"schema": 99}, {"nodes": 1}])
+def test_a_file_that_is_no_status_is_refused(pair: Path, status: object) -> None:
+    with_file(pair, "", status)
+
+    with pytest.raises(UserError, match="not the status of a mesh"):
+        read_workload(pair, lambda: pytest.fail("it asks no mesh"))
+
+
+def test_a_cost_table_that_is_missing_is_named(pair: Path) -> None:
+    with_file(pair, "", [])
+    pair.with_name("status.json").unlink()
+
+    with pytest.raises(UserError, match="cannot be read"):
+        read_workload(pair, lambda: pytest.fail("it asks no mesh"))
 
 
 def test_a_mesh_without_a_ring_has_no_times(
