@@ -1,15 +1,17 @@
-"""A member that tries to fix the settings of the mesh for good."""
+"""A member that tries to fix the settings of the mesh for good, or sets what leaves no ring."""
 
 import asyncio
 from pathlib import Path
 from signal import SIGINT
 
+from meshllm.names import NodeId
 from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.identity import show
 from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import join
+from tests.security.owner import alone_s, compared
 
 FROZEN = Amendments(
     (
@@ -35,6 +37,37 @@ def freeze_the_charter() -> Outcome:
     effect = f"owner is {state}, restarts with policy {policy}, remove exits {removed}"
     held = (policy, state) == ("throughput", "serving")
     return Outcome(effect, "a step of 2^32, founder first", held=held)
+
+
+def exclude_all() -> Outcome:
+    """Exclude every node and ask for more than any can hold; then restart the owner."""
+    with open_fleet() as fleet:
+        ticket = fleet.found("owner")
+        owner = fleet.node("owner").start("--model", "builtin", *ALONE)
+        fleet.form()
+        alone = alone_s(owner)
+        asyncio.run(_exclude(ticket, fleet.folder / "attacker"))
+        owner.send(SIGINT)
+        owner.ended()
+        owner.start("--model", "builtin", *ALONE)
+        fleet.form()
+        crowded = alone_s(owner)
+        advice = owner.status()["ring"]["advice"]
+    is_told = advice.startswith("No ring is possible with `--exclude` of")
+    effect = f"the owner serves again, `ring status` {'names' if is_told else 'hides'} it"
+    return compared(Outcome(effect, "the founder's terms", held=is_told), alone, crowded)
+
+
+async def _exclude(ticket: str, state: Path) -> None:
+    async with join(ticket, state) as member:
+        profile = Profile("attacker", "1", (), 0)
+        now = asyncio.get_running_loop().time()
+        member.links.act(member.machine.publish(profile=profile, now=now))
+        await asyncio.sleep(LISTEN_S)
+        nodes: list[NodeId] = sorted(member.machine.profiles)
+        exclude = Term("exclude", 9, b"".join(nodes).hex())
+        member.say(Amendments((Term("ends", 9, "client"), exclude, Term("sessions", 9, "4096"))))
+        await asyncio.sleep(LISTEN_S)
 
 
 def _served_policy(fleet: Fleet) -> str:
@@ -64,4 +97,5 @@ ATTACKS = (
     Attack(
         "settings with version 2^32", "owner's restart exits with 7 each time", freeze_the_charter
     ),
+    Attack("all nodes are excluded", "no ring until its removal", exclude_all),
 )

@@ -25,11 +25,19 @@ def advise(agreement: Agreement) -> str:
     shape = best.case.view.charter.shape
     now = predict(plan, agreement.offers, agreement.links, shape)
     return (
-        _other_ring(agreement, best, now)
+        _ignored(best)
+        or _other_ring(agreement, best, now)
         or _slowest_hop(now)
         or _refused(agreement)
         or _slowest_layers(now)
     )
+
+
+def _ignored(best: Best) -> str:
+    if not best.ignored:
+        return ""
+    said = " and ".join(f"`--{each.name}` of `{short(each.author)}`" for each in best.ignored)
+    return f"No ring is possible with {said}: what the founder set counts instead"
 
 
 def _other_ring(agreement: Agreement, best: Best, now: Prediction) -> str:

@@ -16,7 +16,8 @@ a node of it is leaving, another plan replaces it at once: one in which all othe
 layers, see `continuity`, if the best plan gains no more than `GAIN`, or the best. A leaving node
 serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
 that the change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter
-(exclude, prefer, members, fixed spans) that the incumbent violates. A first plan reports how many
+(exclude, prefer, members, fixed spans) that the incumbent violates. Where no ring satisfies what a
+member set of these, the founder's values count, see `Charter.eased`. A first plan reports how many
 of the requested members are missing: nodes that follow it wait for them for a while, to avoid
 loading layers for rings that are soon replaced. A better plan waits until its nodes have their
 weights, which they fetch meanwhile; one that replaces a broken plan does not.
@@ -55,6 +56,7 @@ from meshllm.protocol.agreement.relaxation import (
     open_case,
     to_division,
     to_numbers,
+    why_excluded,
 )
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
@@ -121,7 +123,7 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         best = find_best(case, best)
         plan, reason, ahead = _decide(case, best, incumbent, epoch)
         if plan is not None:
-            standbys = {**standbys, **_standbys(case, best.problem.members, plan)}
+            standbys = {**standbys, **_standbys(best, plan)}
     return Agreement(
         plan,
         reason,
@@ -168,7 +170,7 @@ def _decide(
     if new.stages == incumbent.stages:
         return incumbent, "no plan is better", None
     gain = _gain(case, incumbent, new)
-    keeps = _satisfies(case, best.problem, incumbent)
+    keeps = _satisfies(best, incumbent)
     if keeps and gain <= GAIN:
         why = f"another plan would gain {max(gain, 0):.0%}, too little for a change"
         return incumbent, why, None
@@ -191,15 +193,13 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
     is_same = (incumbent.model, incumbent.layers) == (new.model, new.layers)
     if not (is_same and policy.is_timed):
         return new
-    usable = [
-        node for node in numbers if node not in {*case.found.leaving, *case.view.charter.exclude}
-    ]
+    usable = [node for node in numbers if node not in {*case.found.leaving, *best.exclude}]
     spare = [node for node in usable if node not in nodes_of(incumbent)]
     plans = [
         plan
         for stages in continuations(incumbent, usable, spare)
         if not _fault(case, plan := replace(new, stages=stages))
-        and _satisfies(case, best.problem, plan)
+        and _satisfies(best, plan)
         and _gain(case, plan, new) <= GAIN
     ]
     return min(
@@ -241,10 +241,10 @@ def _fits(problem: Problem, node: int, span: Span, *, entry: bool) -> bool:
     return span.stop in problem.stops(node, span.start, entry=entry)
 
 
-def _satisfies(case: PlanningInput, problem: Problem, plan: Plan) -> bool:
-    """Return whether a working plan satisfies the constraints of the charter."""
-    ring = to_division(problem, plan).order
-    return problem.allows(ring) and not set(case.view.charter.exclude) & set(nodes_of(plan))
+def _satisfies(best: Best, plan: Plan) -> bool:
+    """Return whether a working plan satisfies the constraints of the charter, as the best does."""
+    ring = to_division(best.problem, plan).order
+    return best.problem.allows(ring) and not set(best.exclude) & set(nodes_of(plan))
 
 
 def _gain(case: PlanningInput, incumbent: Plan, other: Plan) -> float:
@@ -272,19 +272,20 @@ def _moved_layers(incumbent: Plan, other: Plan) -> float:
     return sum(a != b for a, b in zip(before, after, strict=True)) / other.layers
 
 
-def _standbys(case: PlanningInput, members: int | None, plan: Plan) -> dict[NodeId, str]:
+def _standbys(best: Best, plan: Plan) -> dict[NodeId, str]:
     """Return why each node without a stage has none.
 
     The ring may violate the current terms, so members and spans of the terms are ignored.
     """
+    case = best.case
     charter, found, free = case.view.charter, case.found, case.problem
     if case.terms.spans:
         free = pose(found.offers, found.links, charter.shape, replace(case.terms, spans={}))
-    problem = replace(free, members=members)
+    problem = replace(free, members=best.problem.members)
     ring = to_division(problem, plan).order
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
-    excluded = dict.fromkeys(charter.exclude, "it is excluded")
+    excluded = dict.fromkeys(best.exclude, why_excluded(charter))
     leaving = dict.fromkeys(found.leaving, "it is leaving")
     known = {**spans, **found.faulty, **excluded, **leaving}
     return {node: known.get(node, why) for node, why in reasons.items()}

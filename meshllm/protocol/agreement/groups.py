@@ -178,6 +178,14 @@ def assign(view: MeshView) -> Mapping[NodeId, GroupId]:
 
 def divide(view: MeshView) -> Mapping[NodeId, NodeGroups]:
     """Return the groups of each living node that can hold layers; the same on every node."""
+    found, is_complete = _divide(view)
+    if is_complete or not view.charter.yields:
+        return found
+    return _divide(replace(view, charter=view.charter.eased))[0]
+
+
+def _divide(view: MeshView) -> tuple[Mapping[NodeId, NodeGroups], bool]:
+    """Return the groups of each node, and whether every group is complete then."""
     table = _Table(view)
     table.end_shares()
     before = table.parts()
@@ -188,15 +196,13 @@ def divide(view: MeshView) -> Mapping[NodeId, NodeGroups]:
         table.place_rest()
         found = table.parts()
         if found == before:
-            return found
+            return found, not table.lacks()
         before = found
 
 
 def shortage(view: MeshView) -> Mapping[GroupId, int]:
     """Return the bytes of memory that each group lacks; only of those that lack some."""
-    table = _Table(view)
-    lacking = {group.id: table.lacking(number) for number, group in enumerate(table.groups)}
-    return {group: size for group, size in lacking.items() if size > 0}
+    return _Table(view).lacks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +312,11 @@ class _Table:
             return 0
         shape = self.groups[number].charter.shape
         return max(1, self._lack(number, nodes)) * max(shape.layer_bytes)
+
+    def lacks(self) -> dict[GroupId, int]:
+        """Return the bytes of memory that each group lacks; only of those that lack some."""
+        lacking = {group.id: self.lacking(number) for number, group in enumerate(self.groups)}
+        return {group: size for group, size in lacking.items() if size > 0}
 
     def room(self, node: NodeId, number: int) -> tuple[int, int]:
         """Return how many layers a node can hold, without and with the ends; the latter may be < 0.

@@ -1,11 +1,12 @@
 """The best plan for the current candidates, relaxing the charter's constraints if needed."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, short
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
-from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.charter import Charter, Yielding
 from meshllm.protocol.planning.partition import Division
 from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
@@ -31,6 +32,10 @@ class Best:
     plan: Plan | None
     problem: Problem
     missing: str = ""
+    exclude: Collection[NodeId] = ()
+    """Nodes that the charter excludes, as far as it could be satisfied."""
+    ignored: tuple[Yielding, ...] = ()
+    """Terms with which no ring was found, so that the founder's values count."""
 
 
 def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> PlanningInput:
@@ -54,6 +59,14 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
     if before is not None and before.case.problem is case.problem:
         return before
+    best, view = _search(case), case.view
+    if best.plan is None and view.charter.yields:
+        eased = _search(replace(case, view=replace(view, charter=view.charter.eased)))
+        best = replace(eased, case=case, ignored=view.charter.yields) if eased.plan else best
+    return best
+
+
+def _search(case: PlanningInput) -> Best:
     charter, found = case.view.charter, case.found
     relaxed = _relaxed_terms(case)
     missing = ""
@@ -70,9 +83,10 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
                 continue
             why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
-                return Best(case, plan, pose(found.offers, found.links, charter.shape, terms))
+                problem = pose(found.offers, found.links, charter.shape, terms)
+                return Best(case, plan, problem, exclude=charter.exclude)
             missing = missing or why
-    return Best(case, None, case.problem, missing)
+    return Best(case, None, case.problem, missing, charter.exclude)
 
 
 def find_missing_link(plan: Plan, found: Candidates) -> str:
@@ -85,6 +99,13 @@ def find_missing_link(plan: Plan, found: Candidates) -> str:
                     return f"`{short(node)}` is left out: {why}"
             return f"`{short(here)}` and `{short(there)}` have no link"
     return ""
+
+
+def why_excluded(charter: Charter) -> str:
+    """Return why an excluded node is a standby, and who did it unless it was the founder."""
+    found = (each.author for each in charter.yields if each.name == "exclude")
+    author = next(found, None)
+    return f"it is excluded by `{short(author)}`" if author else "it is excluded"
 
 
 def to_division(problem: Problem, plan: Plan) -> Division:

@@ -6,6 +6,8 @@ The founder fixes the model once. The *terms* can change later: every node publi
 it changed, each with a version, and of all values of one term the highest (version, author) is in
 force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing,
 and of `FOUNDER_TERMS` only the founder's do: who may read prompts is not for every member to say.
+A member's `YIELDING` terms hold while a ring is possible with them, see `Charter.eased`: else one
+member could leave a mesh without any node that may serve.
 Concurrent changes of different terms are therefore all kept, and every node with the same
 records derives the same charter, in whatever order they arrived.
 
@@ -23,7 +25,7 @@ believe it of the founder only, as all earlier ones do.
 """
 
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from struct import Struct
@@ -65,7 +67,8 @@ MAX_ALIAS_BYTES = 64
 MAX_KINDS = 64  # of layers of one model
 MIN_PREFIX = 6  # hexadecimal digits of a key that identify a model
 
-FOUNDER_TERMS = frozenset({"entries"})
+FOUNDER_TERMS = frozenset({"ends", "entries", "sessions"})  # options set the second of these only
+YIELDING = "exclude", "members"
 
 _HEAD = Struct(f"<Q BH IIB QQ {DIGEST_BYTES}s")
 """Version; tied, layers; hidden size, context, item size; embedding, head; configuration."""
@@ -79,6 +82,16 @@ _VERSION = Struct("<Q")
 _DTYPES = {each.name.lower(): each for each in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)}
 _QUANTS = {str(each): each for each in Quant}
 _ENDS = {str(each): each for each in Ends}
+
+
+@dataclass(frozen=True, slots=True)
+class Yielding:
+    """A term in force that a member set; the founder's value counts if no ring satisfies it."""
+
+    name: str
+    author: NodeId
+    founders: Any
+    """The value that the founder wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +127,15 @@ class Charter:
     """Other names of the model in requests."""
     models: tuple["Charter", ...] = ()
     """The further models that the mesh serves, in order of their keys, without further ones."""
+    yields: tuple[Yielding, ...] = ()
+    """Those of the `YIELDING` terms whose value is not the founder's."""
+
+    @property
+    def eased(self) -> "Charter":
+        """Return the charter to plan with if no ring satisfies this one: without `yields`."""
+        models = tuple(each.eased for each in self.models)
+        wanted = {each.name: each.founders for each in self.yields}
+        return replace(self, **wanted, models=models, yields=())
 
     @property
     def key(self) -> ModelKey:
@@ -255,13 +277,31 @@ def merge(
         else:
             changes[name] = _TERMS[name](term.text)
     merged = replace(base, **changes, shape=shape, unknown=tuple(unknown))
+    merged = replace(merged, yields=tuple(_yields(merged, base, amendments, founder)))
     return replace(merged, models=_with_terms(merged, models.values()))
+
+
+def _yields(
+    merged: Charter, base: Charter, amendments: Mapping[NodeId, Amendments], founder: NodeId | None
+) -> Iterator[Yielding]:
+    """Yield the terms of members that yield, with the values of the founder."""
+    if founder is None:
+        return
+    said = amendments.get(founder, Amendments(()))
+    texts = {term.name: term.text for term in said.terms}
+    for name, (author, _) in in_force(amendments, founder).items():
+        if name not in YIELDING:
+            continue
+        wanted = _TERMS[name](texts[name]) if name in texts else getattr(base, name)
+        if wanted != getattr(merged, name):
+            yield Yielding(name, author, wanted)
 
 
 def _with_terms(charter: Charter, models: Iterable[Charter]) -> tuple[Charter, ...]:
     """Return the further models in order, with the terms of the mesh that hold for all."""
     terms = {name: getattr(charter, name) for name in _TERMS_OF_ALL}
     terms["unknown"] = charter.unknown
+    terms["yields"] = tuple(each for each in charter.yields if each.name in _TERMS_OF_ALL)
     others = (replace(each, **terms) for each in models if each.key != charter.key)
     return tuple(sorted(others, key=lambda each: each.key)[: MAX_SERVED - 1])
 

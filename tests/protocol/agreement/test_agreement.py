@@ -7,6 +7,7 @@ from meshllm.names import GroupId, NodeId, Span, short
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.relaxation import nodes_of
+from meshllm.protocol.membership.charter import Yielding
 from meshllm.protocol.membership.records import Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES
@@ -474,6 +475,75 @@ def test_a_changed_constraint_is_applied_once_no_session_is_hurt() -> None:
     assert agreement.plan == ring((B, 0, 4), epoch=6)
     assert agreement.reason == "it satisfies the charter"
     assert standbys(agreement) == {A: "it is excluded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "yields", "names"),
+    [
+        ({"exclude": (A, B, C)}, (Yielding("exclude", C, ()),), "`--exclude` of `{}`"),
+        ({"members": 1}, (Yielding("members", C, None),), "`--members` of `{}`"),
+        (
+            {"exclude": (B, C, D), "members": 1},
+            (Yielding("exclude", C, (D,)), Yielding("members", C, None)),
+            "`--exclude` of `{}` and `--members` of `{}`",
+        ),
+    ],
+)
+def test_a_term_of_a_member_that_leaves_no_ring_yields_to_the_founders(
+    changes: dict[str, Any], yields: tuple[Yielding, ...], names: str
+) -> None:
+    agreed = replace(charter(), **changes)
+    world = World(THREE.profiles, agreed)
+    assert world.agree().plan is None
+
+    found = replace(world, charter=replace(agreed, yields=yields)).agree()
+
+    assert found.plan == THREE.agree().plan
+    said = names.format(*[short(C)] * 2)
+    assert advise(found) == (
+        f"No ring is possible with {said}: what the founder set counts instead"
+    )
+
+
+def test_a_ring_that_ignores_the_exclusions_of_a_member_is_kept() -> None:
+    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, ()),))
+    world = World(THREE.profiles, agreed)
+    followed = world.follow(world.agree())
+
+    agreement = followed.agree()
+    nearer = replace(followed, apart_ms={frozenset({A, B}): 0.99}).agree()
+
+    assert agreement.plan == world.agree().plan == nearer.plan
+    assert agreement.reason == "no plan is better"
+
+
+def test_an_exclusion_of_a_member_holds_where_a_ring_is_possible() -> None:
+    agreed = replace(charter(), exclude=(A,), yields=(Yielding("exclude", C, ()),))
+
+    agreement = World({A: profile(4), B: profile(4)}, agreed).agree()
+
+    assert agreement.plan == ring((B, 0, 4), epoch=1)
+    assert standbys(agreement) == {A: f"it is excluded by `{short(C)}`"}
+    assert not advise(agreement).startswith("No ring is possible")
+
+
+def test_a_lost_node_is_replaced_by_one_that_a_member_excluded() -> None:
+    agreed = replace(charter(), exclude=(B,), yields=(Yielding("exclude", C, ()),))
+    world = World({A: profile(4), B: profile(4)}, agreed)
+    followed = world.follow(world.agree())
+
+    agreement = replace(followed, gone={A}).agree(B)
+
+    assert agreement.plan == ring((B, 0, 4), epoch=2)
+
+
+def test_no_term_of_a_member_helps_where_the_founder_leaves_no_ring() -> None:
+    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, (A, B)),))
+
+    agreement = World(THREE.profiles, agreed).agree()
+
+    assert agreement.plan is None
+    assert "the founder" not in advise(agreement)
 
 
 def test_a_preferred_node_holds_layers() -> None:

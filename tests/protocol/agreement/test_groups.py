@@ -24,7 +24,7 @@ from meshllm.protocol.agreement.groups import (
     shortage,
     used_models,
 )
-from meshllm.protocol.membership.charter import Charter
+from meshllm.protocol.membership.charter import Charter, Yielding
 from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
@@ -299,6 +299,25 @@ def test_excluded_nodes_hold_nothing() -> None:
     charter = mesh_of(model(1, 4), model(2, 4), exclude=(A,))
 
     assert assign(view_of(charter, {A: 4, B: 4})) == {A: UNASSIGNED, B: FIRST_GROUP}
+
+
+def test_exclusions_of_a_member_hold_where_the_groups_are_complete_with_them() -> None:
+    free = (Yielding("exclude", C, ()),)
+    charter = mesh_of(model(1, 4), model(2, 4), exclude=(A,), yields=free)
+
+    assert assign(view_of(charter, {A: 4, B: 4, C: 4})) == {
+        A: UNASSIGNED, B: FIRST_GROUP, C: group(charter, 2),
+    }  # fmt: skip
+
+
+def test_a_member_does_not_leave_a_model_without_nodes() -> None:
+    free = (Yielding("exclude", C, ()),)
+    charter = mesh_of(model(1, 4), model(2, 4), exclude=(A, B), yields=free)
+
+    found = assign(view_of(charter, {A: 4, B: 4}))
+
+    assert found == {A: FIRST_GROUP, B: group(charter, 2)}
+    assert assign(view_of(charter, {A: 4, B: 4}, found)) == found  # moves nobody
 
 
 def test_a_ring_needs_a_node_that_may_be_the_entry() -> None:

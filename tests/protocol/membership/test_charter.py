@@ -15,7 +15,6 @@ from meshllm.names import Digest, NodeId, Quant, short
 from meshllm.protocol.binary import RECORD_VERSION
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
-    FOUNDER_TERMS,
     MAX_KINDS,
     MAX_MODEL_BYTES,
     MAX_SERVED,
@@ -26,6 +25,7 @@ from meshllm.protocol.membership.charter import (
     Amendments,
     Charter,
     Term,
+    Yielding,
     amend,
     differing,
     effective_terms,
@@ -219,7 +219,8 @@ def test_unknown_terms_of_the_founder_are_an_obstacle_that_names_it(
     said = terms(term, ("members", 1, "2"))
     merged = merge(CHARTER, {A: said}, founder=A)
 
-    assert merge(CHARTER, {A: said}, founder=B) == replace(CHARTER, members=2)
+    by_member = replace(CHARTER, members=2, yields=(Yielding("members", A, None),))
+    assert merge(CHARTER, {A: said}, founder=B) == by_member
     assert merged.obstacle == (
         f"node `{short(A)}` set {what}, unknown to this version; update meshllm"
     )
@@ -229,14 +230,14 @@ def test_unknown_terms_of_the_founder_are_an_obstacle_that_names_it(
 def test_every_term_can_be_changed_and_changed_back() -> None:
     first = amend(AMENDED, CHARTER, A, {})
     assert first is not None
-    merged = merge(CHARTER, {A: first})
-    second = amend(CHARTER, merged, B, {A: first})
+    merged = merge(CHARTER, {A: first}, A)
+    second = amend(CHARTER, merged, A, {A: first}, A)
     assert second is not None
 
-    assert {term.name for term in first.terms} == TEXTS.keys() - FOUNDER_TERMS - {"tariff"}
+    assert {term.name for term in first.terms} == TEXTS.keys() - {"entries", "tariff"}
     assert Amendments.decode(first.encode()) == first
     assert merged == AMENDED
-    assert merge(CHARTER, {A: first, B: second}) == CHARTER
+    assert merge(CHARTER, {A: second}, A) == CHARTER
     assert amend(CHARTER, CHARTER, A, {A: first}) is None
 
 
@@ -247,13 +248,13 @@ def test_models_are_served_with_the_terms_of_the_mesh_and_stopped() -> None:
 
     said = amend(wanted, CHARTER, A, {})
     assert said is not None
-    merged = merge(CHARTER, {A: Amendments.decode(said.encode())})
+    merged = merge(CHARTER, {A: Amendments.decode(said.encode())}, A)
 
     assert set(merged.models) == {replace(each, **OF_ALL) for each in (one, other)}
     assert merged.served == (AMENDED, *merged.models)
-    stopped = amend(replace(merged, models=merged.models[:1]), merged, B, {A: said})
+    stopped = amend(replace(merged, models=merged.models[:1]), merged, B, {A: said}, A)
     assert stopped is not None
-    assert merge(CHARTER, {A: said, B: stopped}) == replace(merged, models=merged.models[:1])
+    assert merge(CHARTER, {A: said, B: stopped}, A) == replace(merged, models=merged.models[:1])
     assert [term.text for term in stopped.terms] == [""]
     assert differing(merged, CHARTER) == [*(term.name for term in said.terms)]
 
@@ -428,9 +429,42 @@ def test_only_the_founder_says_who_may_be_the_entry() -> None:
     assert said is not None
     hostile = {B: terms(("entries", 2, B.hex()), ("members", 1, "3"))}
 
-    assert merge(CHARTER, {A: said, **hostile}, founder=A) == replace(wanted, members=3)
+    assert merge(CHARTER, {A: said, **hostile}, founder=A).entries == (A,)
     assert merge(CHARTER, hostile, founder=A).entries == ()
     assert effective_terms(B, hostile, A) == terms(("members", 1, "3"))
+
+
+def test_exclusions_and_members_that_a_member_sets_yield_to_the_founders() -> None:
+    said = {
+        A: terms(("exclude", 1, A.hex()), ("members", 1, "2")),
+        B: terms(("exclude", 2, (A + B + C).hex()), ("members", 2, "1")),
+    }
+
+    by_member, by_founder = merge(CHARTER, said, founder=A), merge(CHARTER, said, founder=B)
+
+    assert by_member.exclude == (A, B, C)
+    assert [(each.name, each.author) for each in by_member.yields] == [
+        ("exclude", B),
+        ("members", B),
+    ]
+    assert by_member.eased == replace(CHARTER, exclude=(A,), members=2)
+    assert by_founder.eased == by_founder == replace(CHARTER, exclude=(A, B, C), members=1)
+    assert merge(CHARTER, {B: said[B]}, founder=A).eased == CHARTER
+
+
+def test_exclusions_yield_in_all_models_and_members_in_the_first() -> None:
+    said = {B: terms(("exclude", 1, A.hex()), ("members", 1, "1"), term_of(model(1, members=2)))}
+
+    merged = merge(CHARTER, said, founder=A)
+
+    assert merged.eased.served[0].members is None
+    assert merged.models[0].eased == replace(merged.models[0], exclude=(), yields=())
+
+
+@pytest.mark.parametrize("term", [("ends", 1, "client"), ("sessions", 1, "4096")])
+def test_a_member_sets_no_term_with_which_no_ring_fits(term: tuple[str, int, str]) -> None:
+    assert merge(CHARTER, {B: terms(term)}, founder=A) == CHARTER
+    assert merge(CHARTER, {B: terms(term)}, founder=B) != CHARTER
 
 
 def test_a_term_that_others_would_refuse_is_left_out() -> None:
@@ -492,7 +526,7 @@ def test_the_order_of_amendments_does_not_matter(
 @given(
     st.dictionaries(st.sampled_from([A, B, C]), amendments),
     st.sampled_from([A, B, C]),
-    st.sampled_from([{"members": 7}, {"policy": "fastest"}, {"prefer": (A,)}, {"sessions": 10}]),
+    st.sampled_from([{"members": 7}, {"policy": "fastest"}, {"prefer": (A,)}, {"replicas": 10}]),
 )
 def test_a_change_takes_effect_over_any_earlier_amendments(
     found: dict[NodeId, Amendments], author: NodeId, change: dict[str, Any]

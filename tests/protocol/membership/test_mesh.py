@@ -17,7 +17,7 @@ from meshllm.protocol.membership.actions import (
     Parted,
     SendToPeer,
 )
-from meshllm.protocol.membership.charter import Amendments, Term
+from meshllm.protocol.membership.charter import Amendments, Term, Yielding
 from meshllm.protocol.membership.codec import (
     Bye,
     CloseReason,
@@ -59,6 +59,7 @@ from tests.builders.identities import (
 )
 
 A = TypeVar("A", bound=Action)
+YIELDS = (Yielding("members", MIDDLE.node, None),)  # terms that a member set
 
 
 def mesh(key: NodeKey = MIDDLE, *, incarnation: int = 1) -> Mesh:
@@ -643,7 +644,7 @@ def test_lasting_items_are_restored() -> None:
     assert [item.kind for item in node.lasting] == [
         Kind.REMOVAL, Kind.CHARTER, Kind.AMENDMENTS,
     ]  # fmt: skip
-    assert again.charter == replace(CHARTER, members=2)
+    assert again.charter == node.charter == replace(CHARTER, members=2, yields=YIELDS)
     assert again.removals == node.removals
     assert again.author == node.author == FOUNDER.node
     assert mesh().author is None
@@ -696,9 +697,9 @@ def test_amendments_of_an_earlier_run_do_not_undo_current_ones() -> None:
     node = linked(LAST)
     node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
     node.publish(charter=replace(CHARTER, members=2), now=2.0)
-    before = Amendments((Term("members", 5, "9"), Term("sessions", 4, "3")), version=7)
+    before = Amendments((Term("members", 5, "9"), Term("replicas", 4, "3")), version=7)
 
     actions = node.receive(LAST.node, Items((sign(MIDDLE, before),)), 3.0)
 
-    assert node.charter == replace(CHARTER, members=2, sessions=3)
+    assert node.charter == replace(CHARTER, members=2, replicas=3, yields=YIELDS)
     assert [item.incarnation for item in items(actions, LAST)] == [8]
