@@ -72,11 +72,15 @@ def names_in(options: NodeOptions) -> tuple[str, ...]:
     return *(options.exclude or ()), *(options.prefer or ()), *(options.entry or ())
 
 
-def with_own_entry(options: NodeOptions, me: NodeId) -> NodeOptions:
-    """Return the options with this node's id among those of ``entry``, in place of ``self``."""
-    if not options.entry:
+def with_own_entry(options: NodeOptions, me: NodeId, *, is_founder: bool) -> NodeOptions:
+    """Return the options with this node's id among those of ``entry``, in place of ``self``.
+
+    Unless told otherwise, a founder that trusts some nodes lets only these and itself read prompts.
+    """
+    named = options.trust if options.entry is None and is_founder else options.entry
+    if named is None or named == options.entry == ():
         return options
-    others = (name for name in options.entry if name != SELF)
+    others = (name for name in named if name != SELF)
     return replace(options, entry=(show(me), *others))
 
 

@@ -539,7 +539,7 @@ async def open_node(
         supervisor = stack.enter_context(Supervisor())
         stack.enter_context(store.locked())
         with supervisor.scope():
-            options, preparation = with_own_entry(options, store.key.node), None
+            preparation = None
             if provider is None:
                 opened = _open_preparation(options, worker, prepare)
                 preparation = await stack.enter_async_context(opened)
@@ -547,6 +547,7 @@ async def open_node(
                 open_endpoints(options, store.key, transport)
             )
             own = await enter(store, options, endpoints.transports)
+            options = with_own_entry(options, store.key.node, is_founder=own.is_founder)
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             node.state.provider = provider
             running = asyncio.ensure_future(node.run())

@@ -105,11 +105,23 @@ def test_a_node_that_names_entries_is_one_and_unknown_names_are_none(
     entry: tuple[str, ...], entries: tuple[NodeId, ...]
 ) -> None:
     before = amend(charter(), options(entry=(show(A),)), PROFILES, LONGEST)
-    wishes = with_own_entry(options(entry=entry), B)
+    wishes = with_own_entry(options(entry=entry, trust=("cellar",)), B, is_founder=True)
 
     assert before.entries == (A,)
     assert amend(before, wishes, PROFILES, LONGEST).entries == entries
-    assert with_own_entry(options(), B) == options()
+    assert with_own_entry(options(), B, is_founder=True) == options()
+
+
+@pytest.mark.parametrize(
+    ("trust", "entries"), [((), (B,)), (("desk",), (A, B)), ((show(C),), (B, C))]
+)
+def test_nodes_that_the_founder_trusts_may_read_prompts_and_others_may_not(
+    trust: tuple[str, ...], entries: tuple[NodeId, ...]
+) -> None:
+    wishes = with_own_entry(options(trust=trust), B, is_founder=True)
+
+    assert amend(charter(), wishes, PROFILES, LONGEST).entries == tuple(sorted(entries))
+    assert with_own_entry(options(trust=trust), B, is_founder=False) == options(trust=trust)
 
 
 def test_an_ambiguous_name_keeps_the_previous_nodes() -> None:

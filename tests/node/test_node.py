@@ -578,6 +578,8 @@ async def test_a_prompt_reaches_no_ring_with_a_node_that_is_not_trusted(mesh: Me
     for node in (a, b):
         await until(lambda node=node: len(spans(node)) == 2, node)  # type: ignore[misc]  # a closure
 
+    assert a.machine.charter is not None
+    assert a.machine.charter.entries == (a.me,)
     for question in (QUESTION, replace(QUESTION, trusted=("a",))):
         with pytest.raises(WrongField, match="not trusted"):
             await ask(control_of(a), question)

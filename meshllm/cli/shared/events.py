@@ -43,7 +43,7 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
     old, new = before.ring if before else None, after.ring
     is_other = old is None or _facts(old) != _facts(new)
     if is_other and not (_is_going_on(old, new) and _lacks_one(after)):
-        yield _of_ring(old, new)
+        yield _of_ring(old, new, after.node)
 
 
 def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notice]:
@@ -97,12 +97,14 @@ def _lacks_one(status: "MeshStatus") -> bool:
     return any(each.node in away for each in status.ring.stages)
 
 
-def _of_ring(before: "RingStatus | None", ring: "RingStatus") -> Notice:
+def _of_ring(before: "RingStatus | None", ring: "RingStatus", me: str) -> Notice:
     stages = ", ".join(f"{each.name or each.node[:7]} {each.layers}" for each in ring.stages)
     why = ring.reason and f": {ring.reason}"
     count = len(ring.stages)
+    entries = (each for each in ring.stages[:1] if each.node != me)
+    reads = "".join(f"; {each.name or each.node[:7]} reads prompts" for each in entries)
     text = {
-        "serving": f"ring of {count} serving, epoch {ring.epoch}: {stages}",
+        "serving": f"ring of {count} serving, epoch {ring.epoch}: {stages}{reads}",
         "forming": f"ring of {count} forming, epoch {ring.epoch}: {stages}{why}",
     }.get(ring.state, f"{ring.state}{why}")
     served = before and before.state == "serving" and before.digest == ring.digest

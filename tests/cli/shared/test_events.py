@@ -16,6 +16,15 @@ def test_without_a_previous_report_everything_is_new() -> None:
     ]
 
 
+def test_another_node_that_reads_prompts_is_named() -> None:
+    found = status_of(2)
+    reverse = with_ring(found, stages=found.ring.stages[::-1])
+
+    assert texts(None, reverse)[-1] == (
+        "ring of 2 serving, epoch 3: desk 10:20, attic 0:10; desk reads prompts"
+    )
+
+
 def test_an_unchanged_report_yields_nothing() -> None:
     assert texts(status_of(2), with_link(status_of(2), 1, heard_s=2.0)) == []
 
