@@ -1,6 +1,8 @@
 """A client of a mesh: sends requests, holds neither weights nor a tokenizer.
 
-It is told no records of the mesh. Which models there are, it asks the node that it is linked to.
+It is told no records of the mesh. Which models there are, it asks the node that it is linked to,
+which also tells it a few other nodes: when the link is lost, it dials those and the inviter, and
+requests in progress go on at the one that answers, with the tokens so far.
 """
 
 import asyncio
@@ -14,7 +16,9 @@ from contextlib import (
     aclosing,
     asynccontextmanager,
     contextmanager,
+    suppress,
 )
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,7 +36,7 @@ from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
 from meshllm.node.net.endpoints import by_scheme, prepare
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.net.peer_address import Local
+from meshllm.node.net.peer_address import Local, Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.requests.model_list import models_from_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
@@ -40,12 +44,18 @@ from meshllm.node.requests.router import MAX_WAITING, RequestRouter
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.client_quota import places
-from meshllm.protocol.membership.codec import AskModels, CloseReason, ModelList, RequestMessage
+from meshllm.protocol.membership.codec import (
+    AskModels,
+    CloseReason,
+    ModelList,
+    RequestMessage,
+)
 from meshllm.protocol.membership.link_table import MAX_CLIENTS
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
+from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
@@ -55,7 +65,10 @@ from meshllm.transport.registry import Registry
 
 MODELS_S = 2.0  # s until the models are asked for again; a node answers 8 times in 10 s
 ASK_S = 10.0  # s to wait for them
-REDIAL_S = 1.0  # s between two checks for a linked node, and two dials of the inviter without one
+REDIAL_S = (
+    1.0  # s between two checks for a linked node; the loss of the last one is noticed at once
+)
+STAGGER_S = 0.3  # s between the dials of two nodes: a handshake on most paths
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +81,8 @@ class MeshClient:
         self._store, self._credential = store, credential
         self.mesh = credential.mesh
         self._linked, self._unsaved = asyncio.Event(), asyncio.Event()
+        self._parted = asyncio.Event()  # set by the loss of a link
+        self._here = dialer.machine
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the bug that ended the client, or that it was removed; else cancelled at last."""
         machine = Mesh(
@@ -169,20 +184,24 @@ class MeshClient:
                 self.router.lost(peer)
 
     def restore(self) -> None:
-        """Take the removals that were heard before; raise `NotAuthorised` if one is of this client.
+        """Take what was heard before; raise `NotAuthorised` if this client was removed.
 
         Raises:
             UserError: the state folder is damaged.
         """
         restore_records(self._store, self.machine, loop_time())
         self._check()
+        self.machine.fallbacks = tuple(
+            Fallback(node, b"", at) for node, at in self._store.peers.items()
+        )
 
     async def _save(self) -> None:
-        """Save the removals as they are heard, until cancelled."""
+        """Save the removals and the nodes that were told, until cancelled."""
         while True:
             await self._unsaved.wait()
             self._unsaved.clear()
             records = SavedRecords.of(self.machine, lambda _: Local.NO)
+            records = replace(records, met={at.node: at.addresses for at in self.machine.fallbacks})
             try:
                 await asyncio.to_thread(save_records, self._store, records)
             except UserError as error:  # such as a full disk
@@ -197,11 +216,28 @@ class MeshClient:
             raise NotAuthorised(str(error), hint="ask a member for a new ticket") from None
 
     async def _redial(self, ticket: Ticket) -> None:
-        """Dial the inviter whenever no node is linked, until cancelled."""
+        """Dial the inviter and other nodes whenever none is linked, until cancelled."""
         while True:
-            await asyncio.sleep(REDIAL_S)
-            if not self.links.by_peer:
-                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REDIAL_S):
+                    await self._parted.wait()
+            self._parted.clear()
+            for node, addresses, local in self._fallbacks(ticket):
+                if self.links.by_peer:
+                    break
+                self.links.hint(node, addresses, local)
+                await asyncio.sleep(STAGGER_S)
+
+    def _fallbacks(self, ticket: Ticket) -> list[tuple[NodeId, tuple[str, ...], Local]]:
+        """Return the nodes to dial; the inviter, which may be the lost one, is the second."""
+        fallbacks = [
+            fallback for fallback in self.machine.fallbacks if fallback.node != ticket.inviter
+        ]
+        told = [
+            (fallback.node, fallback.addresses, local_of(self._here, fallback))
+            for fallback in fallbacks
+        ]
+        return [*told[:1], (ticket.inviter, ticket.addresses, Local.YES), *told[1:]]
 
     async def entries(self, model: str = "") -> Sequence[NodeId]:
         """Wait for a linked node; any can be the ingress for any model."""
@@ -286,6 +322,7 @@ class MeshClient:
     def lost(self, peer: NodeId) -> None:
         """Fail the requests that the node served."""
         self._told.set()
+        self._parted.set()
         self.router.lost(peer)
 
     def dropped(self, peer: NodeId, why: CloseReason) -> None:
@@ -332,7 +369,8 @@ async def open_mesh_client(
                 raise _too_many() from error
             credential = store.join(granted(link), ticket)
         own = Own(store.key, instance, credential)
-        client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own))
+        here = Machine(machine_secret(), credential.mesh)
+        client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own, here))
         client.restore()
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(ticket, link))
@@ -369,6 +407,11 @@ def _too_many() -> UserError:
         "The ticket admits no more clients than already run here",
         hint="wait for them, or get another one: `meshllm ring ticket --role client --uses 9`",
     )
+
+
+def local_of(here: Machine | None, fallback: Fallback) -> Local:
+    """Return which addresses of this machine a fallback may have: all if it is here itself."""
+    return Local.YES if here is not None and here.has(fallback.node, fallback.machine) else Local.NO
 
 
 async def _ended(running: asyncio.Future[None], failed: asyncio.Future[None]) -> None:

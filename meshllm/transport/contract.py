@@ -132,6 +132,16 @@ class Known(Protocol):
         ...
 
 
+@runtime_checkable
+class Located(Protocol):
+    """Optional for a link: where the peer is."""
+
+    @property
+    def peer_host(self) -> str:
+        """The IP address that packets of the peer come from; empty if unknown, as by a relay."""
+        ...
+
+
 class Listener(Protocol):
     """A listening endpoint."""
 

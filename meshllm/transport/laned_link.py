@@ -41,6 +41,8 @@ class LanedLink:
     """One end of a link: `meshllm.transport.contract.Link`, and callbacks for the connection."""
 
     def __init__(self, wire: Wire, address: str) -> None:
+        self.peer_host = ""
+        """The IP address of the peer, see `meshllm.transport.contract.Located`."""
         self._wire = wire
         self._address = address
         self._outgoing = Outgoing()

@@ -247,6 +247,8 @@ class Chat:
     process: "subprocess.Popen[bytes]"
     begun: bytes
     node: "Node"
+    errors: str = ""
+    """What it wrote to stderr, after its end."""
 
     @property
     def is_under_way(self) -> bool:
@@ -255,15 +257,17 @@ class Chat:
     def answer(self) -> str:
         """Wait for the end; return the whole answer."""
         rest, errors = self.process.communicate(timeout=WAIT_S)
+        self.errors = errors.decode()
         if self.process.returncode:
-            raise Waited(f"{errors.decode()}\n{self.node.stderr}")
+            raise Waited(f"{self.errors}\n{self.node.stderr}")
         return (self.begun + rest).decode()
 
 
 @contextmanager
-def asking(node: Node, prompt: str) -> Iterator[Chat]:
+def asking(node: Node, prompt: str, *options: str, state: Path | None = None) -> Iterator[Chat]:
     """Send a request through a node; return when the first character of the answer has arrived."""
-    command = [sys.executable, *MESHLLM, "chat", "--state", str(node.state), prompt]
+    place = str(state or node.state)
+    command = [sys.executable, *MESHLLM, "chat", "--state", place, *options, prompt]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=PIPE, stderr=PIPE, bufsize=0, env=environment()
     ) as process:

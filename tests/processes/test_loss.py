@@ -1,11 +1,12 @@
 """Nodes that are killed, leave or are interrupted, while the others go on."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.processes.conftest import QUESTION, STORY, Answers
-from tests.processes.fleet import ALONE, Fleet, Node, ask, asking, until
+from tests.processes.fleet import ALONE, Fleet, Node, ask, asking, meshllm, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -119,3 +120,22 @@ def test_the_second_ctrl_c_ends_it_at_once(trio: Fleet, answers: Answers) -> Non
 
     assert code == 130
     assert answer == answers[STORY]
+
+
+@pytest.mark.parametrize("is_entry", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_client_goes_on_at_another_node_when_its_own_is_killed(
+    trio: Fleet, answers: Answers, tmp_path: Path, *, is_entry: bool
+) -> None:
+    first = entry(trio)
+    door = first if is_entry else next(each for each in trio.nodes.values() if each is not first)
+    ticket = meshllm("ring", "ticket", "--role", "client", state=door.state).stdout.strip()
+
+    with asking(door, STORY, "--join", ticket, state=tmp_path / "client") as chat:
+        door.kill()
+        is_under_way = chat.is_under_way
+        answer = chat.answer()
+
+    assert is_under_way
+    assert not door.is_running
+    assert answer == answers[STORY]
+    assert "another one answers" in chat.errors

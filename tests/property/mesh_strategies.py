@@ -15,6 +15,7 @@ from meshllm.protocol.membership.codec import (
     Bye,
     CancelRequest,
     CloseReason,
+    FallbackList,
     Generate,
     Items,
     MeshBeat,
@@ -42,6 +43,7 @@ from meshllm.protocol.membership.records import (
 from meshllm.protocol.planning.plan import MAX_SECONDS, Ends, ModelSizes
 from meshllm.protocol.planning.policies import POLICIES
 from meshllm.protocol.session.messages import DType
+from meshllm.protocol.trust.fallbacks import Fallback
 from tests.property.strategies import digests, nodes, u64
 
 _Grouped = TypeVar("_Grouped", RingShare, RingMembership)
@@ -184,6 +186,9 @@ signatures = st.binary(min_size=64, max_size=64)
 items = st.builds(
     Item, kinds, nodes, nodes, u64, u64, st.binary(max_size=30), st.binary(max_size=30), signatures
 )
+fallbacks = st.builds(
+    Fallback, nodes, st.binary(max_size=16), st.lists(st.text(max_size=20), max_size=4).map(tuple)
+)
 mesh_messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(MeshBeat, u64, u64, st.integers(0, MAX_HELD_US), st.integers(0, MAX_WALL_MS), eight),
     st.builds(
@@ -196,6 +201,7 @@ mesh_messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(CancelRequest, sixteen),
     st.builds(AskModels),
     st.builds(ModelList, st.binary(max_size=30)),
+    st.builds(FallbackList, st.lists(fallbacks, max_size=4).map(tuple)),
     st.builds(Bye, st.sampled_from(CloseReason)),
     st.builds(UnknownMeshMessage, st.integers(100, 255), st.binary(max_size=30)),
 )

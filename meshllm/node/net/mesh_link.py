@@ -330,7 +330,12 @@ class MeshLinks:
         """Report a link to the machine and run it until it is lost."""
         peer, line = link.peer, _MeshLink(link, self._turn)
         actions = self._machine.linked(
-            peer, link.instance, link.credential, dialled=dialled, now=loop_time()
+            peer,
+            link.instance,
+            link.credential,
+            dialled=dialled,
+            now=loop_time(),
+            host=link.host,
         )
         for action in actions:
             if isinstance(action, Drop) and action.is_newcomer and action.peer == peer:

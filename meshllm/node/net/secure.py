@@ -40,6 +40,7 @@ from meshllm.transport.contract import (
     Known,
     Link,
     LinkStatistics,
+    Located,
     Prompt,
     measure,
 )
@@ -91,6 +92,8 @@ class SecureLink:
         """Protocol features that the peer supports."""
         self.address = ""
         """The dialled address; empty if the peer dialled."""
+        self.host = link.peer_host if isinstance(link, Located) else ""
+        """The IP address that the peer comes from; empty if it is unknown."""
         self._link = link
         self._prompt = link if isinstance(link, Prompt) else None
         self._early = deque(early)  # DATA that overtook the end of the handshake

@@ -23,8 +23,9 @@ from meshllm.protocol.membership.gossip import (
     SummaryEntry,
     kind_of,
 )
-from meshllm.protocol.membership.records import MAX_MEMBERS
+from meshllm.protocol.membership.records import MACHINE_BYTES, MAX_ADDRESS_BYTES, MAX_MEMBERS
 from meshllm.protocol.session.messages import PROTOCOL_VERSION, Buffer
+from meshllm.protocol.trust.fallbacks import MAX_FALLBACK_ADDRESSES, MAX_FALLBACKS, Fallback
 
 MAX_REMOVALS = 1024  # nodes removed over the lifetime of one mesh
 FOUNDER_REMOVALS = 512  # of these, for the founder only
@@ -43,6 +44,7 @@ MAX_WALL_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 _PREFIX = Struct("<BB")
 _COUNT = Struct("<H")
+_NODE = Struct(f"<{NODE_ID_BYTES}s")
 _BEAT = Struct(f"<QQIQ {MARK_BYTES}s")
 _SLOT = Struct(f"<B {NODE_ID_BYTES}s")
 _ENTRY = Struct(f"<B {NODE_ID_BYTES}s Q Q {MARK_BYTES}s")
@@ -146,6 +148,13 @@ class ModelList:
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackList:
+    """Other nodes that a client may ask when the sender is lost."""
+
+    fallbacks: tuple[Fallback, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """The last message on a link, with the reason for closing it."""
 
@@ -163,7 +172,9 @@ class UnknownMeshMessage:
 RequestMessage: TypeAlias = Generate | AnswerEvent | CancelRequest | AskModels | ModelList
 """Messages that the mesh machine passes through to the node."""
 
-Message: TypeAlias = MeshBeat | Summary | Items | Want | Bye | RequestMessage | UnknownMeshMessage
+Message: TypeAlias = (
+    MeshBeat | Summary | Items | Want | Bye | FallbackList | RequestMessage | UnknownMeshMessage
+)
 
 
 class _MeshKind(IntEnum):
@@ -177,6 +188,7 @@ class _MeshKind(IntEnum):
     BYE = 8
     ASK_MODELS = 9
     MODEL_LIST = 10
+    FALLBACK_LIST = 11
 
 
 _KINDS = set(_MeshKind)
@@ -198,10 +210,10 @@ def encode(message: Message) -> bytes:
             )
         case Generate() | AnswerEvent() | CancelRequest() | AskModels() | ModelList():
             return _pack_request(message)
-        case Bye(why):
-            return _pack(_MeshKind.BYE, bytes([why]))
-        case UnknownMeshMessage(kind, body):
-            return _pack(kind, body)
+        case FallbackList(fallbacks):
+            return _pack_list(_MeshKind.FALLBACK_LIST, map(_pack_fallback, fallbacks))
+        case Bye() | UnknownMeshMessage():
+            return _pack_plain(message)
         case _:
             assert_never(message)
 
@@ -252,6 +264,9 @@ def _read(kind: _MeshKind, reader: Reader) -> Message:
             return Want(tuple(_slot(*reader.unpack(_SLOT)) for _ in range(count)))
         case _MeshKind.BYE:
             return Bye(_WHYS.get(reader.take(1)[0], CloseReason.OTHER))
+        case _MeshKind.FALLBACK_LIST:
+            count = _counted(reader, "fallbacks", MAX_FALLBACKS)
+            return FallbackList(tuple(_fallback(reader) for _ in range(count)))
         case _:
             return _request_message(kind, reader)
 
@@ -286,6 +301,15 @@ def _entry(reader: Reader) -> SummaryEntry:
     return SummaryEntry(_slot(code, subject), incarnation, seq, mark)
 
 
+def _fallback(reader: Reader) -> Fallback:
+    (node,) = reader.unpack(_NODE)
+    machine = reader.sized(MACHINE_BYTES)
+    count = _counted(reader, "addresses", MAX_FALLBACK_ADDRESSES)
+    return Fallback(
+        NodeId(node), machine, tuple(reader.text(MAX_ADDRESS_BYTES) for _ in range(count))
+    )
+
+
 def _slot(code: int, subject: bytes) -> Slot:
     return Slot(kind_of(code), NodeId(subject))
 
@@ -310,6 +334,12 @@ def _pack_request(message: RequestMessage) -> bytes:
             assert_never(message)
 
 
+def _pack_plain(message: Bye | UnknownMeshMessage) -> bytes:
+    if isinstance(message, Bye):
+        return _pack(_MeshKind.BYE, bytes([message.why]))
+    return _pack(message.kind, message.body)
+
+
 def _pack_list(kind: _MeshKind, parts: Iterable[bytes]) -> bytes:
     packed = list(parts)
     return _pack(kind, _COUNT.pack(len(packed)), *packed)
@@ -318,3 +348,15 @@ def _pack_list(kind: _MeshKind, parts: Iterable[bytes]) -> bytes:
 def _pack_entry(entry: SummaryEntry) -> bytes:
     slot = entry.slot
     return _ENTRY.pack(slot.kind, slot.subject, entry.incarnation, entry.seq, entry.mark)
+
+
+def _pack_fallback(fallback: Fallback) -> bytes:
+    addresses = [sized(address.encode()) for address in fallback.addresses]
+    return b"".join(
+        (
+            _NODE.pack(fallback.node),
+            sized(fallback.machine),
+            _COUNT.pack(len(addresses)),
+            *addresses,
+        )
+    )

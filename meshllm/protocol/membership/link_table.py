@@ -20,6 +20,7 @@ from meshllm.protocol.membership.codec import (
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS
 from meshllm.protocol.trust.credential import Credential, Role
+from meshllm.protocol.trust.fallbacks import Fallback
 
 SILENCE = 3.0  # s; as on a link of the ring
 BEAT = 0.5  # s; six beats per SILENCE
@@ -66,6 +67,10 @@ class Contact:
     """The peer's last stamp, and when it arrived."""
     probe_due: float = 0.0
     """Earliest time for the next beat ahead of time."""
+    host: str = ""
+    """The IP address that the peer comes from; empty if it is unknown."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """What a client was last told of other nodes."""
 
     def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
         """Return the next beat for the peer."""
@@ -154,6 +159,10 @@ class LinkTable(Mapping[NodeId, Contact]):
             (pair for pair in self._contacts.items() if pair[1].role is Role.NODE),
             key=lambda pair: pair[0],
         )
+
+    def clients(self) -> list[tuple[NodeId, Contact]]:
+        """Return the links to clients."""
+        return [pair for pair in self._contacts.items() if pair[1].role is Role.CLIENT]
 
     def refusal(self, peer: NodeId, contact: Contact, now: float) -> CloseReason | None:
         """Return why to refuse a new link; None to accept it, replacing an old one if any."""

@@ -20,7 +20,8 @@ count than we remember, an earlier run of this node signed it; we sign another o
 
 `link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
 `redial` when to dial. Clients have links but take no part in the gossip, but that each node sends
-them all removals: a client refuses removed members, and knows of its own removal.
+them all removals: a client refuses removed members, and knows of its own removal. It is also told a
+few other nodes (`fallbacks`), of which it believes only where they may be: they prove who they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,7 @@ from meshllm.protocol.membership.charter import Amendments, Charter, amend, effe
 from meshllm.protocol.membership.codec import (
     Bye,
     CloseReason,
+    FallbackList,
     Items,
     MeshBeat,
     Message,
@@ -58,6 +60,7 @@ from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, P
 from meshllm.protocol.membership.redial import DialSchedule
 from meshllm.protocol.membership.sync import Replica
 from meshllm.protocol.trust.credential import Credential, Removal, Role
+from meshllm.protocol.trust.fallbacks import Fallback, fallbacks_for
 from meshllm.protocol.trust.identity import NodeKey
 
 STABLE = 10.0  # s; a link that lasted this long resets the backoff of its dials
@@ -80,7 +83,10 @@ class Mesh:
         """When a peer last sent a beat, and so accepted this process as the holder of its key."""
         self.silent = frozenset[NodeId]()
         """The nodes whose last link here ended because nothing arrived, rather than by closing."""
+        self.fallbacks: tuple[Fallback, ...] = ()
+        """Of a client: other nodes that it may ask, as the latest node told them."""
         self._is_node = credential.role is Role.NODE
+        self._open: list[Fallback] = []  # the nodes of which clients were told last
         self._replica = Replica(key, credential, incarnation)
         self._dials = DialSchedule(key.node)
         self._state: StateRecord | None = None
@@ -203,13 +209,21 @@ class Mesh:
         ]
 
     def linked(
-        self, peer: NodeId, instance: int, credential: Credential, *, dialled: bool, now: float
+        self,
+        peer: NodeId,
+        instance: int,
+        credential: Credential,
+        *,
+        dialled: bool,
+        now: float,
+        host: str = "",
     ) -> list[Action]:
-        """Accept or drop a new link to an authenticated peer."""
+        """Accept or drop a new link to an authenticated peer, which comes from ``host``."""
         role = self._replica.records.role(credential, peer, self._wall_s)
         if role is None:
             return [Drop(peer, CloseReason.REMOVED, is_newcomer=True)]
-        contact = Contact(instance, role, credential, dialled is (self.me < peer), now, now)
+        is_favoured = dialled is (self.me < peer)
+        contact = Contact(instance, role, credential, is_favoured, now, now, host=host)
         if why := self.links.refusal(peer, contact, now):
             return [Drop(peer, why, is_newcomer=True)]
         actions: list[Action] = []
@@ -272,7 +286,7 @@ class Mesh:
         expelled = self._expel(now) if self._wall_s >= self._next_expiry_s else []
         digest = self._replica.digest
         beats = [self._beat_for(peer, contact, digest, now) for peer, contact in self.links.items()]
-        return [*expelled, *beats]
+        return [*expelled, *beats, *self._tell_fallbacks()]
 
     def _read(self, peer: NodeId, contact: Contact, message: Message, now: float) -> list[Action]:
         match message:
@@ -281,6 +295,11 @@ class Mesh:
             case Bye(why):
                 self._unlink(peer, now)
                 return [Parted(peer, why)]
+            case FallbackList(fallbacks):
+                if self._is_node or contact.role is not Role.NODE:
+                    raise PeerFault("Fallbacks that are not told by a node to a client")
+                self.fallbacks, self._is_changed = fallbacks, True
+                return []
             case UnknownMeshMessage():
                 return []
             case Items() | Summary() | Want():
@@ -363,11 +382,40 @@ class Mesh:
                 actions.append(SendToPeer(peer, Summary(summarise(self._replica.shared.values()))))
         elif self._is_node:
             actions += self._send(peer, [at for at in self.lasting if at.kind is Kind.REMOVAL])
+            actions += self._tell_fallbacks_to(peer, contact, self._find_open())
+            self._open = []  # compare with what was told to this one at the next beat, too
         return actions
 
     def _tell_clients(self, removals: list[Item]) -> list[Action]:
-        clients = [peer for peer, at in self.links.items() if at.role is Role.CLIENT]
+        clients = [peer for peer, _ in self.links.clients()]
         return [action for peer in clients for action in self._send(peer, removals)]
+
+    def _tell_fallbacks(self) -> list[Action]:
+        """Tell the clients which other nodes they may ask, if that has changed."""
+        clients = self.links.clients() if self._is_node else []
+        nodes = self._find_open() if clients else []
+        if nodes == self._open:
+            return []
+        self._open = nodes
+        return [each for client in clients for each in self._tell_fallbacks_to(*client, nodes)]
+
+    def _tell_fallbacks_to(
+        self, client: NodeId, contact: Contact, nodes: Iterable[Fallback]
+    ) -> list[Action]:
+        fallbacks = fallbacks_for(client, contact.host, nodes)
+        if fallbacks == contact.fallbacks:
+            return []
+        contact.fallbacks = fallbacks
+        return [SendToPeer(client, FallbackList(fallbacks))]
+
+    def _find_open(self) -> list[Fallback]:
+        """Return the other living nodes that do not leave."""
+        ends, states = {Lifecycle.LEFT, Lifecycle.LEAVING}, self.states
+        return [
+            Fallback(node, profile.machine, profile.addresses)
+            for node, profile in self.profiles.items()
+            if node in self.alive and node != self.me and states[node].lifecycle not in ends
+        ]
 
     def _is_told(self, contact: Contact, message: Items | Summary | Want) -> bool:
         """Return whether a message is one of removals, of a node to this client."""

@@ -217,6 +217,11 @@ class Connection:
         self._host.note_authentication(self, is_authenticated=is_authenticated)
         self.path_driver.note_authentication(is_authenticated=is_authenticated)
 
+    @property
+    def peer_host(self) -> str:
+        """The host that the peer's packets come from; empty if they are relayed."""
+        return self.route.address[0].partition("%")[0] if isinstance(self.route, Direct) else ""
+
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
         """Add the path statistics."""
         return replace(

@@ -48,6 +48,10 @@ class QuicWire(Protocol):
         """Note whether the peer is authenticated."""
         ...
 
+    @property
+    def peer_host(self) -> str:
+        """The host that the peer's packets come from; empty if they are relayed."""
+
     def describe(self, statistics: LinkStatistics) -> LinkStatistics:
         """Add the path statistics of the connection."""
         ...
@@ -77,6 +81,11 @@ class QuicLink:
         self._ended: set[Channel] = set()  # streams received up to their FIN
         self._messages_sent = self._bytes_sent = 0
         self._messages_received = self._bytes_received = 0
+
+    @property
+    def peer_host(self) -> str:
+        """The IP address of the peer now, see `meshllm.transport.contract.Located`."""
+        return self._wire.peer_host
 
     async def send(self, message: Sequence[Buffer], channel: Channel = Channel.DATA) -> None:
         """Send a message; wait for room, behind all senders that already wait."""

@@ -77,6 +77,8 @@ class House:
 class Wire:
     """A link whose incoming messages are set by the test."""
 
+    peer_host = "192.0.2.7"
+
     def __init__(self, link: Link) -> None:
         self._link = link
         self._waiting: list[Arrived] = []
@@ -122,6 +124,17 @@ async def secured(
     one, other = await plain(shape)
     dialled, accepted = await asyncio.gather(dial(one, own), accept(other))
     return dialled, accepted
+
+
+async def test_a_link_tells_where_its_peer_is_if_the_transport_knows() -> None:
+    for link in await secured():
+        assert link.host == "192.0.2.7"
+
+    transport = LoopbackTransport()
+    async with transport.listen("loopback:c") as listener:
+        here, there = await transport.dial("loopback:c"), await anext(aiter(listener.links()))
+    for link in await asyncio.gather(dial(here), accept(there)):
+        assert link.host == ""
 
 
 async def ends(*attempts: Awaitable[SecureLink]) -> list[MeshError]:

@@ -16,6 +16,7 @@ from meshllm.transport.contract import (
     Identified,
     Known,
     Listener,
+    Located,
     Moving,
     Path,
     Prompt,
@@ -87,6 +88,7 @@ async def test_optional_contracts_are_implemented() -> None:
         assert isinstance(listener, Moving)
         assert isinstance(one, Guarded)
         assert isinstance(one, Known)
+        assert isinstance(one, Located)
 
 
 async def test_two_processes_reach_each_other() -> None:
@@ -102,6 +104,7 @@ async def test_two_processes_reach_each_other() -> None:
         await echo(one, other)
         assert one.peer_key == Identity(b"f" * 32).key
         assert one.statistics.path is Path.DIRECT
+        assert one.peer_host == other.peer_host == "127.0.0.1"
         await asyncio.gather(one.close(), other.close())
 
 
@@ -291,6 +294,7 @@ async def test_with_udp_blocked_the_relay_is_reached_over_tcp(
             await echo(one, other, 200_000)
 
             assert one.statistics.path is other.statistics.path is Path.RELAY
+            assert one.peer_host == other.peer_host == ""
             survey = near.survey()
             assert survey is not None
             assert [state for _, state in survey.relays] == ["registered over TCP"]

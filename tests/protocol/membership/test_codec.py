@@ -20,6 +20,7 @@ from meshllm.protocol.membership.codec import (
     Bye,
     CancelRequest,
     CloseReason,
+    FallbackList,
     Generate,
     Items,
     MeshBeat,
@@ -33,10 +34,13 @@ from meshllm.protocol.membership.codec import (
     encode,
 )
 from meshllm.protocol.membership.gossip import Slot, summarise
+from meshllm.protocol.membership.records import MACHINE_BYTES, MAX_ADDRESS_BYTES
+from meshllm.protocol.trust.fallbacks import MAX_FALLBACK_ADDRESSES, MAX_FALLBACKS, Fallback
 from tests.builders.identities import FOUNDER, STATE, sign
 from tests.property.mesh_strategies import mesh_messages
 
 ITEM = sign(FOUNDER, STATE)
+FALLBACK = Fallback(FOUNDER.node, bytes(16), ("ws://192.0.2.7:7700", "loopback:a"))
 ID = bytes(range(16))
 MESSAGES: list[Message] = [
     MeshBeat(5, 4, 12, 1_795_000_000_000, bytes(8)),
@@ -49,6 +53,7 @@ MESSAGES: list[Message] = [
     Bye(CloseReason.DUPLICATE),
     AskModels(),
     ModelList(b"{}"),
+    FallbackList((FALLBACK, Fallback(FOUNDER.node, b"", ()))),
 ]
 
 
@@ -68,7 +73,7 @@ def test_any_message_round_trips(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-@given(st.integers(0, 11), st.binary())
+@given(st.integers(0, 12), st.binary())
 def test_garbage_is_a_message_or_a_fault(kind: int, data: bytes) -> None:
     try:
         message = decode(bytes([3, kind]) + data)
@@ -128,8 +133,15 @@ def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
         Generate(ID, bytes(MAX_REQUEST_BYTES + 1)),
         AnswerEvent(ID, bytes(MAX_EVENT_BYTES + 1)),
         ModelList(bytes(MAX_MODEL_LIST_BYTES + 1)),
+        FallbackList((FALLBACK,) * (MAX_FALLBACKS + 1)),
+        FallbackList((replace(FALLBACK, addresses=("a",) * (MAX_FALLBACK_ADDRESSES + 1)),)),
+        FallbackList((replace(FALLBACK, addresses=("a" * (MAX_ADDRESS_BYTES + 1),)),)),
+        FallbackList((replace(FALLBACK, machine=bytes(MACHINE_BYTES + 1)),)),
     ],
-    ids=["summary", "want", "items", "bytes of items", "ask", "said", "models"],
+    ids=[
+        *("summary", "want", "items", "bytes of items", "ask", "said", "models"),
+        *("fallbacks", "addresses", "bytes of an address", "bytes of a tag"),
+    ],
 )
 def test_a_message_beyond_a_limit_is_refused(message: Message) -> None:
     with pytest.raises(PeerFault, match="allowed are 0 to"):

@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from meshllm.errors import PeerFault
-from meshllm.names import short
+from meshllm.names import NodeId, short
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
@@ -21,6 +21,7 @@ from meshllm.protocol.membership.charter import Amendments, Term, Yielding
 from meshllm.protocol.membership.codec import (
     Bye,
     CloseReason,
+    FallbackList,
     Generate,
     Items,
     MeshBeat,
@@ -39,8 +40,9 @@ from meshllm.protocol.membership.link_table import (
     SILENCE,
 )
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
-from meshllm.protocol.membership.records import Lifecycle
+from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.trust.credential import Role, issue, remove
+from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -426,6 +428,111 @@ def test_a_client_takes_nothing_of_a_client() -> None:
 
     assert drop.why is CloseReason.RULES
     assert not node.removals
+
+
+def fallbacks(actions: Sequence[Action], peer: NodeKey = CLIENT) -> list[set[NodeId]]:
+    """Return the nodes of each list that a client is sent."""
+    messages = [message for message in said(actions, peer) if isinstance(message, FallbackList)]
+    return [{fallback.node for fallback in message.fallbacks} for message in messages]
+
+
+def hear(node: Mesh, key: NodeKey, state: StateRecord, *, seq: int = 1) -> list[Action]:
+    """Let a linked node publish its profile and that it is linked to this one."""
+    shown = replace(state, links=((node.me, 1000),))
+    news = Items((sign(key, PROFILE), sign(key, shown, seq=seq)))
+    return node.receive(key.node, news, 2.0)
+
+
+def test_a_client_is_told_the_living_nodes_at_once_and_when_they_change() -> None:
+    node = linked(FOUNDER, LAST)
+    hear(node, FOUNDER, STATE)
+
+    first = link(node, CLIENT, 2.0)
+    quiet = tick(node, 2.5)
+    hear(node, LAST, STATE)
+    grown = tick(node, 3.0)
+    hear(node, FOUNDER, StateRecord(Lifecycle.LEAVING), seq=2)
+    leaving = tick(node, 3.5)
+    node.unlinked(LAST.node, 3.5)
+    alone = tick(node, 4.0)
+
+    assert fallbacks(first) == [{FOUNDER.node}]
+    assert fallbacks(quiet) == []
+    assert fallbacks(grown) == [{FOUNDER.node, LAST.node}]
+    assert fallbacks(leaving) == [{LAST.node}]
+    assert fallbacks(alone) == [set()]
+
+
+def test_a_client_whose_list_was_out_of_date_is_told_the_next_one() -> None:
+    node = linked(FOUNDER)
+    hear(node, FOUNDER, STATE)
+    first = NodeKey(bytes([9]) * 32)
+    shown = issue(FOUNDER, CREDENTIALS[FOUNDER.node], first.node, Role.CLIENT)
+    node.linked(first.node, 1, shown, dialled=False, now=2.0)
+    tick(node, 2.5)
+    hear(node, FOUNDER, StateRecord(Lifecycle.LEAVING), seq=2)
+    between = link(node, CLIENT, 2.6)
+    hear(node, FOUNDER, STATE, seq=3)
+
+    after = tick(node, 3.0)
+
+    assert fallbacks(between) == []
+    assert fallbacks(after) == [{FOUNDER.node}]
+    assert fallbacks(after, first) == []
+
+
+def test_a_client_from_elsewhere_is_told_no_address_of_a_home_network() -> None:
+    node = linked(LAST)
+    home = replace(PROFILE, addresses=("ws://192.168.1.5:7700",))
+    state = replace(STATE, links=((node.me, 1000),))
+    node.receive(LAST.node, Items((sign(LAST, home), sign(LAST, state))), 2.0)
+    own = CREDENTIALS[CLIENT.node]
+
+    far = node.linked(CLIENT.node, 1, own, dialled=False, now=2.0, host="8.8.8.8")
+    node.unlinked(CLIENT.node, 2.1)
+    near = node.linked(CLIENT.node, 1, own, dialled=False, now=2.2, host="192.168.1.9")
+
+    assert (fallbacks(far), fallbacks(near)) == ([], [{LAST.node}])
+
+
+def test_nodes_are_told_no_fallbacks() -> None:
+    node = linked(FOUNDER)
+    hear(node, FOUNDER, STATE)
+
+    assert fallbacks(link(node, LAST, 2.0), LAST) == fallbacks(tick(node, 2.5), LAST) == []
+
+
+def test_a_client_keeps_the_fallbacks_that_the_latest_node_told() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    link(node, LAST)
+    fallback = Fallback(FOUNDER.node, b"", ("ws://192.0.2.7:1",))
+
+    actions = node.receive(LAST.node, FallbackList((fallback,)), 2.0)
+    node.unlinked(LAST.node, 2.5)
+
+    assert node.fallbacks == (fallback,)
+    assert actions == [Changed()]
+    assert only(tick(node, 9.0), Dial) == []
+
+
+@pytest.mark.parametrize("teller", [CLIENT, LAST])
+def test_fallbacks_for_a_node_end_the_link(teller: NodeKey) -> None:
+    node = linked(teller)
+
+    (drop,) = only(node.receive(teller.node, FallbackList(()), 2.0), Drop)
+
+    assert (drop.why, node.fallbacks) == (CloseReason.RULES, ())
+
+
+def test_fallbacks_that_a_client_tells_end_its_link() -> None:
+    node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    other = NodeKey(bytes([9]) * 32)
+    shown = issue(FOUNDER, CREDENTIALS[FOUNDER.node], other.node, Role.CLIENT)
+    node.linked(other.node, 1, shown, dialled=False, now=1.0)
+
+    (drop,) = only(node.receive(other.node, FallbackList(()), 2.0), Drop)
+
+    assert drop.why is CloseReason.RULES
 
 
 def test_a_forged_removal_ends_the_link_of_a_client() -> None:

@@ -33,6 +33,8 @@ def word(body: bytes, kind: int = MESSAGE) -> bytes:
 class Pipe:
     """A connection that records the calls of its link."""
 
+    peer_host = "192.0.2.7"
+
     def __init__(self) -> None:
         self.rooms = dict.fromkeys(Channel, 1 << 30)
         self.written: dict[Channel, bytearray] = {channel: bytearray() for channel in Channel}

@@ -1,0 +1,91 @@
+"""Which other nodes a client is told: it asks one of them when its own is lost.
+
+Every node admits every client of the mesh, so any living node that does not leave will do. Clients
+get different ones first, so that those of a lost node do not all come to the same. An address
+that is not public, as in a home network, is told only to clients that come from such a network.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from itertools import islice
+from urllib.parse import urlsplit
+
+from blake3 import blake3
+
+from meshllm.names import NodeId
+
+MAX_FALLBACKS = 8  # nodes that a client is told
+MAX_FALLBACK_ADDRESSES = 8  # of each of them
+
+_LOCAL = tuple(
+    map(
+        ip_network,
+        (
+            "127.0.0.0/8",
+            "10.0.0.0/8",
+            "172.16.0.0/12",
+            "192.168.0.0/16",
+            "169.254.0.0/16",
+            "100.64.0.0/10",  # RFC 6598, also used by overlay networks
+            "::1/128",
+            "fc00::/7",
+            "fe80::/10",
+        ),
+    )
+)
+"""Networks that are not public; each has its own addresses in every home."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A node that a client may ask."""
+
+    node: NodeId
+    machine: bytes
+    """As in its profile: a tag that clients on the same machine can verify."""
+    addresses: tuple[str, ...]
+
+
+def fallbacks_for(client: NodeId, host: str, nodes: Iterable[Fallback]) -> tuple[Fallback, ...]:
+    """Choose at most `MAX_FALLBACKS` of the nodes for a client that comes from ``host``.
+
+    An empty ``host`` is unknown, as behind a relay: only public addresses are told.
+    """
+    ranked = sorted(nodes, key=lambda each: blake3(client + each.node).digest())
+    told = (replace(each, addresses=_told(each.addresses, host)) for each in ranked)
+    return tuple(islice((each for each in told if each.addresses), MAX_FALLBACKS))
+
+
+def _told(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
+    known = {"", _network_of(host)} - {None}
+    told = (address for address in addresses if _network_of(_host(address)) in known)
+    return tuple(islice(told, MAX_FALLBACK_ADDRESSES))
+
+
+@lru_cache(maxsize=1024)
+def _host(address: str) -> str:
+    """Return the host of an address, or the name if its transport has no hosts."""
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname
+    except ValueError:
+        return ""
+    return host or "" if parts.netloc else parts.path
+
+
+@lru_cache(maxsize=1024)
+def _network_of(host: str) -> str | None:
+    """Return the network that is not public of a host; empty for a public host or a name."""
+    if not host:
+        return None
+    try:
+        at: IPv4Address | IPv6Address = ip_address(host)
+    except ValueError:
+        return ""
+    at = getattr(at, "ipv4_mapped", None) or at
+    if at.is_global and not at.is_multicast:
+        return ""
+    networks = (each for each in _LOCAL if each.version == at.version and at in each)
+    return next(map(str, networks), None)
