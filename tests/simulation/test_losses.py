@@ -1,7 +1,7 @@
 """Whole nodes lose a rank, or a link, at some message of an answer: what is computed again."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -27,6 +27,10 @@ ROLES = ("entry", "middle", "last")
 UNSEEN = 2  # tokens that an entry may have sampled when it is killed, and that nobody has heard of
 MESSAGES = (4, 25, 45)
 MORE = [each for each in range(1, 50, 3) if each not in MESSAGES]
+HOP_S = 0.01  # s of virtual time that each message takes when hops are counted
+LINKING = 8
+"""Hops from a broken link until all ranks are linked: one to notice it, two for a connection, four
+for the handshake, and a Hello."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,9 @@ class Counts:
     picks: int = 0
     is_within: bool = False
     """Whether the loss came before the end of the answer."""
+    hops: tuple[float, float] = (0.0, 0.0)
+    """Messages one after the other: from the loss of a link until all ranks are linked again, and
+    from then to the next token."""
 
     @property
     def moved(self) -> int:
@@ -101,9 +108,11 @@ class LossWithin(OneLoss):
         world, at, left = self.world, self.world.running[ingress], self.messages
         travel_s, pick = world.network.travel_s, sampling.pick
         asked = Asked(1, ingress, at.process, REQUEST, None)
+        lost_at, picked_at = 0.0, list[float]()
 
         def lose() -> None:
-            self.counts.is_within = not asked.outcome
+            nonlocal lost_at
+            self.counts.is_within, lost_at = not asked.outcome, world.loop.time()
             if self.is_blink:
                 world.network.blink(victim, after)
             else:
@@ -114,10 +123,11 @@ class LossWithin(OneLoss):
             left -= 1
             if left == 0:
                 world.loop.call_soon(lose, context=world.network.context)
-            return travel_s(way)
+            return HOP_S if self.is_blink else travel_s(way)
 
         def counted_pick(*args: object, **kwargs: object) -> int:
             self.counts.picks += 1
+            picked_at.append(world.loop.time())
             return pick(*args, **kwargs)  # type: ignore[arg-type]
 
         assert at.node is not None
@@ -130,6 +140,22 @@ class LossWithin(OneLoss):
                 await world.loop.create_task(work, context=at.process.context.copy())
         if asked.outcome != "answered":
             world.fault(asked.outcome)
+        if self.is_blink:
+            self._count_hops(lost_at, picked_at)
+
+    def _count_hops(self, lost_at: float, picked_at: list[float]) -> None:
+        """Count the hops of a resume in virtual time, of which nothing but messages takes any."""
+        now, histories = self.world.loop.time(), self._histories()
+        opened = [now - ago for each in histories for state, ago in each if state == "open"]
+        opened = [at for at in opened if at > lost_at]
+        linked_at = max(opened)
+        next_at = min(at for at in picked_at if at > linked_at)
+        assert len(opened) == len(ROLES)  # each rank linked once again
+        spans = linked_at - lost_at, next_at - linked_at
+        self.counts.hops = spans[0] / HOP_S, spans[1] / HOP_S
+
+    def _histories(self) -> list[Sequence[tuple[str, float]]]:
+        return [each.ring_member.history for each in self.world.nodes.values()]
 
 
 def answer(role: int, messages: int, *, is_blink: bool = False) -> Counts:
@@ -173,12 +199,19 @@ def test_only_lost_layers_are_computed_again_and_no_token_twice(messages: int, r
 
 @WHICH
 @WHEN
-def test_a_link_that_is_lost_for_a_moment_costs_no_row(messages: int, role: int) -> None:
+def test_a_link_that_is_lost_for_a_moment_costs_no_row_and_no_second_round_trip(
+    messages: int, role: int
+) -> None:
     counts = answer(role, messages, is_blink=True)
+    linking, resuming = counts.hops
 
     assert counts.is_within
     assert (counts.moved, counts.recomputed) == (0, 0)
     assert counts.picks == len(reference(REQUEST)[1])
+    assert linking == pytest.approx(LINKING)
+    # What each rank continues from goes round once, with the rows behind it. If the entry was the
+    # last to hear of the loss, the request reaches it a hop later.
+    assert len(ROLES) <= round(resuming) <= len(ROLES) + 1
 
 
 def test_rows_of_kept_layers_that_are_computed_again_are_found() -> None:
