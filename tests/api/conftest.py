@@ -1,4 +1,5 @@
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -24,6 +25,15 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 @pytest.fixture
 def service(door: FakeNode, accounts: Accounts) -> Service:
     return Service(door, accounts)
+
+
+@pytest.fixture
+async def advance(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Advance the clock of the event loop by seconds: the timers until then fire, in order."""
+    loop = asyncio.get_running_loop()
+    real, seconds = loop.time, list[float]()
+    monkeypatch.setattr(loop, "time", lambda: real() + sum(seconds))
+    return seconds.append
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from meshllm.api import respond
+from meshllm.api.respond import KEEP_ALIVE_S
 from meshllm.request import (
     FinishReason,
     Logprob,
@@ -131,13 +132,15 @@ async def test_a_late_error_of_a_stream_is_its_last_event(
 
 
 async def test_comments_keep_a_silent_stream_open(
-    client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, door: FakeNode, advance: Callable[[float], None]
 ) -> None:
     door.waits_at = 1
-    monkeypatch.setattr(respond, "KEEP_ALIVE_S", 0.01)
-    asyncio.get_running_loop().call_later(0.05, door.go.set)
+    asking = asyncio.ensure_future(client.post(PATH, json=STREAM))
+    await door.begun.wait()
+    advance(KEEP_ALIVE_S)
+    asyncio.get_running_loop().call_later(0, door.go.set)
 
-    said = await client.post(PATH, json=STREAM)
+    said = await asking
 
     first, *_, done = said.text.split("\n\n")[:-1]
     assert (first, done) == (": patience", "data: [DONE]")

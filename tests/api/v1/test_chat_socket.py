@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from threading import get_ident
@@ -463,36 +463,32 @@ async def test_a_client_that_does_not_read_is_dropped(
 
 
 async def test_an_idle_connection_ends(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+    advance: Callable[[float], None],
 ) -> None:
-    monkeypatch.setattr(chat_socket, "IDLE_S", 0.02)
+    monkeypatch.setattr(chat_socket, "IDLE_S", 10.0)  # before the first ping
     door.waits_at = 1
-    async with (
-        serving(door, accounts) as address,
-        asyncio.timeout(60),
-        connect(address) as socket,
-    ):
+    async with serving(door, accounts) as address, connect(address) as socket:
         await ask(socket)
         await door.begun.wait()
-        await asyncio.sleep(0.1)  # longer than it may be idle
-        door.go.set()
+        advance(10)
+        asyncio.get_running_loop().call_later(0, door.go.set)
         assert (await until_end(socket))[-1]["type"] == "done"
 
+        advance(10)
         await socket.wait_closed()
 
     assert socket.close_code == 1001
 
 
 async def test_the_headers_of_the_upgrade_have_arrived(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
 ) -> None:
-    monkeypatch.setattr(connection, "HEADERS_S", 0.05)
-    async with (
-        serving(door, accounts) as address,
-        asyncio.timeout(60),
-        connect(address) as socket,
-    ):
-        await asyncio.sleep(0.2)  # longer than headers may take
+    async with serving(door, accounts) as address, connect(address) as socket:
+        advance(connection.HEADERS_S)
+        await asyncio.sleep(0.001)  # until its timers have fired
         await ask(socket)
 
         assert (await until_end(socket))[-1]["type"] == "done"
