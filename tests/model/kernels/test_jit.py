@@ -1,5 +1,6 @@
 """Compiled kernels: every block runs once, with the same bits on every CPU."""
 
+import ctypes
 import json
 import math
 import os
@@ -24,9 +25,14 @@ from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
 from meshllm.model.kernels.jit import CLAIMED, FINISHED, RUN, JitFunction
 from meshllm.model.kernels.program import Call, Program
+from meshllm.model.modules.int8 import multiplies_matrices
+from meshllm.model.modules.kernel_choice import has_bf16_dot
 
 BARE = "x86-64-v3", "+avx2,+fma,-avx512f"
 """A CPU of 2013: registers half as wide, and half as many."""
+PR_GET_MDWE = (
+    66  # include/uapi/linux/prctl.h: whether memory that was written may become executable
+)
 
 
 def test_every_block_runs_once_with_any_number_of_threads() -> None:
@@ -173,6 +179,31 @@ def test_finding_torchs_threads_loads_no_library() -> None:
     )
 
     assert output == "True set()"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
+def test_kernels_compile_where_the_system_allows_it() -> None:
+    """Else tests of kernels would be skipped."""
+    selinux = Path("/sys/fs/selinux/enforce")
+    may_forbid = selinux.exists() and selinux.read_text() == "1"
+
+    is_forbidden = ctypes.CDLL(None).prctl(PR_GET_MDWE, 0, 0, 0, 0) > 0
+
+    assert jit.jit_available() or is_forbidden or may_forbid
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="flags of Linux on x86-64"
+)
+def test_instructions_are_those_that_linux_lists() -> None:
+    """Else tests of kernels would be skipped."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+
+    flags = next(line for line in lines if line.startswith("flags")).split()
+
+    assert jit.has_cpu_feature("avx512f") == ("avx512f" in flags)
+    assert has_bf16_dot() == ("avx512_bf16" in flags)
+    assert multiplies_matrices() == ("amx_bf16" in flags)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
