@@ -11,6 +11,10 @@ def test_no_place_is_left_to_fill_in() -> None:
     assert "@@" not in README
 
 
+def test_it_is_for_a_person_in_a_hurry() -> None:
+    assert README.count("\n") <= 180
+
+
 def test_every_file_it_links_to_is_there() -> None:
     links = [rest.partition(")")[0] for rest in README.split("](")[1:]]
 
