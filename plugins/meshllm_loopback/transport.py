@@ -7,9 +7,8 @@ wake-up; tasks, timers and sleeps are used only if a `Shape` slows the link.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from copy import copy
 from itertools import count
 from typing import ClassVar, Self
 
@@ -27,27 +26,11 @@ class LoopbackTransport:
     name: ClassVar[str] = "loopback"
     schemes: ClassVar[tuple[str, ...]] = ("loopback",)
 
-    def __init__(
-        self,
-        shape: Shape | None = None,
-        *,
-        between: Mapping[tuple[str, str], Shape] | None = None,
-    ) -> None:
+    def __init__(self, shape: Shape | None = None) -> None:
         self._shape = shape
-        self._between = dict(between or {})
-        self._node = ""
         self._listeners: dict[str, _LoopbackListener] = {}
-        self._dials: Counter[tuple[str, str]] = Counter()
+        self._dials: Counter[str] = Counter()
         self._numbers = count(1)
-
-    def dialing_as(self, node: str) -> Self:
-        """Return a view of the same network whose dials come from ``node``.
-
-        A message from ``a`` to ``b`` is shaped by ``between["a", "b"]``, or by the default shape.
-        """
-        view = copy(self)
-        view._node = node
-        return view
 
     @asynccontextmanager
     async def listen(self, address: str | None = None) -> AsyncIterator[Listener]:
@@ -64,22 +47,20 @@ class LoopbackTransport:
 
     async def dial(self, address: str) -> Link:
         """Open a link to a listener of this instance; takes one round trip if shaped."""
-        here, there = self._node, _name(address)
-        out, back = self._shape_of(here, there), self._shape_of(there, here)
-        if out or back:
-            await asyncio.sleep(sum(shape.delay_s for shape in (out, back) if shape))
-        listener = self._listeners.get(there)
+        name = _name(address)
+        if self._shape:
+            await asyncio.sleep(2 * self._shape.delay_s)
+        listener = self._listeners.get(name)
         if listener is None:
             raise LinkLost(f"No listener at `{address}`")
-        self._dials[here, there] += 1
-        number = self._dials[here, there]
-        outgoing = _pipe(out, address, f"{here}>{there} {number}")
-        incoming = _pipe(back, address, f"{here}<{there} {number}")
+        self._dials[name] += 1
+        outgoing = self._pipe(address, f">{name} {self._dials[name]}")
+        incoming = self._pipe(address, f"<{name} {self._dials[name]}")
         listener.arrive(_LoopbackLink(incoming, outgoing))
         return _LoopbackLink(outgoing, incoming)
 
-    def _shape_of(self, sender: str, receiver: str) -> Shape | None:
-        return self._between.get((sender, receiver), self._shape)
+    def _pipe(self, address: str, link: str) -> Pipe:
+        return Pipe(address, Shaper(self._shape, link) if self._shape else None)
 
     def _free_number(self) -> str:
         return next(name for name in map(str, self._numbers) if name not in self._listeners)
@@ -91,10 +72,6 @@ def _name(address: str) -> str:
         hint = f"write it as `{_SCHEME}NAME`"
         raise UserError(f"Invalid loopback address `{address}`", hint=hint)
     return name
-
-
-def _pipe(shape: Shape | None, address: str, link: str) -> Pipe:
-    return Pipe(address, Shaper(shape, link) if shape else None)
 
 
 class _LoopbackListener:

@@ -20,12 +20,15 @@ import torch
 import transformers
 
 from meshllm.model.parity.check import verify
-from meshllm.model.parity.compare import FULL, describe, measure
+from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, text_types, tiny_config
 from meshllm.model.parity.verdict import Verdict, known_verdicts
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from tests.builders.odd_shapes import ODD_SHAPES, odd_model
 
+FULL = Depth(
+    (torch.float32, torch.bfloat16), ("1", "2", "3", "L", "entry", "ends"), tuple(range(1, 9))
+)  # the extent of the table; a crop removes up to the longest draft
 LIMIT = 120.0  # s for one type; the slowest takes 10 s of one core
 FOLDER = Path(__file__).parents[2] / "meshllm" / "model" / "parity"
 """Where the table is written."""

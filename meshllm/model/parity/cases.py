@@ -25,9 +25,6 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part
 from meshllm.names import Span
 
-CROPS = range(1, 9)
-"""Tokens that a crop removes: up to the longest draft."""
-
 TOLERANCE = 1e-4
 """Relative to the largest logit; between rounding (1e-6) and a lost state (from 3e-4, measured)."""
 

@@ -35,14 +35,6 @@ class Depth:
     """Numbers of rows that are cropped, one after the other."""
 
 
-FULL = Depth(
-    (torch.float32, torch.bfloat16),
-    ("1", "2", "3", "L", "entry", "ends"),
-    tuple(cases.CROPS),
-)
-"""The extent of the parity table."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stock:
     """The reference: the logits of the whole model in every case."""

@@ -57,11 +57,6 @@ class Execution:
     threads: int = 0
     """Of a step on the CPU; 0 before they are chosen, and on a GPU."""
 
-    @property
-    def replays(self) -> bool:
-        """Whether steps are replayed from a trace or a CUDA graph."""
-        return self.strategy in (Strategy.REPLAYED, Strategy.GRAPH)
-
     def __str__(self) -> str:
         """Format as one line."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.linears)

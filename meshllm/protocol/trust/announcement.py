@@ -23,7 +23,6 @@ from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.trust.cipher import TAG_BYTES, derive
 from meshllm.protocol.trust.identity import SIGNATURE_BYTES, NodeKey, agreement_key, verify
 
-MAX_READERS = 255
 _POINT_BYTES = 32
 _MARK_BYTES = 8
 _KEY_BYTES = 16
@@ -41,7 +40,7 @@ def sealed_bytes(readers: int, payload: int) -> int:
 def announce(
     key: NodeKey, psk: bytes, readers: Sequence[NodeId], payload: bytes, random: bytes
 ) -> bytes:
-    """Seal a payload for these nodes, `MAX_READERS` at most; ``random`` is 60 bytes, used once.
+    """Seal a payload for these nodes, 255 at most; ``random`` is 60 bytes, used once.
 
     The first 12 bytes are those of the nonce, which the reader must know. Readers whose node id is
     a point of small order are left out.

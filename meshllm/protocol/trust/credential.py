@@ -22,7 +22,6 @@ from meshllm.protocol.trust.identity import NodeKey, verify
 
 MAX_CHAIN = 16  # certificates, one per invitation
 MAX_SPARED = 256  # members spared by one removal: 8 KiB of a record
-SALT_BYTES = 16
 TOO_FAR = "invitations away from the founder"
 """Ends the refusal of a node that is `MAX_CHAIN` of them away."""
 
