@@ -51,10 +51,12 @@ from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
 from meshllm.node.ring_directory import RingDirectory
+from meshllm.node.ring_server import NodeParts
 from meshllm.node.ring_service import RingService
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
 from meshllm.node.view import LinkView, NodeView
+from meshllm.node.weights import WeightServer
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.membership.codec import CloseReason, RequestMessage
 from meshllm.protocol.membership.duplicate_identity import DuplicateIdentity
@@ -139,20 +141,23 @@ class MeshNode:
         )
         self._offer = NodeOffer(profile, self._send, self.ring_member, self._call_later)
         self.charter_editor = CharterEditor(options, self.machine, self.links, preparation)
+        self._weights = WeightServer(off_loop)
         self.service = RingService(
-            self.machine,
-            self.links,
-            self.state,
-            self.ring_member,
-            self._offer,
-            self.charter_editor,
-            preparation,
-            off_loop,
-            self._call_later,
-            self.changed,
-            lambda part: self._jobs.create_task(self._guarded(part)),
-            is_founder=own.is_founder,
-            has_own_model=options.model is not None,
+            NodeParts(
+                self.machine,
+                self.links,
+                self.state,
+                self._offer,
+                self.charter_editor,
+                preparation,
+                self._weights,
+                off_loop,
+                self._call_later,
+                self.changed,
+                lambda part: self._jobs.create_task(self._guarded(part)),
+                is_founder=own.is_founder,
+                has_own_model=options.model is not None,
+            )
         )
         self._off_loop = off_loop
         self._unsaved = asyncio.Event()
@@ -165,7 +170,7 @@ class MeshNode:
     @property
     def agreement(self) -> Agreement | None:
         """The latest; None before the first."""
-        return self.service.agreement
+        return self.service.first.agreement
 
     @property
     def is_leaving(self) -> bool:
@@ -230,7 +235,7 @@ class MeshNode:
                 if peer in links
             },
             agreement=self.agreement,
-            advice=self.service.planner.advice,
+            advice=self.service.first.planner.advice,
             plan=plan,
             is_served=is_served,
             reason=rings.reason() if state.provider else ring_member.reason,
@@ -302,7 +307,7 @@ class MeshNode:
             for part in (
                 self._run_links,
                 self.router.run,
-                self.service.planner.run,
+                self.service.first.planner.run,
                 self._redial,
                 *parts,
                 self._save,
@@ -359,7 +364,7 @@ class MeshNode:
 
     async def weights(self, link: SecureLink) -> None:
         """Send weights to another node."""
-        await self.service.send_weights(link)
+        await self._weights.serve(link)
 
     def deliver_request(self, peer: NodeId, message: RequestMessage, *, is_client: bool) -> None:
         """Handle a message about a request."""
@@ -388,7 +393,7 @@ class MeshNode:
             self.service.records_changed()
 
     def _plan_reason(self) -> str:
-        return self.service.reason()
+        return self.service.first.reason()
 
     def _is_member(self) -> bool:
         credential = self._own.credential
@@ -451,16 +456,14 @@ class MeshNode:
 
         Without requests it does not wait for long.
         """
-        idle_since = loop_time()
+        idle_since, first = loop_time(), self.service.first
         try:
             async with asyncio.timeout(DRAIN_S):
                 # Polled: it happens once in the life of a node, not worth an event per session.
                 while True:
                     if self.router.counts.active or self.state.sessions:
                         idle_since = loop_time()
-                    elif (
-                        not self.service.is_handing_over or loop_time() >= idle_since + IDLE_DRAIN_S
-                    ):
+                    elif loop_time() >= idle_since + IDLE_DRAIN_S or not first.is_handing_over:
                         break
                     await asyncio.sleep(0.05)
         except TimeoutError:

@@ -23,7 +23,7 @@ from meshllm.errors import ModelError, OutOfMemory
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.own_state import OwnState
 from meshllm.node.ring_member import RingMember
-from meshllm.node.timer import loop_time
+from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import Profile, RingShare
 
@@ -52,7 +52,7 @@ class NodeOffer:
         profile: Profile,
         publish: Callable[[Profile], None],
         member: RingMember,
-        call_later: Callable[..., None],
+        call_later: CallLater,
     ) -> None:
         self.profile = profile
         """As it is published."""

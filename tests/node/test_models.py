@@ -11,16 +11,16 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.errors import ModelError
-from meshllm.node import ring_service
+from meshllm.node import further_rings, plan_follower, ring_service
 from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
+from meshllm.node.further_rings import FurtherRings
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.ring_member import RingMember
-from meshllm.node.ring_service import RingService
 from meshllm.protocol.agreement import groups
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
@@ -194,7 +194,7 @@ async def test_a_further_model_that_cannot_be_opened_leaves_the_first(
     async with asyncio.timeout(PATIENCE_S):
         await failed.wait()
     await until(lambda: served.key not in [key.hex() for key in a.machine.profiles[a.me].models], a)
-    await until(lambda: not a.service.further, a)
+    await until(lambda: not a.service.further.rings, a)
     assert not a.machine.profiles[a.me].shares
     assert not a.stopped.done()
     assert await ask(a) == first
@@ -203,7 +203,8 @@ async def test_a_further_model_that_cannot_be_opened_leaves_the_first(
 async def test_an_answer_ends_before_its_model_is_stopped(
     mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_service, "MOVE_S", PATIENCE_S)  # however slow this machine is
+    monkeypatch.setattr(further_rings, "MOVE_S", PATIENCE_S)  # however slow this machine is
+    monkeypatch.setattr(plan_follower, "END_S", PATIENCE_S)
     a = await mesh.start("a", model="builtin", more_models=(random,))
     await until(lambda: serving(a) == {("builtin", 0)}, a)
     served = await control_of(a).serve(ModelOptions(random))
@@ -223,14 +224,15 @@ async def test_an_answer_ends_before_its_model_is_stopped(
         await begun.wait()
         control_of(a).stop(served.key)
         assert len((await answering).tokens) == 1000
-    await until(lambda: not a.service.further, a)
+    await until(lambda: not a.service.further.rings, a)
 
 
 async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
     mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_service, "MOVE_S", 0.0)  # it is late at once
-    looks = count_calls(monkeypatch, "_change_further")
+    monkeypatch.setattr(further_rings, "MOVE_S", 0.0)
+    looks = count_calls(monkeypatch, "_change")
     sizes = {"layers": 6}, {"layers": 5}
     with ExitStack() as models:
         third, fourth = [
@@ -244,8 +246,8 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
         await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
         await control_of(b).serve(ModelOptions(third))
         await both([a, b], lambda node: len(serving(node)) == 3)
-        (further,) = b.service.further.values()
-        runtime, text = further.member.runtime, await ask(a, model=third)
+        (further,) = b.service.further.rings.values()
+        runtime, text = further.server.member.runtime, await ask(a, model=third)
         assert runtime is not None
 
         with monkeypatch.context() as busy:
@@ -254,18 +256,18 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
             await until(lambda: (random, 0) not in rings(b), b)
             await called(looks, 3)
 
-            assert further.member.runtime is runtime
+            assert further.server.member.runtime is runtime
             assert runtime.entry is not None
             assert await ask(a, model=third) == text
-            assert list(b.service.further.values()) == [further]
+            assert list(b.service.further.rings.values()) == [further]
 
             # A new ring waits for the memory of both: not longer than `DRAIN_S`.
             await control_of(b).serve(ModelOptions(fourth))
             looks.clear()
             await called(looks, 3)
-            assert list(b.service.further.values()) == [further]
-            busy.setattr(ring_service, "DRAIN_S", 0.0)
-            await until(lambda: further not in b.service.further.values(), b)
+            assert list(b.service.further.rings.values()) == [further]
+            busy.setattr(further_rings, "DRAIN_S", 0.0)
+            await until(lambda: further not in b.service.further.rings.values(), b)
 
         # Its ring gets all of the memory that the new one leaves.
         models_of = {("builtin", 0), (third, 0), (fourth, 0)}
@@ -274,14 +276,14 @@ async def test_a_first_ring_that_ends_interrupts_no_answer_of_a_further_one(
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
-    """Note each call of a method of a ring service."""
-    calls, method = list[str](), getattr(RingService, name)
+    """Note each call of a method of the further rings of a node."""
+    calls, method = list[str](), getattr(FurtherRings, name)
 
     def noted(*arguments: Any) -> None:
         calls.append(name)
         method(*arguments)
 
-    monkeypatch.setattr(RingService, name, noted)
+    monkeypatch.setattr(FurtherRings, name, noted)
     return calls
 
 

@@ -46,7 +46,7 @@ class Case:
             BARE,
             self.told.append,
             cast("Any", self.member),
-            self.call_later,
+            cast("Any", self.call_later),
         )
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ class Checks:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
             return False
-        handovers = [nodes[each].service._handover.state for each in (one, other)]
+        handovers = [nodes[each].service.first.follower.progress for each in (one, other)]
         if handovers == [HandoverState.PREPARING] * 2:  # the rings of both serve meanwhile
             return False
         hears = [nodes[b].me in nodes[a].links.by_peer for a, b in ((one, other), (other, one))]

@@ -27,7 +27,7 @@ class RingChecks(Checks):
 
     def _no_ring(self) -> str | None:
         for number, node in self.here.items():
-            view = node.service.view()
+            view = node.service.first.view()
             if view is None:
                 return f"{number} knows no charter"
             part = divide(view).get(node.me, NodeGroups(UNASSIGNED))
@@ -35,7 +35,7 @@ class RingChecks(Checks):
             first, *further = (each.group for each in node.state.members)
             if wanted != [first, *sorted(further)]:
                 return f"{number} is in {_shown([first, *further])}, not {_shown(wanted)}"
-        view = next(iter(self.here.values())).service.view()
+        view = next(iter(self.here.values())).service.first.view()
         assert view is not None
         lacking = shortage(view)
         for group in groups_of(view.charter):

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from meshllm.node.ring_service import SETTLE_S
+from meshllm.node.plan_follower import SETTLE_S
 from meshllm.node.weights import WeightSupply
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.handover import Follow, Handover, Outlook, Prepare

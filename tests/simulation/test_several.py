@@ -61,7 +61,7 @@ def test_broken_nodes_are_found(target: str, broken: Callable[[Any], object], fa
 
 
 def test_a_node_that_begins_no_further_ring_is_found() -> None:
-    with patch("meshllm.node.ring_service.RingService._begin_further", lambda *_: None):
+    with patch("meshllm.node.further_rings.FurtherRings._begin", lambda *_: None):
         worlds = (simulate(seed, SharedSchedule) for seed in range(1, 40))
         found = next(world.wrong for world in worlds if world.wrong)
 

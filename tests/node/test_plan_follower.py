@@ -3,42 +3,43 @@
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from meshllm.names import Span
-from meshllm.node.ring_service import SETTLE_S, RingService
+from meshllm.node.plan_follower import END_S, GATHER_S, LOST_S, SETTLE_S, PlanFollower
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from meshllm.protocol.ring.handover import Handover, Outlook
+from meshllm.protocol.ring.handover import HandoverState, Outlook
 from tests.builders.offers import A
 
 PLANS = [Plan(epoch, "toy", Ends.ENTRY, (PlanStage(A, Span(0, 4)),)) for epoch in range(1, 4)]
 
 
 class SettlingNode:
-    """A service whose plan is set, on a clock that is set."""
+    """A follower whose plan is set, on a clock that is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.followed = 100.0, list[Plan | None]()
         self.timers = list[tuple[float, Callable[[], None]]]()
         self.agreement = SimpleNamespace(plan=None, lacking=0, has_lost=lambda _: False)
+        self.planner = SimpleNamespace(agreement=self.agreement)
+        self.has_sessions, self.looks = False, list[Outlook]()
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=self._time))
-        service = self.service = object.__new__(RingService)
-        service._handover, service._due = Handover(), None
-        service.call_later = self._call_later
-        service.planner = SimpleNamespace(agreement=self.agreement)  # type: ignore[assignment]
-        service.first = None
-        service.state = SimpleNamespace(sessions=0, publish=lambda: None)  # type: ignore[assignment]
-        service.member = SimpleNamespace(  # type: ignore[assignment]
-            runtime=SimpleNamespace(follow=self.followed.append),
-            plan=None,
-            outlook=lambda plan, settle_s: Outlook(plan, None, settle_s),
+        member = SimpleNamespace(
+            runtime=SimpleNamespace(follow=self.followed.append), plan=None, outlook=self._outlook
+        )
+        self.follower = PlanFollower(
+            cast("Any", member),
+            cast("Any", SimpleNamespace(publish=lambda: None)),
+            cast("Any", self.planner),
+            lambda: self.has_sessions,
+            cast("Any", self._call_later),
         )
 
     def agree(self, plan: Plan) -> None:
         self.agreement.plan = plan
-        self.service._hand_over()
+        self.follower.look()
 
     def fire(self, now: float) -> None:
         """Fire the timers that are set, at a time."""
@@ -49,13 +50,18 @@ class SettlingNode:
     def _time(self) -> float:
         return self.now
 
-    def _call_later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> None:
+    def _outlook(self, plan: Plan | None, settle_s: float) -> Outlook:
+        self.looks.append(Outlook(plan, None, settle_s))
+        return self.looks[-1]
+
+    def _call_later(self, delay_s: float, callback: Callable[..., None], /, *args: Any) -> None:
         self.timers.append((self.now + delay_s, lambda: callback(*args)))
 
 
 def test_a_timer_that_fires_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     node = SettlingNode(monkeypatch)
     node.agree(PLANS[0])
+    assert node.follower.progress is HandoverState.SETTLING
 
     node.fire(100.0 + SETTLE_S - 1e-9)
     assert node.followed == []
@@ -77,3 +83,21 @@ def test_plans_that_keep_changing_leave_one_live_timer(monkeypatch: pytest.Monke
 
     assert node.followed == [PLANS[-1]]
     assert node.timers == []
+
+
+def test_how_long_a_plan_settles_depends_on_what_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = SettlingNode(monkeypatch)
+
+    node.agree(PLANS[0])
+    node.agreement.has_lost = lambda _: True
+    node.agree(PLANS[0])
+    node.agreement.lacking = 1
+    node.agree(PLANS[0])
+    node.planner.agreement = None  # the model is served no more
+    node.follower.look()
+    node.has_sessions = True
+    node.follower.look()
+
+    assert [each.settle_s for each in node.looks] == [SETTLE_S, LOST_S, GATHER_S, SETTLE_S, END_S]

@@ -1,0 +1,153 @@
+"""The further rings of a node, which serve with a share of its memory, see `groups`.
+
+Theory of operation
+-------------------
+A further ring sees the records as that ring does. It publishes its offer as a share of the profile,
+and its state as a membership. All rings of a node compute on one thread, in turn. If the first ring
+of the node ends, a further one may be named as the first. It ends and begins again with all of the
+memory, once no session is in progress or after `DRAIN_S`: until then it serves with its share.
+Other further rings end meanwhile; new ones wait, as the first ring may still hold its model.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from meshllm.errors import ModelError
+from meshllm.names import GroupId, ModelKey
+from meshllm.node.offer import NodeOffer
+from meshllm.node.plan_follower import SETTLE_S
+from meshllm.node.ring_server import NodeParts, RingServer
+from meshllm.node.timer import loop_time
+
+MOVE_S = 10.0  # s that a node waits for the end of its sessions before it leaves a ring
+DRAIN_S = 60.0  # s more for a further ring that is to be the first
+
+
+Failed: TypeAlias = Callable[[ModelKey, ModelError], None]
+"""Called with a model that cannot be served here, and why."""
+
+
+class FurtherRing:
+    """One further ring, until it has ended."""
+
+    def __init__(self, parts: NodeParts, group: GroupId, memory: int) -> None:
+        def why() -> str:
+            return self.server.reason()
+
+        self._parts = parts
+        self._group = group
+        member = parts.state.begin_further(group, why)
+        bare = replace(parts.offer.profile, weights=(), layer_s=(), model="", shares=())
+        offer = NodeOffer(bare, partial(parts.offer.share, group), member, parts.call_later)
+        self.server = RingServer(parts, member, offer, memory=memory)
+        self.is_stopped = False
+        """Whether it ends, and the node goes on without this ring."""
+        self.latest: float | None = None
+        """When it ends if it still is not wanted then, in loop time; None while it is wanted."""
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, failed: Failed, ended: Callable[[], None]) -> None:
+        """Serve in the background; ``ended`` is called in the end, ``failed`` before if it did."""
+        self._task = self._parts.spawn(partial(self._run, failed, ended))
+
+    async def _run(self, failed: Failed, ended: Callable[[], None]) -> None:
+        """Serve until cancelled, or until the model cannot be served here."""
+        ring = self.server.member.charter
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self.server.planner.invalidate()
+                tasks.create_task(self.server.planner.run())
+                tasks.create_task(self.server.serve())
+        except* ModelError as errors:
+            self.is_stopped = True
+            if ring is not None:
+                failed(ring.key, _first_of(errors))
+        finally:
+            ended()
+            self._leave()
+
+    def end(self, patience_s: float) -> bool:
+        """End if no session is in progress or it is late; return whether it ends."""
+        now = loop_time()
+        if self.latest is None:
+            self.latest = now + MOVE_S
+        if self.server.sessions and now < self.latest + patience_s and not self.is_stopped:
+            return False
+        if self._task is not None and not self.is_stopped:
+            self.is_stopped = True
+            self._task.cancel()
+        return True
+
+    def resize(self, memory: int) -> None:
+        """Use this much memory."""
+        if memory != self.server.memory:
+            self.server.memory = memory
+            self.server.offer.resize(memory)
+
+    def _leave(self) -> None:
+        del self._parts.state.further[self._group]
+        self.server.offer.close()
+        if self.is_stopped:  # else the whole node stops
+            self.server.end(self._group)
+            self._parts.offer.share(self._group, None)
+        else:
+            self.server.member.end(self._group)
+
+
+class FurtherRings:
+    """Begins, resizes and ends further rings as the records name them."""
+
+    def __init__(self, parts: NodeParts, failed: Failed) -> None:
+        self.rings: dict[GroupId, FurtherRing] = {}
+        """Those that have not ended."""
+        self.next_first: GroupId | None = None
+        """The group that is to be the first ring of this node."""
+        self._parts = parts
+        self._failed = failed
+        # Groups, and memory; None to look again.
+        self._wanted: Mapping[GroupId, int] | None = {}
+
+    def want(self, wanted: Mapping[GroupId, int]) -> None:
+        """Take part in these rings, with so much memory, once they have been wanted for a while."""
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._parts.call_later(SETTLE_S, self._change, wanted)
+
+    def _change(self, wanted: Mapping[GroupId, int]) -> None:
+        """Take part in these further rings, and in no others.
+
+        Those that still have sessions end later; new ones wait for the memory of all that end.
+        """
+        if wanted is not self._wanted or self._parts.state.is_leaving:
+            return
+        ending = [(group, at) for group, at in self.rings.items() if group not in wanted]
+        for group in wanted.keys() & self.rings.keys():
+            self.rings[group].latest = None
+        ends = [at.end(DRAIN_S if group == self.next_first else 0.0) for group, at in ending]
+        if not all(ends):
+            self._parts.call_later(SETTLE_S, self._change, wanted)
+            return
+        for group, memory in wanted.items():
+            running = self.rings.get(group)
+            if running is None:
+                self._begin(group, memory)
+            elif not running.is_stopped:  # else it begins again once it has ended
+                running.resize(memory)
+
+    def _begin(self, group: GroupId, memory: int) -> None:
+        ring = self.rings[group] = FurtherRing(self._parts, group, memory)
+        ring.begin(self._failed, partial(self._ended, group))
+
+    def _ended(self, group: GroupId) -> None:
+        del self.rings[group]
+        self._wanted = None  # if it is wanted again meanwhile, it begins again
+        self._parts.changed()
+
+
+def _first_of(group: BaseExceptionGroup[ModelError]) -> ModelError:
+    """Return the first error of a group, which may hold groups."""
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

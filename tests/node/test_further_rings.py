@@ -1,0 +1,183 @@
+"""When a node begins, resizes and ends its further rings."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import ModelError
+from meshllm.names import GroupId, ModelKey
+from meshllm.node import further_rings
+from meshllm.node.further_rings import DRAIN_S, MOVE_S, FurtherRing, FurtherRings
+from meshllm.node.plan_follower import SETTLE_S
+from meshllm.testing.clock import run_virtual
+from tests.builders.ring_places import call_later
+
+ONE, OTHER = GroupId(b"1" * 9), GroupId(b"2" * 9)
+KEY = ModelKey(b"k" * 32)
+SHORT_S = 3 * SETTLE_S
+
+
+class Server:
+    """Stands in for the server of a ring that serves until it is cancelled, or cannot."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory, self.sessions = memory, 0
+        self.error: ModelError | None = None
+        self.member = SimpleNamespace(charter=SimpleNamespace(key=KEY), end=lambda _: None)
+        self.offer = SimpleNamespace(resize=lambda _: None, close=lambda: None)
+        self.planner = SimpleNamespace(run=self._run, invalidate=lambda: None)
+        self.ended: list[GroupId] = []
+
+    async def serve(self) -> None:
+        if self.error is not None:
+            await asyncio.sleep(SETTLE_S)
+            raise self.error
+
+    def end(self, group: GroupId) -> None:
+        self.ended.append(group)
+
+    async def _run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Node:
+    """The further rings of a node, with servers that compute nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[Server] = []
+        self.error: ModelError | None = None
+        self.failed: list[tuple[ModelKey, ModelError]] = []
+        self.shares: list[tuple[GroupId, Any]] = []
+        self.state = SimpleNamespace(is_leaving=False, further={}, begin_further=self._member)
+        parts = SimpleNamespace(
+            state=self.state,
+            offer=SimpleNamespace(profile=None, share=lambda *share: self.shares.append(share)),
+            call_later=call_later,
+            spawn=lambda part: asyncio.ensure_future(part()),
+            changed=lambda: None,
+        )
+        monkeypatch.setattr(further_rings, "replace", lambda profile, **_: profile)
+        monkeypatch.setattr(further_rings, "NodeOffer", lambda *_: None)
+        monkeypatch.setattr(further_rings, "RingServer", self._server)
+        self.rings = FurtherRings(cast("Any", parts), lambda *why: self.failed.append(why))
+
+    @property
+    def running(self) -> dict[GroupId, int | None]:
+        return {group: each.server.memory for group, each in self.rings.rings.items()}
+
+    def _member(self, group: GroupId, _: Callable[[], str]) -> None:
+        self.state.further[group] = None
+
+    def _server(self, *_: object, memory: int) -> Server:
+        self.begun.append(Server(memory))
+        self.begun[-1].error = self.error
+        return self.begun[-1]
+
+
+Run = Callable[[Callable[[Node], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return lambda story: run_virtual(story(Node(monkeypatch)))
+
+
+def test_a_ring_begins_once_it_has_been_wanted_for_a_while(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.rings.want({ONE: 5})
+        node.rings.want({})  # at once
+        await asyncio.sleep(SHORT_S)
+        assert node.running == {}
+        node.rings.want({ONE: 5, OTHER: 7})
+        await asyncio.sleep(SHORT_S)
+        assert node.running == {ONE: 5, OTHER: 7}
+
+    run(story)
+
+
+def test_a_ring_is_resized_and_begun_once(run: Run) -> None:
+    async def story(node: Node) -> None:
+        for memory in (5, 8):
+            node.rings.want({ONE: memory})
+            await asyncio.sleep(SHORT_S)
+        assert node.running == {ONE: 8}
+        assert len(node.begun) == 1
+
+    run(story)
+
+
+def test_a_new_ring_waits_for_the_sessions_of_one_that_ends(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        node.begun[0].sessions = 1
+        node.rings.want({OTHER: 5})
+        await asyncio.sleep(MOVE_S / 2)
+        assert node.running == {ONE: 5}
+        node.begun[0].sessions = 0
+        await asyncio.sleep(SHORT_S)
+        assert node.running == {OTHER: 5}
+        assert node.begun[0].ended == [ONE]
+        assert node.shares == [(ONE, None)]
+        assert ONE not in node.state.further
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_next", [False, True])
+def test_a_ring_with_sessions_ends_late_and_later_if_it_is_to_be_the_first(
+    run: Run, *, is_next: bool
+) -> None:
+    async def story(node: Node) -> None:
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        node.begun[0].sessions = 1
+        node.rings.next_first = ONE if is_next else None
+        node.rings.want({})
+        await asyncio.sleep(MOVE_S + SHORT_S)
+        assert node.running == ({ONE: 5} if is_next else {})
+        await asyncio.sleep(DRAIN_S)
+        assert node.running == {}
+
+    run(story)
+
+
+def test_a_model_that_cannot_be_served_is_given_up(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.error = ModelError("damaged")
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        assert node.failed == [(KEY, node.error)]
+        assert node.running == {}
+        node.error = None
+        node.rings.want({ONE: 5})  # looked at again
+        await asyncio.sleep(SHORT_S)
+        assert node.running == {ONE: 5}
+
+    run(story)
+
+
+def test_a_node_that_leaves_begins_no_ring(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.rings.want({ONE: 5})
+        node.state.is_leaving = True
+        await asyncio.sleep(SHORT_S)
+        assert node.running == {}
+
+    run(story)
+
+
+def test_a_ring_is_ended_once(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        ring: FurtherRing = node.rings.rings[ONE]
+        assert ring.end(0.0)
+        assert ring.end(0.0)
+        await asyncio.sleep(SETTLE_S)
+        assert node.begun[0].ended == [ONE]
+
+    run(story)
