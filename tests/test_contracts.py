@@ -19,6 +19,10 @@ PLANTS = {
         "import meshllm.protocol.planning",
     ),
     "Rooms of the node": ("meshllm/node/net/dialer.py", "import meshllm.node.membership"),
+    "Following what": (
+        "meshllm/node/agreement/plan_hold.py",
+        "import meshllm.node.agreement.own_state",
+    ),
     "Rooms of QUIC": ("plugins/meshllm_quic/net/udp.py", "import meshllm_quic.path.paths"),
     "Rooms of the command line": ("meshllm/cli/terminal/wrap.py", "import meshllm.cli.ring.spec"),
     "Deciding is pure": ("meshllm/protocol/session/stage.py", "import time"),

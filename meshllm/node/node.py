@@ -31,7 +31,12 @@ from meshllm.config import cache_path
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.local_files import keep_temporary_files
 from meshllm.names import MeshId, NodeId, short
-from meshllm.node.charter_editor import CharterEditor
+from meshllm.node.agreement.charter_editor import CharterEditor
+from meshllm.node.agreement.offer import NodeOffer
+from meshllm.node.agreement.own_state import OwnState
+from meshllm.node.agreement.ring_directory import RingDirectory
+from meshllm.node.agreement.ring_server import NodeParts
+from meshllm.node.agreement.ring_service import RingService
 from meshllm.node.founding import with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
@@ -43,16 +48,11 @@ from meshllm.node.net.endpoints import Endpoints, open_endpoints
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
 from meshllm.node.options import NodeOptions
-from meshllm.node.own_state import OwnState
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
-from meshllm.node.ring_directory import RingDirectory
-from meshllm.node.ring_server import NodeParts
-from meshllm.node.ring_service import RingService
 from meshllm.node.supervisor import Supervisor
 from meshllm.node.timer import loop_time
 from meshllm.node.view import LinkView, NodeView

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVarTuple, cast
 
 from meshllm.names import Digest, GroupId, NodeId
-from meshllm.node.own_state import OwnState
-from meshllm.node.ring_directory import RingDirectory
+from meshllm.node.agreement.own_state import OwnState
+from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.membership.charter import Charter

@@ -11,16 +11,16 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.errors import ModelError
-from meshllm.node import further_rings, plan_follower, ring_service
+from meshllm.node.agreement import further_rings, plan_follower, ring_service
+from meshllm.node.agreement.further_rings import FurtherRings
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
-from meshllm.node.further_rings import FurtherRings
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
-from meshllm.node.ring_member import RingMember
 from meshllm.protocol.agreement import groups
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing

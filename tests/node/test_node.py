@@ -20,13 +20,13 @@ from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
 from meshllm.names import Span
-from meshllm.node import offer as offer_module
+from meshllm.node.agreement import offer as offer_module
+from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions
-from meshllm.node.own_state import HANGS
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module

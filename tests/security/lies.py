@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from meshllm.node.load_watch import LOAD_S
+from meshllm.node.agreement.load_watch import LOAD_S
 from meshllm.protocol.membership.records import MAX_BYTES, MIN_SECONDS, Lifecycle, StateRecord
 from meshllm.protocol.membership.strikes import MAX_FAULTS
 from tests.processes.fleet import ALONE, POLL_S, Node, meshllm, open_fleet, until

@@ -28,7 +28,7 @@ from math import inf
 from unittest.mock import patch
 
 from meshllm.names import NodeId, Span, short
-from meshllm.node import planner
+from meshllm.node.agreement import planner
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.agreement import Agreement

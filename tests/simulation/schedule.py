@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
-from meshllm.node.plan_follower import SETTLE_S
+from meshllm.node.agreement.plan_follower import SETTLE_S
 from tests.simulation.checks import Checks
 from tests.simulation.members import Ticket
 from tests.simulation.world import TIMERS, World

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from meshllm.names import GroupId
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.options import ModelOptions
-from meshllm.node.ring_member import RingMember
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, divide, groups_of, shortage
 from tests.simulation.checks import Checks
 from tests.simulation.schedule import Schedule

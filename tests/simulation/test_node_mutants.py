@@ -103,7 +103,7 @@ def always_open(*_: object) -> bool:
     return True
 
 
-AGREE = "meshllm.node.planner.agree"
+AGREE = "meshllm.node.agreement.planner.agree"
 AGREED = {"tests.simulation.plans.Plans._agreed": nod}  # so that what is looked at later shows
 UNSEEN = {
     **AGREED,
@@ -165,7 +165,7 @@ MUTANTS = {
     ),
     "hangs are seen late": Mutant({"meshllm.protocol.ring.hang.HANG_S": 60.0}, "hangs, and", 120),
     "two nodes of one name": Mutant(
-        {"meshllm.node.charter_editor.resolve_names": one_node_for_each},
+        {"meshllm.node.agreement.charter_editor.resolve_names": one_node_for_each},
         "several nodes are called so",
     ),
     "attempts are never given up": Mutant(

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from meshllm.node.plan_follower import SETTLE_S
+from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.weights import WeightSupply
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.handover import Follow, Handover, Outlook, Prepare
@@ -216,7 +216,9 @@ def moved(change: Callable[[World], None]) -> OneMove:
         here.update(wanted)
 
     with (
-        patch("meshllm.node.planner.takeover", lambda _: None),  # nothing is loaded before
+        patch(
+            "meshllm.node.agreement.planner.takeover", lambda _: None
+        ),  # nothing is loaded before
         patch.object(WeightSupply, "obtain", obtain),
     ):
         world = simulate(1, make)

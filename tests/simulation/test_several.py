@@ -47,8 +47,8 @@ def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
 @pytest.mark.parametrize(
     ("target", "broken", "fault"),
     [
-        ("meshllm.node.planner.divide", lambda _: {}, "is in 00, not "),
-        ("meshllm.node.planner.ring_of", lambda view: view, "replica 0: "),
+        ("meshllm.node.agreement.planner.divide", lambda _: {}, "is in 00, not "),
+        ("meshllm.node.agreement.planner.ring_of", lambda view: view, "replica 0: "),
     ],
     ids=["nobody moves", "rings of the first model only"],
 )
@@ -61,7 +61,7 @@ def test_broken_nodes_are_found(target: str, broken: Callable[[Any], object], fa
 
 
 def test_a_node_that_begins_no_further_ring_is_found() -> None:
-    with patch("meshllm.node.further_rings.FurtherRings._begin", lambda *_: None):
+    with patch("meshllm.node.agreement.further_rings.FurtherRings._begin", lambda *_: None):
         worlds = (simulate(seed, SharedSchedule) for seed in range(1, 40))
         found = next(world.wrong for world in worlds if world.wrong)
 

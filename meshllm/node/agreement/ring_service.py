@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
-from meshllm.node.further_rings import MOVE_S, FurtherRings
+from meshllm.node.agreement.further_rings import MOVE_S, FurtherRings
+from meshllm.node.agreement.plan_follower import SETTLE_S
+from meshllm.node.agreement.ring_directory import RingDirectory
+from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.plan_follower import SETTLE_S
-from meshllm.node.ring_directory import RingDirectory
-from meshllm.node.ring_server import NodeParts, RingServer
 from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.groups import (

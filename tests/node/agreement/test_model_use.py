@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from meshllm.names import ModelKey
-from meshllm.node.model_use import ModelUse
+from meshllm.node.agreement.model_use import ModelUse
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later, several
 

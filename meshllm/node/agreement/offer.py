@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshllm.errors import ModelError, OutOfMemory
 from meshllm.names import GroupId, ModelKey
-from meshllm.node.own_state import OwnState
-from meshllm.node.ring_member import RingMember
+from meshllm.node.agreement.own_state import OwnState
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import Profile, RingShare

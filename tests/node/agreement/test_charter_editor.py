@@ -10,7 +10,7 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError, UserError
 from meshllm.names import Digest
-from meshllm.node.charter_editor import CharterEditor
+from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import FIRST_GROUP, GroupId, NodeId
+from meshllm.node.agreement.load_watch import LoadWatch, is_formed
+from meshllm.node.agreement.plan_hold import PlanHold
 from meshllm.node.founding import name_of
-from meshllm.node.load_watch import LoadWatch, is_formed
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
-from meshllm.node.plan_hold import PlanHold
 from meshllm.node.timer import CallLater
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import find_group

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from meshllm.node.own_state import OwnState
-from meshllm.node.planner import Planner
-from meshllm.node.ring_member import RingMember
+from meshllm.node.agreement.own_state import OwnState
+from meshllm.node.agreement.planner import Planner
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.ring.handover import Follow, Handover, HandoverState, Prepare
 

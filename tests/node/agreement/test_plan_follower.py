@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import Span
-from meshllm.node.plan_follower import END_S, GATHER_S, LOST_S, SETTLE_S, PlanFollower
+from meshllm.node.agreement.plan_follower import END_S, GATHER_S, LOST_S, SETTLE_S, PlanFollower
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.handover import HandoverState, Outlook
 from tests.builders.offers import A

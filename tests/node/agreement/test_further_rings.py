@@ -9,9 +9,9 @@ import pytest
 
 from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
-from meshllm.node import further_rings
-from meshllm.node.further_rings import DRAIN_S, MOVE_S, FurtherRing, FurtherRings
-from meshllm.node.plan_follower import SETTLE_S
+from meshllm.node.agreement import further_rings
+from meshllm.node.agreement.further_rings import DRAIN_S, MOVE_S, FurtherRing, FurtherRings
+from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later
 

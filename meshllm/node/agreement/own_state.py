@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshllm.names import GroupId, NodeId
-from meshllm.node.model_use import ModelUse
+from meshllm.node.agreement.model_use import ModelUse
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.provider import Provider
-from meshllm.node.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, StateRecord

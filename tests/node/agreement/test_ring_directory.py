@@ -11,9 +11,9 @@ import pytest
 
 from meshllm.errors import LinkLost
 from meshllm.names import FIRST_GROUP, LossCause
-from meshllm.node.own_state import HANGS
-from meshllm.node.plan_hold import CALM_S
-from meshllm.node.ring_member import FORM_S
+from meshllm.node.agreement.own_state import HANGS
+from meshllm.node.agreement.plan_hold import CALM_S
+from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.membership.records import Lifecycle, StateRecord

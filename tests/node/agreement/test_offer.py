@@ -11,7 +11,7 @@ import pytest
 
 from meshllm.errors import MeshError, ModelError, OutOfMemory
 from meshllm.names import GroupId
-from meshllm.node.offer import (
+from meshllm.node.agreement.offer import (
     FIRST_RETRY_S,
     LAST_RETRY_S,
     MOST_SLOW,

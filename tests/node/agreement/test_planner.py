@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from meshllm.node import planner as module
-from meshllm.node.planner import Planner
+from meshllm.node.agreement import planner as module
+from meshllm.node.agreement.planner import Planner
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView

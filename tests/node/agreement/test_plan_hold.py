@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from meshllm.node.plan_hold import BUSY_S, CALM_S, PlanHold
+from meshllm.node.agreement.plan_hold import BUSY_S, CALM_S, PlanHold
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import FIRST_GROUP, NodeId
-from meshllm.node.load_watch import LOAD_S, LoadWatch, is_formed
+from meshllm.node.agreement.load_watch import LOAD_S, LoadWatch, is_formed
 from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import LINK_S

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from meshllm.config import cache_path
 from meshllm.errors import ModelMissing
 from meshllm.names import FIRST_GROUP, Digest, GroupId, NodeId
-from meshllm.node.charter_editor import CharterEditor
+from meshllm.node.agreement.charter_editor import CharterEditor
+from meshllm.node.agreement.offer import NodeOffer
+from meshllm.node.agreement.own_state import PROVIDES, OwnState
+from meshllm.node.agreement.plan_follower import GATHER_S, PlanFollower
+from meshllm.node.agreement.planner import Planner
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.offer import NodeOffer
 from meshllm.node.offloop import OffLoop
-from meshllm.node.own_state import PROVIDES, OwnState
-from meshllm.node.plan_follower import GATHER_S, PlanFollower
-from meshllm.node.planner import Planner
-from meshllm.node.ring_member import RingMember
 from meshllm.node.timer import CallLater
 from meshllm.node.view import OwnRing
 from meshllm.node.weights import WeightFetcher, WeightServer, WeightSupply

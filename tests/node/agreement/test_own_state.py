@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from meshllm.names import FIRST_GROUP, NodeId
-from meshllm.node.load_watch import LOAD_S
-from meshllm.node.own_state import HANGS
+from meshllm.node.agreement.load_watch import LOAD_S
+from meshllm.node.agreement.own_state import HANGS
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS

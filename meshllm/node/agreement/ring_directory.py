@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, NodeId
+from meshllm.node.agreement.load_watch import is_formed
+from meshllm.node.agreement.own_state import OwnState
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.founding import find_node, name_of
-from meshllm.node.load_watch import is_formed
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.node.own_state import OwnState
-from meshllm.node.ring_member import RingMember
 from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter

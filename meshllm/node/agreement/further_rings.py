@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
-from meshllm.node.offer import NodeOffer
-from meshllm.node.plan_follower import SETTLE_S
-from meshllm.node.ring_server import NodeParts, RingServer
+from meshllm.node.agreement.offer import NodeOffer
+from meshllm.node.agreement.plan_follower import SETTLE_S
+from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.timer import loop_time
 
 MOVE_S = 10.0  # s that a node waits for the end of its sessions before it leaves a ring
