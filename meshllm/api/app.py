@@ -7,6 +7,7 @@ from starlette.types import ASGIApp
 
 from meshllm.api import failure, mesh
 from meshllm.api.access.gate import AccessPolicy, key_guard, site_guards
+from meshllm.api.generation.service import Service
 from meshllm.api.health import Health
 from meshllm.api.page import routes as page
 from meshllm.api.port import NodePort
@@ -14,7 +15,6 @@ from meshllm.api.request_id import RequestIds
 from meshllm.api.respond import on_error
 from meshllm.api.v1 import chat, chat_socket, completions, embeddings, messages, models, responses
 from meshllm.api.v1.counting import Counting
-from meshllm.api.v1.service import Service
 
 
 def owner_application(node: NodePort) -> ASGIApp:

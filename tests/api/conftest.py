@@ -7,7 +7,7 @@ import pytest
 
 from meshllm.api.access.accounts import Accounts
 from meshllm.api.app import owner_application
-from meshllm.api.v1.service import Service
+from meshllm.api.generation.service import Service
 from tests.builders.fake_node import FakeNode
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.generation.service import Service
 from meshllm.api.health import KEPT_S
-from meshllm.api.v1.service import Service
 from meshllm.errors import LinkLost
 from meshllm.status import ModelStatus
 from tests.builders.fake_node import FakeNode

@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.generation.service import Service
 from meshllm.api.page.routes import page_of
 from meshllm.api.serve import run_server
-from meshllm.api.v1.service import Service
 from tests.bench.report import Report, parser_of
 from tests.builders.chromium import find_chromium
 from tests.builders.fake_node import FakeNode

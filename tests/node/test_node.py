@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.generation.service import Service
 from meshllm.api.v1.embeddings import numbers
-from meshllm.api.v1.service import Service
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner

@@ -13,10 +13,10 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import compact
+from meshllm.api.generation.reply import PATIENCE, STREAM, event, failure
 from meshllm.api.page.view import PageStatus, view_of
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import Stream
-from meshllm.api.v1.reply import PATIENCE, STREAM, event, failure
 from meshllm.status import to_json
 
 REFRESH_S = 1.0

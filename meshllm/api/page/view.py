@@ -6,7 +6,7 @@ of nodes nor how much others ask.
 
 from dataclasses import dataclass, replace
 
-from meshllm.api.v1.precision import precision_of
+from meshllm.api.generation.precision import precision_of
 from meshllm.names import Span
 from meshllm.status import (
     LossCounts,

@@ -11,14 +11,14 @@ from starlette.routing import Route
 from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, error_object
+from meshllm.api.generation.extension import Extension, answer_as_needed
+from meshllm.api.generation.generating import Generating, read_fields, variants
+from meshllm.api.generation.headers import headers_of, is_traced
+from meshllm.api.generation.reply import PATIENCE, STREAM, Reply, failure, reason
+from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.structured import schema_of
+from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
 from meshllm.api.respond import Stream
-from meshllm.api.v1.extension import Extension, answer_as_needed
-from meshllm.api.v1.generating import Generating, read_fields, variants
-from meshllm.api.v1.headers import headers_of, is_traced
-from meshllm.api.v1.reply import PATIENCE, STREAM, Reply, failure, reason
-from meshllm.api.v1.service import Choices, Service
-from meshllm.api.v1.structured import schema_of
-from meshllm.api.v1.tools import FIELDS, new_call_id, tools_of
 from meshllm.request import (
     Answer,
     Logprob,

@@ -33,10 +33,10 @@ from meshllm.api.failure import (
     failure_of,
     response_of,
 )
+from meshllm.api.generation.generating import build_fields
+from meshllm.api.generation.reply import Reply, reason
+from meshllm.api.generation.service import Service
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
-from meshllm.api.v1.generating import build_fields
-from meshllm.api.v1.reply import Reply, reason
-from meshllm.api.v1.service import Service
 from meshllm.errors import Busy, MeshError, UserError
 from meshllm.request import Answer, Event, Piece, Prefilled
 from meshllm.strict_json import WrongField, build

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshllm.api.access.gate import key_of
 from meshllm.api.connection import MAX_OPEN
 from meshllm.api.failure import LATER, Refused, response_of
+from meshllm.api.generation.service import Service, is_of_owner
 from meshllm.api.respond import BodyTooLarge, BodyTooSlow, read_body
-from meshllm.api.v1.service import Service, is_of_owner
 
 MAX_OTHERS = MAX_OPEN  # requests in progress of others than the owner
 

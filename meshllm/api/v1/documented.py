@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from meshllm.api.v1 import chat, completions, embeddings, generating, messages, responses
+from meshllm.api.generation import generating
+from meshllm.api.v1 import chat, completions, embeddings, messages, responses
 
 HEADING = "## Every documented field\n"
 _HEAD = """

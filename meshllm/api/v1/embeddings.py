@@ -14,12 +14,12 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object
+from meshllm.api.generation.extension import Needs, answer_as_needed
+from meshllm.api.generation.generating import read_fields
+from meshllm.api.generation.headers import headers_of
+from meshllm.api.generation.prompts import read_prompts, with_prompt
+from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import Stream
-from meshllm.api.v1.extension import Needs, answer_as_needed
-from meshllm.api.v1.generating import read_fields
-from meshllm.api.v1.headers import headers_of
-from meshllm.api.v1.prompts import read_prompts, with_prompt
-from meshllm.api.v1.service import Choices, Service
 from meshllm.request import Answer
 from meshllm.request import Request as Asked
 from meshllm.strict_json import WrongField

@@ -15,14 +15,14 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import JSON, compact, messages_error
+from meshllm.api.generation import reply as base
+from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.generation.generating import MAX_STOPS, read_fields
+from meshllm.api.generation.headers import headers_of, is_traced, trace_of
+from meshllm.api.generation.reply import STREAM
+from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.tools import tools_of_messages
 from meshllm.api.respond import Stream
-from meshllm.api.v1 import reply as base
-from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
-from meshllm.api.v1.generating import MAX_STOPS, read_fields
-from meshllm.api.v1.headers import headers_of, is_traced, trace_of
-from meshllm.api.v1.reply import STREAM
-from meshllm.api.v1.service import Choices, Service
-from meshllm.api.v1.tools import tools_of_messages
 from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked

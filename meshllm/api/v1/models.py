@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
-from meshllm.api.v1.precision import precision_of
-from meshllm.api.v1.service import Service
+from meshllm.api.generation.precision import precision_of
+from meshllm.api.generation.service import Service
 from meshllm.status import ModelStatus
 
 

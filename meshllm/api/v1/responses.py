@@ -15,16 +15,16 @@ from starlette.routing import Route
 
 from meshllm.api.access.gate import key_of
 from meshllm.api.failure import INVALID, JSON, Failure, Refused, compact, error_object, failure_of
+from meshllm.api.generation import reply as base
+from meshllm.api.generation.extension import SeededNeeds, answer_as_needed, seed_of
+from meshllm.api.generation.generating import DEFAULT_TEMPERATURE, read_fields
+from meshllm.api.generation.headers import headers_of, is_traced, trace_of
+from meshllm.api.generation.reply import PATIENCE, STREAM
+from meshllm.api.generation.service import Choices, Service
+from meshllm.api.generation.structured import schema_of_format
+from meshllm.api.generation.tools import FIELDS, new_call_id, tools_of
 from meshllm.api.respond import Stream
-from meshllm.api.v1 import reply as base
-from meshllm.api.v1.extension import SeededNeeds, answer_as_needed, seed_of
-from meshllm.api.v1.generating import DEFAULT_TEMPERATURE, read_fields
-from meshllm.api.v1.headers import headers_of, is_traced, trace_of
-from meshllm.api.v1.reply import PATIENCE, STREAM
 from meshllm.api.v1.response_store import ResponseStore, StoredResponse
-from meshllm.api.v1.service import Choices, Service
-from meshllm.api.v1.structured import schema_of_format
-from meshllm.api.v1.tools import FIELDS, new_call_id, tools_of
 from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, Piece, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked

@@ -8,7 +8,7 @@ import pytest
 from meshllm.api.access.accounts import Accounts, KeyLimits, tag_of
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
-from meshllm.api.v1.service import Service
+from meshllm.api.generation.service import Service
 from tests.builders.fake_node import FakeNode
 
 MODELS = "/v1/models"

@@ -13,8 +13,8 @@ import pytest
 
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.generation.service import Service
 from meshllm.api.page import routes
-from meshllm.api.v1.service import Service
 from tests.builders.fake_node import FakeNode
 
 KEY = "k" * 20

@@ -10,9 +10,9 @@ from starlette.types import Message
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.generation.service import Service
 from meshllm.api.respond import SHORT_BYTES
 from meshllm.api.v1 import counting
-from meshllm.api.v1.service import Service
 from meshllm.status import ModelStatus
 from tests.builders.fake_node import FakeNode
 from tests.processes.fleet import WAIT_S

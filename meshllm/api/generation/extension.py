@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from meshllm.api.access.accounts import ApiKey
+from meshllm.api.generation.generating import DRAWN_SEEDS, SEEDS
+from meshllm.api.generation.precision import precision_of
+from meshllm.api.generation.service import Choices, Service
 from meshllm.api.respond import begun_within, within
-from meshllm.api.v1.generating import DRAWN_SEEDS, SEEDS
-from meshllm.api.v1.precision import precision_of
-from meshllm.api.v1.service import Choices, Service
 from meshllm.names import bits_of
 from meshllm.outline.eligibility import OutlineMode
 from meshllm.request import Answer, Piece

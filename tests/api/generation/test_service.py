@@ -13,8 +13,8 @@ import pytest
 from meshllm.api.access.accounts import Accounts, ApiKey, KeyLimits, KeyUsage
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.generation.service import Service, day_of
 from meshllm.api.respond import SHORT_BYTES
-from meshllm.api.v1.service import Service, day_of
 from meshllm.errors import Busy, QuotaUsed
 from meshllm.node.requests import held_bytes
 from meshllm.node.requests.held_bytes import size_of

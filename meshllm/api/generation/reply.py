@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshllm.api.failure import compact, error_object
-from meshllm.api.v1.headers import trace_of
+from meshllm.api.generation.headers import trace_of
 from meshllm.errors import MeshError
 from meshllm.request import Answer, FinishReason, TokenLogprobs
 from meshllm.request import Request as Asked

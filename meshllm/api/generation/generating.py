@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from meshllm.api.access.gate import key_of
+from meshllm.api.generation.service import Service
 from meshllm.api.respond import SHORT_BYTES, read_body, while_connected
-from meshllm.api.v1.service import Service
 from meshllm.request import Request as Asked
 from meshllm.request import Sampling
 from meshllm.strict_json import WrongField, build

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from meshllm.api.access.gate import EXPOSED
 from meshllm.api.failure import INVALID, Failure, Refused
-from meshllm.api.v1.precision import precision_of
+from meshllm.api.generation.precision import precision_of
 from meshllm.request import Answer
 from meshllm.status import ModelStatus
 
