@@ -10,8 +10,9 @@ second, and all of them r * A::
     r = B / (A * d + B * k * (1 - d / m))
 
 The largest such rate is the capacity. Waiting for one of c places is that of c servers in parallel
-(Sakasegawa, 1977), waiting for the prefill that of one. Beyond the capacity the queue grows for as
-long as the load lasts.
+(Sakasegawa, 1977), waiting for the prefill that of one. Beyond the capacity c the queue grows for
+as long as the load lasts, and is served after that: who comes at t waits for t * (r / c - 1). So of
+two models the one that is further beyond its capacity gains more from one more replica.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ from meshllm.scheduler.engine import ReplicaEngine
 from meshllm.scheduler.load import ModelLoad
 
 HORIZON_S = 600.0
-"""How long a load lasts: a queue that grows is judged by its mean in this time."""
+"""How long a load lasts: a queue that grows is judged by the requests that come in this time."""
 UNSERVED_S = 1e6
 """Time of a request for a model without a replica: worse than any queue."""
 
@@ -108,5 +109,5 @@ def mean_time(replicas: Sequence[Estimate], rate: float) -> float:
     )
     places = sum(each.places for each in replicas)
     wait_s = stay_s * float(load ** (sqrt(2 * (places + 1)) - 1)) / (places * (1 - load))
-    excess = max(0.0, 1 - _FULL * capacity / rate)
-    return stay_s + wait_s + excess * HORIZON_S / 2
+    excess = max(0.0, rate / (_FULL * capacity) - 1)
+    return min(UNSERVED_S / 2, stay_s + wait_s + excess * HORIZON_S / 2)

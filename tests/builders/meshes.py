@@ -15,6 +15,8 @@ QWEN_06B = Architecture("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, is_tie
 LLAMA_1B = Architecture("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256, is_tied=True)
 LLAMA_8B = Architecture("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256)
 QWEN_32B = Architecture("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936)
+LLAMA_13B = Architecture("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000)
+CODELLAMA_34B = Architecture("codellama-34b", 48, 8192, 64, 8, 128, 22016, 32000)
 LLAMA_70B = Architecture("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, 128256)
 ARCHITECTURES = (QWEN_06B, LLAMA_1B, LLAMA_8B, QWEN_32B, LLAMA_70B)
 

@@ -55,7 +55,7 @@ def test_an_overload_waits_in_proportion_to_its_excess() -> None:
 
     full, double = (mean_time([one], share * one.capacity) for share in (0.98, 1.96))
 
-    assert double - full == pytest.approx(HORIZON_S / 4)
+    assert double - full == pytest.approx(HORIZON_S / 2)
 
 
 def test_a_model_without_replicas_is_worse_than_any_queue() -> None:

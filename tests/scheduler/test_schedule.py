@@ -1,17 +1,24 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
+from statistics import NormalDist
 
 import pytest
 
 from meshllm.errors import ModelError
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
-from meshllm.scheduler.schedule import assess, one_more, schedule
+from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, make_option
+from meshllm.scheduler.schedule import Assessment, assess, one_more, schedule
+from meshllm.scheduler.simulator import Arrival
 from tests.bench.placements import compare
 from tests.builders.meshes import (
     A100,
     CHAT,
+    CODELLAMA_34B,
     GH200,
     LLAMA_8B,
+    LLAMA_13B,
     LLAMA_70B,
     QWEN_32B,
     mesh,
@@ -25,7 +32,79 @@ STATIC = mesh(
     served(QWEN_32B, 1.0, THINKING),
     kinds=(replace(A100, count=8), replace(GH200, count=4)),
 )
-"""Three models on two generations of GPUs, after the static study of LLMFabric."""
+"""Three models on two generations of GPUs, within their capacity."""
+
+
+def normal(mean: float, deviation: float) -> Lengths:
+    """Return lengths of a normal distribution, of 5 tokens at least."""
+    drawn = NormalDist(mean, deviation)
+    return Lengths(tuple(max(5, int(drawn.inv_cdf((at + 0.5) / 100))) for at in range(100)))
+
+
+STUDIED = (
+    ServedModel(LLAMA_13B, ModelLoad(110, normal(599, 822), normal(74, 211))),
+    ServedModel(CODELLAMA_34B, ModelLoad(185.5, normal(1169, 1276), normal(532, 435))),
+    ServedModel(LLAMA_70B, ModelLoad(221, normal(727, 777), normal(64, 190))),
+)
+"""The static study of LLMFabric: three models, the requests per second of each, and the lengths.
+
+Of the public experiments of its authors (OpenTela, `contrib/benchmark/experiments/2_1_placement`,
+`contrib/serving-simulator/tools/bench_placement`): 24 A100 of 80 GB and 32 GH200 in nodes of four,
+instances of vLLM on 1, 2 or 4 of them, three placements. The text of the paper with its Table 1
+was not at hand: whether it has the same values is not known, and its results are not compared.
+The speeds of the GPUs are the vendor's; the study asks for more than any placement can serve.
+"""
+
+
+def sliced(kind: MachineKind, devices: int, count: int, link: float) -> MachineKind:
+    """Return instances of an engine on so many GPUs each."""
+    return replace(
+        kind, name=f"{devices} {kind.name}", memory_bytes=devices * kind.memory_bytes,
+        devices=devices, count=count, device_link=link, is_provider=True,
+    )  # fmt: skip
+
+
+def a100(devices: int, count: int) -> MachineKind:
+    return sliced(A100, devices, count, 300e9)
+
+
+def gh200(devices: int, count: int) -> MachineKind:
+    return sliced(GH200, devices, count, 450e9)
+
+
+STUDY = mesh(*STUDIED, kinds=(a100(1, 6), a100(2, 5), a100(4, 2), gh200(2, 8), gh200(4, 4)))
+"""The GPUs as the study's own scheduler splits them into instances."""
+KINDS = {kind.name: at for at, kind in enumerate(STUDY.kinds)}
+PLACEMENTS = {
+    "own": {(0, "1 a100"): 6, (1, "2 a100"): 5, (1, "2 gh200"): 8, (2, "4 a100"): 2,
+            (2, "4 gh200"): 4},
+    "throughput": {(0, "1 a100"): 4, (1, "2 a100"): 10, (1, "2 gh200"): 4, (2, "4 gh200"): 6},
+    "memory": {(0, "1 a100"): 4, (1, "2 a100"): 8, (2, "4 a100"): 1, (2, "4 gh200"): 8},
+}  # fmt: skip
+"""Of the study: instances of a model on GPUs. `memory` gives GPUs by rate times size of a model."""
+
+
+def assessed(placement: dict[tuple[int, str], int], requests: Sequence[Arrival]) -> Assessment:
+    replicas = list[ReplicaOption]()
+    for (model, kind), count in placement.items():
+        option = make_option(STUDY, model, (KINDS[kind],), Spread.BALANCED)
+        assert option is not None
+        replicas += [option] * count
+    return assess(STUDY, replicas, requests)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_placements_of_a_study_are_in_its_order_and_ours_is_before_them(seed: int) -> None:
+    asked = sample([each.load for each in STUDIED], 3000, seed=seed)
+
+    own, throughput, memory = (assessed(each, asked) for each in PLACEMENTS.values())
+    found = schedule(STUDY).best
+
+    ours = assess(STUDY, found.replicas, asked)
+    assert ours.mean_s < own.mean_s < throughput.mean_s < memory.mean_s
+    assert min(each.tokens_per_s for each in (ours, own, throughput)) > 1.3 * memory.tokens_per_s
+    assert ours.mean_s < 0.6 * memory.mean_s
+    assert sum(each.refused for each in ours.models) == 0
 
 
 def test_three_models_on_two_generations_of_gpus_beat_the_placement_by_memory() -> None:
