@@ -19,9 +19,9 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def admitted(
-        self, session: SessionId, tokens: int, asker: Asker, *, answer: int = 0
+        self, session: SessionId, tokens: int, asker: Asker, name: str = "", *, answer: int = 0
     ) -> AsyncIterator[None]:
-        """Wait for admission; hold it inside the context. ``answer`` tokens may be generated.
+        """Wait for admission, see `Admission.ask`; hold it inside the context.
 
         Raises:
             ContextTooLong: so many tokens would not fit on an empty ring.
@@ -30,7 +30,8 @@ class AdmissionQueue:
         """
         waiter = self._waiting[session] = asyncio.get_running_loop().create_future()
         try:
-            self._let_in(self._admission.ask(session, tokens, loop_time(), asker, answer=answer))
+            now = loop_time()
+            self._let_in(self._admission.ask(session, tokens, now, asker, name, answer=answer))
             await waiter
             yield
         finally:

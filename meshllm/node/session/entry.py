@@ -204,9 +204,10 @@ class EntryNode:
         key = new_key()
         session = session_of(key)
         task = self._task(session, order)
-        asker = asker_of(order.prefix_scope)
+        asker, (node, name) = asker_of(order.prefix_scope), order.prefix_scope
+        name = name if node else ""  # it tells apart those who ask at another node
         answer = task.limit - len(task.prompt)
-        async with self._queue.admitted(session, task.limit, asker, answer=answer):
+        async with self._queue.admitted(session, task.limit, asker, name, answer=answer):
             generation = self._open(task, order, key, begin)
             try:
                 while not generation.closed.is_set() or not generation.outputs.empty():

@@ -15,6 +15,8 @@ the same number of tokens, however many requests it sends. The asker None, who o
 before all others. These leave one of the running places to it while it asks, and `OWNER_S` longer;
 if it has not asked for longer, its next generation waits until one of theirs ends. Who has the turn
 keeps it until its generation fits: a short one does not overtake a long one, which could starve.
+Those who ask at another node, its owner, clients and keys, are one asker, whose turns they take by
+turns. So what a node says of them, which nobody can check, is at the expense of these only.
 When nothing runs, the next one is always admitted, because a generation that does not fit on an
 empty ring is rejected at once; so there is always progress.
 
@@ -36,10 +38,10 @@ one for the next asker.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from meshllm.errors import Busy, ContextTooLong
 from meshllm.names import NodeId, SessionId
@@ -55,6 +57,9 @@ SHORT_ROOM = 2 * SHORT_ANSWER  # tokens that long ones leave: a short answer, an
 
 Asker: TypeAlias = NodeId | str | None
 """A node or client, the scope of an API key of this node, or None: the owner of this node."""
+
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def asker_of(scope: PrefixScope) -> Asker:
@@ -74,6 +79,88 @@ class _Demand:
     is_long: bool
 
 
+class _Turns(Generic[Key]):
+    """Deficit round robin between keys that each have a generation waiting."""
+
+    def __init__(self) -> None:
+        self._credit: defaultdict[Key, int] = defaultdict(int)  # tokens
+        self._order: dict[Key, None] = {}
+        """The first key has the turn."""
+
+    def enter(self, key: Key) -> None:
+        """Let a key take turns, the last one first unless it does already."""
+        self._order.setdefault(key)
+
+    def next(self, tokens: Mapping[Key, int]) -> Key:
+        """Return whose generation, of so many tokens each, is next; it has the credit for it."""
+        rounds = {
+            key: max(0, -(-(tokens[key] - self._credit[key]) // QUANTUM)) for key in self._order
+        }  # how many times a key gets credit until it has enough
+        turn = min(rounds, key=lambda key: rounds[key])  # the first of those with the fewest
+        for key in rounds:
+            self._credit[key] += rounds[turn] * QUANTUM
+        for key in takewhile(lambda each: each != turn, rounds):
+            self._credit[key] += QUANTUM
+            self._order[key] = self._order.pop(key)  # to the end
+        return turn
+
+    def spend(self, key: Key, tokens: int) -> None:
+        """Take the credit for a generation that starts."""
+        self._credit[key] -= tokens
+
+    def credit(self, key: Key) -> int:
+        """Return the tokens that a key has got and not spent."""
+        return self._credit.get(key, 0)
+
+    def leave(self, key: Key) -> None:
+        """Let a key without generations take no turns; it has no credit either."""
+        del self._order[key]
+        self._credit.pop(key, None)
+
+
+class _AskerQueue:
+    """The waiting generations of one asker, in FIFO order for each name in whose scope it asks."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, dict[SessionId, _Demand]] = {}
+        """In order of arrival, by name."""
+        self._turns = _Turns[str]()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __contains__(self, session: SessionId) -> bool:
+        return any(session in sessions for sessions in self._waiting.values())
+
+    def add(self, session: SessionId, demand: _Demand, name: str) -> None:
+        self._waiting.setdefault(name, {})[session] = demand
+        self._turns.enter(name)
+
+    def first(self) -> tuple[SessionId, _Demand]:
+        """Return the generation that is next, and its demand."""
+        firsts = {name: next(iter(each.items())) for name, each in self._waiting.items()}
+        return firsts[self._turns.next({name: each.tokens for name, (_, each) in firsts.items()})]
+
+    def first_short(self, most: float) -> tuple[SessionId, _Demand] | None:
+        """Return the short generation of up to ``most`` tokens that is next; None if none is."""
+        found = dict[str, tuple[SessionId, _Demand]]()
+        for name, sessions in self._waiting.items():
+            for session, demand in sessions.items():
+                if not demand.is_long and demand.tokens <= most:
+                    found[name] = session, demand
+                    break
+        return found[max(found, key=self._turns.credit)] if found else None
+
+    def remove(self, session: SessionId, *, spent: int = 0) -> None:
+        """Remove a generation that starts, for which credit was spent, or leaves."""
+        name = next(name for name, sessions in self._waiting.items() if session in sessions)
+        self._turns.spend(name, spent)
+        del self._waiting[name][session]
+        if not self._waiting[name]:
+            del self._waiting[name]
+            self._turns.leave(name)
+
+
 class Admission:
     """The running and waiting generations of one entry."""
 
@@ -84,17 +171,24 @@ class Admission:
         self._admitted: dict[SessionId, Asker] = {}
         self._long = set[SessionId]()  # of the admitted ones
         self._owner_at = -math.inf  # when the owner last asked or left
-        self._waiting: dict[Asker, dict[SessionId, _Demand]] = {}
-        """In order of arrival, by asker; the first asker has the turn."""
-        self._credit: defaultdict[Asker, int] = defaultdict(int)  # tokens, of those waiting
+        self._waiting: dict[Asker, _AskerQueue] = {}
+        self._turns = _Turns[Asker]()
 
     def ask(
-        self, session: SessionId, tokens: int, now: float, asker: Asker = None, *, answer: int = 0
+        self,
+        session: SessionId,
+        tokens: int,
+        now: float,
+        asker: Asker = None,
+        name: str = "",
+        *,
+        answer: int = 0,
     ) -> list[SessionId]:
         """Request admission of up to ``tokens`` tokens; return those that may start now.
 
-        ``asker`` is who sent the request; None is the owner of this node. ``answer`` are those of
-        the tokens that may be generated.
+        ``asker`` is who sent the request; None is the owner of this node. ``name`` tells apart
+        those for whom it asks, if there are several. ``answer`` are those of the tokens that may be
+        generated.
 
         Raises:
             ContextTooLong: they would not fit on an empty ring.
@@ -110,15 +204,16 @@ class Admission:
                 hint="retry later",
             )
         demand = _Demand(tokens, answer > SHORT_ANSWER)
-        self._waiting.setdefault(asker, {})[session] = demand
+        self._waiting.setdefault(asker, _AskerQueue()).add(session, demand, name)
+        self._turns.enter(asker)
         if asker is None:
             self._owner_at = now
         return self._admit(now)
 
     def leave(self, session: SessionId, now: float) -> list[SessionId]:
         """Remove a running or waiting generation; return those that may start now."""
-        for asker, sessions in self._waiting.items():
-            if session in sessions:
+        for asker, queue in self._waiting.items():
+            if session in queue:
                 self._forget(asker, session)
                 break
         if session in self._admitted and self._admitted.pop(session) is None:
@@ -135,16 +230,16 @@ class Admission:
             asker, are_full = self._turn(), self._others >= others
             if asker is not None and are_full:
                 break
-            session, demand = next(iter(self._waiting[asker].items()))
+            session, demand = self._waiting[asker].first()
             waits_for_place = demand.is_long and not self._has_long_place(asker, others)
             if waits_for_place or not self._starts(session, demand):
                 ahead = self._waiting if demand.is_long and not are_full else ()
                 found = self._overtaking(demand, ahead, waits_for_place=waits_for_place)
                 if found is None:
                     break
-                asker, session = found
-            self._credit[asker] -= self._waiting[asker][session].tokens
-            self._forget(asker, session)
+                asker, session, demand = found
+            self._turns.spend(asker, demand.tokens)
+            self._forget(asker, session, spent=demand.tokens)
             self._admitted[session] = asker
             begun.append(session)
         return begun
@@ -174,17 +269,16 @@ class Admission:
 
     def _overtaking(
         self, first: _Demand, askers: Collection[Asker], *, waits_for_place: bool
-    ) -> tuple[Asker, SessionId] | None:
+    ) -> tuple[Asker, SessionId, _Demand] | None:
         """Start a short generation while a long one waits whose turn it is; return it."""
         has_short = len(self._long) < len(self._admitted)
         if not waits_for_place and (has_short or not self._can_leave(first)):
             return None
-        for asker in sorted(askers, key=lambda each: (each is not None, -self._credit[each])):
-            for session, demand in self._waiting[asker].items():
-                if not demand.is_long and (waits_for_place or demand.tokens <= SHORT_ROOM):
-                    if self._starts(session, demand):
-                        return asker, session
-                    break
+        most = math.inf if waits_for_place else SHORT_ROOM
+        for asker in sorted(askers, key=lambda each: (each is not None, -self._turns.credit(each))):
+            found = self._waiting[asker].first_short(most)
+            if found and self._starts(*found):
+                return asker, *found
         return None
 
     @property
@@ -200,29 +294,17 @@ class Admission:
         return own >= 2 * self._most_waiting - (all_of_them - owners)
 
     def _turn(self) -> Asker:
-        """Return the asker whose first generation is next, which has the credit for it."""
+        """Return the asker whose first generation is next."""
         if None in self._waiting:
             return None
-        rounds = {asker: self._rounds(asker) for asker in self._waiting}
-        turn = min(rounds, key=lambda asker: rounds[asker])  # the first of those with the fewest
-        for asker in rounds:
-            self._credit[asker] += rounds[turn] * QUANTUM
-        for asker in takewhile(lambda each: each != turn, rounds):
-            self._credit[asker] += QUANTUM
-            self._waiting[asker] = self._waiting.pop(asker)  # to the end
-        return turn
+        firsts = {asker: queue.first()[1].tokens for asker, queue in self._waiting.items()}
+        return self._turns.next(firsts)
 
-    def _rounds(self, asker: Asker) -> int:
-        """Return how many times an asker gets credit until it has enough for its first one."""
-        lacking = next(iter(self._waiting[asker].values())).tokens - self._credit[asker]
-        return max(0, -(-lacking // QUANTUM))
-
-    def _forget(self, asker: Asker, session: SessionId) -> None:
-        """Remove a waiting generation; an asker without any has no credit either."""
-        del self._waiting[asker][session]
+    def _forget(self, asker: Asker, session: SessionId, *, spent: int = 0) -> None:
+        self._waiting[asker].remove(session, spent=spent)
         if not self._waiting[asker]:
             del self._waiting[asker]
-            self._credit.pop(asker, None)
+            self._turns.leave(asker)
 
     def _too_long(self, tokens: int) -> ContextTooLong:
         room = max(self._budget.rooms, key=lambda each: each.cost(tokens).held - each.total)

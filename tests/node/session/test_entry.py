@@ -245,6 +245,31 @@ async def test_the_owner_does_not_wait_behind_the_requests_of_others(who: dict[s
         await entry.drive(cast("asyncio.Future[Output | None]", theirs))
 
 
+async def test_keys_of_another_node_take_turns() -> None:
+    async with running(sessions=1) as entry:
+        first = entry.node.generate(order())
+        await entry.read(first, 1)
+        one = replace(order(7, 8, tokens=300), is_last=lambda token: token > 9)
+        burst = replace(one, asker=NodeId(b"o" * 32), scope="a key")
+        many = [entry.node.generate(burst) for _ in range(2)]
+        waiting = [asyncio.ensure_future(anext(each)) for each in many]
+        await entry.settle()
+        other = entry.node.generate(replace(burst, scope="another key"))
+        theirs = asyncio.ensure_future(anext(other))
+        await entry.settle()
+
+        await entry.read(first)
+        await entry.drive(cast("asyncio.Future[Output | None]", waiting[0]))
+        await entry.read(many[0])
+        await entry.drive(cast("asyncio.Future[Output | None]", theirs))
+
+        assert theirs.done()
+        assert not waiting[1].done()
+        await entry.read(other)
+        await entry.drive(cast("asyncio.Future[Output | None]", waiting[1]))
+        await entry.read(many[1])
+
+
 async def test_a_waiting_generation_that_is_cancelled_leaves_the_queue() -> None:
     async with running(sessions=1) as entry:
         first = entry.node.generate(order())

@@ -206,6 +206,60 @@ def test_an_asker_collects_no_credit_while_it_asks_nothing() -> None:
     assert entry.leave(B, NOW) == [C]
 
 
+def test_those_who_ask_at_one_node_take_turns_however_many_requests_one_sends() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, NOW, GREEDY, "key")
+    many = [SessionId(bytes([number]) * 16) for number in range(3)]
+    for session in many:
+        entry.ask(session, QUANTUM, NOW, GREEDY, "key")
+
+    entry.ask(B, QUANTUM, NOW, GREEDY, "other")
+    entry.ask(C, QUANTUM, NOW, GREEDY, "other")
+
+    assert order_of(entry, A) == [many[0], B, many[1], C, many[2]]
+
+
+def test_a_node_gets_no_more_turns_by_more_names() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, NOW, GREEDY)
+    many = [SessionId(bytes([number]) * 16) for number in range(4)]
+    for number, session in enumerate(many):
+        entry.ask(session, QUANTUM, NOW, GREEDY, f"{number}")
+
+    entry.ask(B, QUANTUM, NOW, MODEST)
+    entry.ask(C, QUANTUM, NOW, MODEST)
+
+    assert order_of(entry, A) == [many[0], B, many[1], C, *many[2:]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_within_a_node_are_those_of_deficit_round_robin(seed: int) -> None:
+    random = Random(seed)
+    entry, names = Admission(KvBudget([]), most=1), dict[SessionId, str]()
+    entry.ask(A, 1, NOW)
+    asked = {who: random.choices(range(1, 5 * QUANTUM), k=random.randint(1, 4)) for who in "abcd"}
+    for who, lengths in asked.items():
+        for number, tokens in enumerate(lengths):
+            session = SessionId(f"{who}{number}".encode() * 8)
+            names[session] = who
+            entry.ask(session, tokens, NOW, GREEDY, who)
+
+    started = [names[session] for session in order_of(entry, A)]
+
+    assert started == by_deficit_round_robin(asked)
+
+
+def test_one_that_leaves_the_queue_leaves_the_turns_of_others_as_they_are() -> None:
+    entry = admission(most=1, waiting=9)
+    entry.ask(A, 1, NOW, GREEDY)
+    entry.ask(B, QUANTUM, NOW, GREEDY, "key")
+    entry.ask(C, QUANTUM, NOW, GREEDY, "other")
+    entry.ask(D, QUANTUM, NOW, MODEST)
+
+    assert entry.leave(B, NOW) == []
+    assert order_of(entry, A) == [C, D]
+
+
 def test_the_owner_is_served_before_all_others() -> None:
     entry = admission(most=1, waiting=9)
     entry.ask(A, 1, NOW, GREEDY)
