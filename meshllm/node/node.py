@@ -549,6 +549,7 @@ async def open_node(
             endpoints = await stack.enter_async_context(
                 open_endpoints(options, store.key, transport)
             )
+            endpoints.reserve(store.peers.values())
             own = await enter(store, options, endpoints.transports)
             options = with_own_entry(options, store.key.node, is_founder=own.is_founder)
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)

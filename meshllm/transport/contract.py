@@ -170,6 +170,15 @@ class Moving(Protocol):
 
 
 @runtime_checkable
+class Reserving(Protocol):
+    """Optional for a listener: places among unauthenticated peers that strangers do not take."""
+
+    def reserve(self, hosts: Sequence[str]) -> None:
+        """Keep places for the hosts of peers known from earlier, as for those that come."""
+        ...
+
+
+@runtime_checkable
 class Transport(Protocol):
     """A way to reach other nodes; instantiated once per process, without arguments."""
 

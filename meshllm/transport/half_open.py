@@ -4,12 +4,12 @@ Strangers must not lock out others by connections that say nothing. So a full ta
 a newcomer: it drops the oldest connection, first of the same host, then of the same network, then
 of the network that has most. A peer that answers at once needs its place for a few round trips.
 
-The hosts of peers that were authenticated before are known: strangers never take their places, not
-even those of their own network.
+The hosts of peers that were authenticated before are known, and those of the peers that a node knew
+when it started: strangers never take their places, not even those of their own network.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, ip_address
 from typing import Generic, TypeVar
@@ -73,10 +73,17 @@ class HalfOpen(Generic[T]):
 
     def authenticated(self, who: T) -> None:
         """Stop counting a connection, and know its host from now on."""
-        if (at := self._groups.pop(who, None)) is None:
-            return
-        self._known.pop(at[0], None)
-        self._known[at[0]] = None
+        if (at := self._groups.pop(who, None)) is not None:
+            self._know(at[0])
+
+    def reserve(self, hosts: Iterable[str]) -> None:
+        """Know hosts, the first one longest, as if peers had been authenticated there."""
+        for host in reversed([*hosts][:MAX_KNOWN]):
+            self._know(groups(host)[0])
+
+    def _know(self, host: str) -> None:
+        self._known.pop(host, None)
+        self._known[host] = None
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 

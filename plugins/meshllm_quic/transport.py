@@ -56,7 +56,9 @@ class QuicTransport:
         endpoint = await self._open(address)
         if self._live is None or self._live.listener is None:
             self._endpoint = endpoint
-        listener = endpoint.listener = QuicListener(lambda: _places(endpoint))
+        listener = endpoint.listener = QuicListener(
+            lambda: _places(endpoint), endpoint.admission.reserve
+        )
         # A relay keeps one registration per node.
         places = self._relays if endpoint is self._endpoint else ()
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Self
 
@@ -56,6 +57,10 @@ class WebsocketListener:
         self._half_open.remove(connection)
         connection.socket.resume_reading()
         return connection.link
+
+    def reserve(self, hosts: Sequence[str]) -> None:
+        """Keep places for the hosts of known peers."""
+        self._half_open.reserve(hosts)
 
     def accept(self) -> WebsocketConnection:
         """Return the asyncio protocol of a new connection."""

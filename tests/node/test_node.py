@@ -25,6 +25,7 @@ from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.client import open_mesh_client
 from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.control import control_of
+from meshllm.node.net.endpoints import Endpoints
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions
 from meshllm.node.preparation import Preparation
@@ -413,6 +414,21 @@ async def test_charter_and_membership_survive_a_restart(mesh: Mesh) -> None:
 
     assert (a.mesh, a.machine.charter) == before
     assert a.incarnation == 2
+
+
+async def test_a_node_that_restarts_keeps_places_for_the_members_that_it_knew(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved: list[list[tuple[str, ...]]] = []
+    monkeypatch.setattr(Endpoints, "reserve", lambda _, peers: reserved.append([*peers]))
+    a = await mesh.start("a", members=2)
+    b = await mesh.start("b", join=a.ticket)
+    await until(lambda: b.me in a.store.peers, a)
+
+    await mesh.kill("a")
+    await mesh.start("a")
+
+    assert reserved == [[], [], [b.endpoints.addresses]]
 
 
 async def test_charter_changes_while_a_node_loads_are_kept(

@@ -14,7 +14,8 @@ from websockets.frames import Frame, Opcode
 
 from meshllm.errors import LinkLost, PeerFault
 from meshllm.testing.links import read
-from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Listener
+from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Listener, Reserving
+from meshllm.transport.half_open import Limits
 from meshllm.transport.laned_link import LanedLink
 from meshllm.transport.lanes import BACK, CREDIT, FIRST, NEXT, PIECE_BYTES
 from meshllm_websocket import WebsocketTransport, listener
@@ -224,6 +225,30 @@ async def test_half_open_connections_of_a_host_make_room_for_another() -> None:
             assert not opened[1][0].at_eof()
         for one in waiting:
             await one.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("hosts", [[], ["127.0.0.2"]])
+async def test_strangers_take_the_place_of_a_peer_only_if_its_host_is_not_known(
+    hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "LIMITS", Limits(total=8, host=8, network=3))
+    async with listening() as place:
+        assert isinstance(place, Reserving)
+        place.reserve(hosts)
+        opened = []
+        for number in range(2, 7):
+            here = f"127.0.0.{number}", 0
+            opened.append(
+                await asyncio.open_connection("127.0.0.1", port_of(place), local_addr=here)
+            )
+
+        assert await all_of(opened[1][0]) == b""  # the oldest stranger, or the next one
+        if hosts:
+            assert not opened[0][0].at_eof()
+        else:
+            assert await all_of(opened[0][0]) == b""
+        for _, writer in opened:
+            writer.close()
 
 
 async def test_unauthenticated_links_of_a_host_make_room_for_another() -> None:

@@ -95,6 +95,33 @@ def test_the_known_hosts_are_bounded() -> None:
     assert "first" in dropped
 
 
+def test_hosts_known_from_earlier_have_places_too() -> None:
+    table = HalfOpen[str](LIMITS)
+    table.reserve(["2001:db8:0:1::5", "10.0.1.1"])
+    table.add("member", "10.0.1.1")
+    table.add("other", "2001:db8:0:1::7")
+
+    dropped = [table.add(f"{number}", f"10.{number}.1.1") for number in range(40)]
+
+    assert not {"member", "other"} & {*dropped}
+
+
+def test_of_too_many_known_hosts_the_first_count_and_those_of_peers_that_come_replace_them() -> (
+    None
+):
+    table = HalfOpen[str](LIMITS)
+    table.reserve([f"10.0.{number // 250}.{number % 250}" for number in range(MAX_KNOWN + 9)])
+    table.add("member", "10.9.9.9")
+    table.authenticated("member")
+    places = "10.0.0.0", "10.0.0.126", "10.0.0.127", "10.0.0.128", "10.9.9.9"
+
+    for host in places:
+        table.add(host, host)
+    dropped = [table.add(f"{number}", f"10.{1 + number}.1.1") for number in range(LIMITS.total)]
+
+    assert {each for each in places if each in dropped} == {"10.0.0.127", "10.0.0.128"}
+
+
 def test_a_connection_is_counted_once_and_forgotten() -> None:
     table = HalfOpen[int](LIMITS)
     table.add(1, "192.0.2.1")

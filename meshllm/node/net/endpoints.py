@@ -1,11 +1,12 @@
 """The transports of a node and the addresses it listens on."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from meshllm.errors import UserError
+from meshllm.node.net.peer_address import own_host
 from meshllm.node.options import NodeOptions
 from meshllm.protocol.membership.records import MAX_ADDRESSES
 from meshllm.protocol.trust.identity import NodeKey
@@ -15,6 +16,7 @@ from meshllm.transport.contract import (
     Moving,
     Network,
     Relaying,
+    Reserving,
     Surveying,
     Transport,
 )
@@ -45,6 +47,19 @@ class Endpoints:
         """Return what the transports have detected about the node's networks."""
         surveys = (each.survey() for each in self.transports if isinstance(each, Surveying))
         return [network for network in surveys if network is not None]
+
+    def reserve(self, peers: Iterable[Sequence[str]]) -> None:
+        """Keep places for peers at the addresses that they had in an earlier run.
+
+        Each has its first one before any has another, since peers choose their addresses.
+        """
+        rounds = chain.from_iterable(
+            zip_longest(*(filter(None, map(own_host, at)) for at in peers))
+        )
+        hosts = list(dict.fromkeys(host for host in rounds if host is not None))
+        for listener in self.listeners:
+            if isinstance(listener, Reserving):
+                listener.reserve(hosts)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever `addresses` may have changed."""

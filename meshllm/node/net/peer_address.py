@@ -97,6 +97,12 @@ def is_literal(address: str) -> bool:
     return isinstance(_host(address), Host)
 
 
+def own_host(address: str) -> str | None:
+    """Return the host from which a peer at an address dials; None for a name, or a relay's."""
+    host = _host(address)
+    return None if not isinstance(host, Host) or urlsplit(address).username else str(host)
+
+
 async def resolve(address: str, local: Local) -> list[str]:
     """Return the addresses to dial for one: itself, or those that its name has.
 

@@ -9,7 +9,7 @@ needs no state here. That rules out forged sources, so that the limits per host 
 """
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -106,6 +106,10 @@ class ConnectionAdmission(Generic[T]):
         if who not in self._relays:  # the tag of a relay is not a host
             self._half_open.authenticated(who)
         self.forget(who)
+
+    def reserve(self, hosts: Sequence[str]) -> None:
+        """Reserve places for the hosts of peers known from earlier."""
+        self._half_open.reserve(hosts)
 
     def forget(self, who: T) -> None:
         """Stop counting a connection."""

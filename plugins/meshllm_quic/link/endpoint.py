@@ -67,7 +67,7 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         self._socket: Socket
         self._hosts: tuple[str, ...] = ()
-        self._admission = ConnectionAdmission[Connection]()
+        self.admission = ConnectionAdmission[Connection]()
         self._paths: dict[bytes, list[PathDriver]] = {}
         self._probes = TokenBucket(PROBES, PROBES, PROBES, 0.0)
         self._probes_of = HostBuckets(HOST_PROBES, 4 * HOST_PROBES, random)
@@ -170,8 +170,8 @@ class Endpoint:
         if connection.machine.is_client:
             return
         if is_authenticated and connection.was_unproven:
-            self._admission.authenticated(connection)
-        self._admission.forget(connection)
+            self.admission.authenticated(connection)
+        self.admission.forget(connection)
         if not is_authenticated and connection in self.table:
             self._count(connection)
 
@@ -186,7 +186,7 @@ class Endpoint:
 
     def gone(self, connection: Connection) -> None:
         """Remove a closed connection, but keep its CONNECTION_CLOSE datagram."""
-        self._admission.forget(connection)
+        self.admission.forget(connection)
         self.table.remove(connection)
         key = connection.link.peer_key
         if isinstance(connection.path_driver, PathDriver):
@@ -301,7 +301,7 @@ class Endpoint:
             return None
         source = route.address if isinstance(route, Direct) else route.relay
         host, relay = self._origin(route)
-        verdict = self._admission.decide(datagram, source, host, now, relay=relay)
+        verdict = self.admission.decide(datagram, source, host, now, relay=relay)
         if isinstance(verdict, bytes):
             self.send(route, [verdict])
         if not isinstance(verdict, Admitted):
@@ -357,7 +357,7 @@ class Endpoint:
 
     def _count(self, connection: Connection) -> None:
         host, relay = self._origin(connection.route)
-        if (dropped := self._admission.count(connection, host, relay=relay)) is not None:
+        if (dropped := self.admission.count(connection, host, relay=relay)) is not None:
             dropped.abort()
 
     def _origin(self, route: Route) -> tuple[str, str]:

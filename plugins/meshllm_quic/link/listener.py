@@ -1,7 +1,7 @@
 """The listener of a QUIC endpoint: its addresses, and the queue of incoming links."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from meshllm.transport.contract import Link
@@ -11,8 +11,11 @@ from meshllm_quic.link.connection import Connection
 class QuicListener:
     """Queue of incoming links; also the iterator over them."""
 
-    def __init__(self, places: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self, places: Callable[[], tuple[str, ...]], reserve: Callable[[Sequence[str]], None]
+    ) -> None:
         self._places = places
+        self._reserve = reserve
         self._arrivals: asyncio.Queue[Connection | None] = asyncio.Queue()  # None: closed
         self._callbacks: list[Callable[[], None]] = []
 
@@ -25,6 +28,10 @@ class QuicListener:
     def addresses(self) -> tuple[str, ...]:
         """All addresses of this listener, most reachable first."""
         return self._places()
+
+    def reserve(self, hosts: Sequence[str]) -> None:
+        """Keep places for the hosts of known peers."""
+        self._reserve(hosts)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever `addresses` changes."""

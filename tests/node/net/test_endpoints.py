@@ -1,6 +1,6 @@
 """Several transports of one node: their listen addresses, and the advertised ones."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -103,6 +103,28 @@ def test_a_change_of_addresses_is_reported() -> None:
     ears.callbacks[0]()
 
     assert calls == [("a:2",)]
+
+
+class Door(Ears):
+    """A listener that keeps places."""
+
+    def __init__(self) -> None:
+        super().__init__("door:1")
+        self.hosts: list[str] = []
+
+    def reserve(self, hosts: Sequence[str]) -> None:
+        self.hosts += hosts
+
+
+def test_places_are_kept_for_each_known_peer_before_any_has_a_second_one() -> None:
+    door = Door()
+    greedy = [f"ws://10.0.0.{number}:7700" for number in range(3)]
+    behind_a_relay = [f"quic://{'a' * 56}@192.0.2.1:8790", "quic://192.0.2.7:7700"]
+    named = ["ws://desk.example:7700", "ws://10.0.0.1:7701", "loopback:x"]
+
+    place(Ears("a:1"), door).reserve([greedy, behind_a_relay, named, ["ws://[2001:db8::1]:1"]])
+
+    assert door.hosts == ["10.0.0.0", "192.0.2.7", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
 
 
 def test_only_surveying_transports_report_networks() -> None:

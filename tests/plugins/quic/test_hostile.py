@@ -231,7 +231,7 @@ async def test_amplification_towards_silent_clients_is_at_most_three() -> None:
 
         assert here.network.sent_bytes - sent < 3 * sum(map(len, datagrams)) + 5_000
         assert len(here.endpoint.table) == 1
-        assert len(here.endpoint._admission) == 0
+        assert len(here.endpoint.admission) == 0
 
 
 @virtual

@@ -1,7 +1,7 @@
 """Admission control, and the demultiplexing of datagrams on one socket."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aioquic._buffer import Buffer
@@ -9,7 +9,7 @@ from aioquic.quic.packet import QuicPacketType, QuicProtocolVersion, pull_quic_h
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.transport.contract import Path
+from meshllm.transport.contract import Path, Reserving
 from meshllm.transport.half_open import groups
 from meshllm_quic.base.identity import Identity
 from meshllm_quic.link.admission import (
@@ -121,6 +121,26 @@ def test_a_newcomer_takes_the_place_of_the_oldest() -> None:
     assert len(admission) == LIMITS.total
 
 
+async def test_a_listener_keeps_places_for_the_hosts_of_known_peers() -> None:
+    transport = QuicTransport()
+    async with transport.listen("127.0.0.1:0") as listener:
+        assert isinstance(listener, Reserving)
+        endpoint = transport._live
+        assert endpoint is not None
+        listener.reserve(["10.0.0.1"])
+        admission = cast("ConnectionAdmission[Any]", endpoint.admission)
+        admission.count("known", "10.0.0.1")
+
+        dropped = [
+            admission.count(number, f"10.{1 + number // 200}.{number % 200}.1")
+            for number in range(LIMITS.total)
+        ]
+
+        assert dropped == [None] * (LIMITS.total - 1) + [0]
+        for number in ("known", *range(1, LIMITS.total)):
+            admission.forget(number)
+
+
 def test_one_host_cannot_lock_out_others() -> None:
     admission = ConnectionAdmission[int]()
     admission.count(-1, "10.0.0.2")
@@ -174,7 +194,7 @@ async def test_all_addresses_of_one_network_of_ipv6_are_one_host() -> None:
 
         endpoint._receive([(initial(), (f"2600:1::{number:x}", 5000)) for number in range(1, 200)])
 
-        assert len(endpoint.table) == len(endpoint._admission) == RETRY_ABOVE
+        assert len(endpoint.table) == len(endpoint.admission) == RETRY_ABOVE
         assert len({groups(f"2600:1::{number:x}")[0] for number in range(1, 200)}) == 1
 
 
@@ -198,7 +218,7 @@ async def test_a_handshake_under_load_takes_one_more_round_trip() -> None:
     async with transport.listen() as listener:
         endpoint = transport._endpoint
         assert endpoint is not None
-        fill(endpoint._admission, RETRY_ABOVE)
+        fill(endpoint.admission, RETRY_ABOVE)
 
         link = await QuicTransport(near).dial(listener.address)
         other = await anext(aiter(listener.links()))
