@@ -297,12 +297,16 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class LossCounts:
-    """Losses of a ring with one cause that answers survived."""
+    """Losses of a ring with one cause that answers survived, and what they cost."""
 
     cause: LossCause
-    count: int
-    paused_s: float
+    count: int = 0
+    paused_s: float = 0.0
     """Seconds from these losses to the next text, in total."""
+    tokens: int = 0
+    """Tokens shown by then: the next rings were given them, and generated none of them."""
+    rows: int = 0
+    """Rows that this node computed again after such losses, of any answers, times the layers."""
 
 
 @dataclass(frozen=True, slots=True)

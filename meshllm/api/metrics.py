@@ -89,9 +89,14 @@ def _families(status: MeshStatus) -> Iterator[_Family]:
         [_Sample({"cause": each.cause}, each.paused_s) for each in counts.losses],
     )
     yield _counter(
+        "replayed_tokens_total",
+        "Tokens shown before these losses, which the next rings were given.",
+        [_Sample({"cause": each.cause}, each.tokens) for each in counts.losses],
+    )
+    yield _counter(
         "recomputed_layer_rows_total",
-        "Rows computed again after losses, times the layers that computed them.",
-        _one(counts.recomputed),
+        "Rows computed again after losses, times the layers that computed them, by cause.",
+        [_Sample({"cause": each.cause}, each.rows) for each in counts.losses],
     )
     yield _gauge(
         "memory_bytes",

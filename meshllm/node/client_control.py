@@ -113,5 +113,5 @@ class ClientControl:
             counts.served,
             counts.failed,
             counts.tokens,
-            counts.loss_counts,
+            counts.loss_counts(),
         )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshllm.names import FIRST_GROUP, GroupId, MeshId, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, MeshId, NodeId
 from meshllm.node.requests.router import Counts
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import Group
@@ -96,7 +96,7 @@ class NodeView:
     """The error that keeps it from serving its span; may be empty."""
     sessions: int
     """Running on the ranks of this node."""
-    recomputed: int
+    recomputed: Mapping[LossCause, int]
     """See `OwnState.recomputed`."""
     counts: Counts
     group: GroupId = FIRST_GROUP

@@ -9,9 +9,9 @@ lose 5 % of the packets; or the disk of its state is full. The table shows the l
 two tokens, how long the process took to leave, how many rows were computed again (a row in one
 layer counts 1), when the loss was noticed, how long agreeing on a plan, loading, linking and the
 next token took (the median of each), and whether the answer is that of the undisturbed ring, token
-for token. An answer that ends with an error, is too short, or repeats or drops a token that was
-shown fails the command. Other tokens behind the loss are counted, and do not fail it: another ring
-may round another way.
+for token. The rows are those of the worst run, each beside the loss that its node found. An answer
+that ends with an error, is too short, or repeats or drops a token that was shown fails the command.
+Other tokens behind the loss are counted, and do not fail it: another ring may round another way.
 
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault: short and
 long prompts and chats, greedy and sampled. Every answer is compared with the undisturbed one. They
@@ -97,8 +97,9 @@ class Outcome:
     tokens: int
     left_s: float
     """Time that the process took to leave; 0 for other faults."""
-    recomputed: int
-    """Rows that were computed again, times layers, but not by a victim that has ended."""
+    recomputed: dict[str, int]
+    """Rows that were computed again, times layers, but not by a victim that has ended, by the cause
+    of the loss."""
     phases: tuple[float, ...]
     """Seconds of each of `PHASES`."""
     error: str = ""
@@ -196,8 +197,13 @@ def ask(node: Node, request: dict[str, object]) -> Iterator[list[int]]:
                 yield tokens
 
 
-def recomputed(nodes: list[Node]) -> int:
-    return sum(node.status()["sessions"]["recomputed"] for node in nodes)
+def recomputed(nodes: list[Node]) -> Counter[str]:
+    """Return the rows times layers that nodes have computed again, by the cause of the loss."""
+    rows = Counter[str]()
+    for node in nodes:
+        for lost in node.status()["sessions"]["losses"]:
+            rows[lost["cause"]] += lost["rows"]
+    return rows
 
 
 def left_after(striking: Future[float] | None, count: int) -> tuple[float, str]:
@@ -317,10 +323,16 @@ def line(rows: list[Outcome], length: int) -> str:
     cells = [case.fault, case.role, case.at, len(rows), same, errors]
     pause, left_s = statistics.median(pauses), max(row.left_s for row in rows)
     shown = pause, max(pauses), pause / case.first_s, left_s
-    cells += [*(f"{it:.2f}" for it in shown), max(row.recomputed for row in rows)]
+    cells += [*(f"{it:.2f}" for it in shown), rows_again([row.recomputed for row in rows])]
     took = zip(*(row.phases for row in rows), strict=True)
     cells.append(" + ".join(f"{statistics.median(each):.2f}" for each in took))
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def rows_again(runs: Sequence[dict[str, int]]) -> str:
+    """Lay out the rows of the worst run, by cause."""
+    worst = max(runs, key=lambda run: sum(run.values()))
+    return ", ".join(f"{count} {cause}" for cause, count in worst.items() if count) or "0"
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from meshllm.protocol.session.link import SILENCE
-from tests.bench.chaos import agreed, growth, phases
+from tests.bench.chaos import agreed, growth, phases, rows_again
 from tests.bench.far import Change
 from tests.bench.nemesis import CALM, LOSSY, OF_NETWORKS, OF_PROCESSES, SLOW, Ground
 from tests.processes.fleet import Fleet
@@ -75,3 +75,9 @@ def test_phases_are_those_between_a_fault_and_the_next_token() -> None:
     assert phases([one, other], 10.0, 20.0) == (1.0, 1.5, 1.5, 3.0, 3.0)
     assert phases([[("backoff", 11.0), ("open", 12.0)]], 10.0, 12.5) == (1.0, 0.0, 0.0, 1.0, 0.5)
     assert phases([[]], 10.0, 10.5) == (0.0, 0.0, 0.0, 0.0, 0.5)
+
+
+def test_rows_again_are_those_of_the_worst_run_by_cause() -> None:
+    runs = [{"node_lost": 4}, {"node_lost": 7, "link_lost": 2, "replanned": 0}, {}]
+    assert rows_again(runs) == "7 node_lost, 2 link_lost"
+    assert rows_again([{}, {"node_lost": 0}]) == "0"

@@ -76,12 +76,13 @@ class Place:
         self.member = self.own.first
         self.directory = RingDirectory(machine, links, self.own)
         self.formed: list[bool] = []
+        self.replaced: Plan | None = None
         self.runtime = self.fake_runtime(sessions=3)
 
     def fake_runtime(self, plan: Plan | None = None, sessions: int = 0) -> SimpleNamespace:
         return SimpleNamespace(
             plan=plan, entry=None, stage=None, prepared=None, sessions=sessions, recomputed=0,
-            formed=self._form, missing=None,
+            formed=self._form, missing=None, take_replaced=lambda: self.replaced,
         )  # fmt: skip
 
     def serve(self, plan: Plan | None = PLAN) -> None:

@@ -71,7 +71,7 @@ def status_of(count: int, *, measured: bool = True) -> MeshStatus:
             served=12,
             failed=0,
             tokens=4711,
-            losses=(LossCounts(LossCause.NODE_LOST, 2, 1.75),),
+            losses=(LossCounts(LossCause.NODE_LOST, 2, 1.75, 96, 480),),
             recomputed=480,
         ),
         listening=("ws://192.168.1.10:7700",),

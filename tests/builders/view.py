@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.requests.router import Counts
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_of
@@ -36,7 +36,7 @@ def view_of(**changes: Any) -> NodeView:
         incarnation=7,
         since_s=3.0,
         is_leaving=False,
-        recomputed=5,
+        recomputed={LossCause.NODE_LOST: 3, LossCause.NODE_SILENT: 2},
         addresses=("loopback:a",),
         networks=(_NETWORK,),
         charter=world.charter,

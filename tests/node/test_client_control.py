@@ -109,7 +109,7 @@ def test_a_status_does_not_wait_for_a_mesh_that_is_away() -> None:
 
 
 def test_the_requests_of_the_door_are_counted() -> None:
-    losses = {LossCause.LINK_LOST: (2, 1.23456)}
+    losses = {LossCause.LINK_LOST: LossCounts(LossCause.LINK_LOST, 2, 1.23456, 40)}
     last = replace(ANSWER, ms_per_token=5.0, ttft_ms=50.0)
     counts = Counts(2, 3, 4, 50, losses, last, last_tokens=7)
 
@@ -118,7 +118,7 @@ def test_the_requests_of_the_door_are_counted() -> None:
     sessions = seen.sessions
     assert (sessions.active, sessions.waiting) == (3, 1)
     assert (sessions.served, sessions.failed, sessions.tokens) == (3, 4, 50)
-    assert sessions.losses == (LossCounts(LossCause.LINK_LOST, 2, 1.235),)
+    assert sessions.losses == (LossCounts(LossCause.LINK_LOST, 2, 1.235, 40),)
     assert seen.ring.measured == Measured(5.0, 50.0, 7, ())
 
 

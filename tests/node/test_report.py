@@ -200,7 +200,11 @@ def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(
         counts=Counts(
-            active=3, served=2, failed=1, tokens=9, losses={LossCause.NODE_LOST: (1, 0.9)}
+            active=3,
+            served=2,
+            failed=1,
+            tokens=9,
+            losses={LossCause.NODE_LOST: LossCounts(LossCause.NODE_LOST, 1, 0.9, 7)},
         )
     )
     assert node.ring().measured is None
@@ -225,7 +229,10 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
         served=2,
         failed=1,
         tokens=9,
-        losses=(LossCounts(LossCause.NODE_LOST, 1, 0.9),),
+        losses=(
+            LossCounts(LossCause.NODE_LOST, 1, 0.9, 7, 3),
+            LossCounts(LossCause.NODE_SILENT, rows=2),
+        ),
         recomputed=5,
     )
 

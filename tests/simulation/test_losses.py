@@ -1,14 +1,15 @@
 """Whole nodes lose a rank, or a link, at some message of an answer: what is computed again."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
 
 from meshllm.model import sampling
-from meshllm.names import NodeId
+from meshllm.names import LossCause, NodeId
 from meshllm.node.session import generation
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.plan import Plan
@@ -45,13 +46,18 @@ class Counts:
 
     plans: tuple[Plan | None, Plan | None] = (None, None)
     """Before the loss, and at the end."""
-    recomputed: int = 0
+    rows: Counter[LossCause] = field(default_factory=Counter)
+    """Computed again, times layers, by the cause that their nodes found."""
     picks: int = 0
     is_within: bool = False
     """Whether the loss came before the end of the answer."""
     hops: tuple[float, float] = (0.0, 0.0)
     """Messages one after the other: from the loss of a link until all ranks are linked again, and
     from then to the next token."""
+
+    @property
+    def recomputed(self) -> int:
+        return self.rows.total()
 
     @property
     def moved(self) -> int:
@@ -97,7 +103,8 @@ class LossWithin(OneLoss):
         await self._answer(ingress, ranks[self.role], ranks[(self.role + 1) % len(ranks)])
         after = world.nodes[ingress].ring_member.plan
         self.counts.plans = before, after
-        self.counts.recomputed = sum(each.state.recomputed for each in world.nodes.values())
+        for each in world.nodes.values():
+            self.counts.rows += each.state.recomputed
         world.is_over = True
         for number in list(world.running):
             world.crash(number, silently=False)
@@ -194,6 +201,7 @@ def test_only_lost_layers_are_computed_again_and_no_token_twice(messages: int, r
     assert counts.is_within
     assert 0 < counts.moved < LAYERS
     assert counts.recomputed <= held_at_most() * counts.moved
+    assert counts.rows.keys() <= {LossCause.NODE_LOST}
     assert counts.picks <= len(reference(REQUEST)[1]) + (0 if role else UNSEEN)
 
 

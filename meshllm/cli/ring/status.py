@@ -317,12 +317,16 @@ def _foot(status: MeshStatus, columns: int) -> str:
     del counts["losses"], counts["recomputed"]
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     lines = [*_totals(status.ring), f"sessions  {told}"]
-    if losses := status.sessions.losses:
-        each = (f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s)" for it in losses)
-        lines.append(f"{'losses':<10}survived, with the pauses of answers: {', '.join(each)}")
-    if rows := status.sessions.recomputed:
-        lines.append(f"recomputed {rows} rows of single layers after losses")
-    notes = [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
+    losses, notes = status.sessions.losses, list[tuple[str, str]]()
+    if survived := [
+        f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
+        for it in losses
+        if it.count
+    ]:
+        notes.append(("losses", f"survived, with the pauses of answers: {', '.join(survived)}"))
+    if rows := [f"{it.rows} {_CAUSES[it.cause]}" for it in losses if it.rows]:
+        notes.append(("recomputed", f" rows of single layers after losses: {', '.join(rows)}"))
+    notes += [("advice", status.ring.advice), ("clock", _clock(status.nodes))]
     for word, text in (*notes, *(("warning", each) for each in status.warnings)):
         if text:
             lines += wrap(f"{word:<10}{text}", columns, subsequent_indent=" " * 10)

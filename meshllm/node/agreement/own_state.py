@@ -10,11 +10,12 @@ somebody asks for, see `groups`.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshllm.names import GroupId, NodeId
+from meshllm.names import GroupId, LossCause, NodeId
 from meshllm.node.agreement.model_use import ModelUse
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
@@ -90,9 +91,9 @@ class OwnState:
         return provided + sum(at.runtime.sessions for at in self.members if at.runtime)
 
     @property
-    def recomputed(self) -> int:
+    def recomputed(self) -> Counter[LossCause]:
         """Rows computed again on this node after losses, times the layers that computed them."""
-        return sum(at.runtime.recomputed for at in self.members if at.runtime)
+        return sum((each.recomputed for each in self.members), Counter[LossCause]())
 
     def begin_further(self, group: GroupId, plan_reason: Callable[[], str]) -> RingMember:
         """Take part in a further ring, too."""

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 from meshllm.errors import LinkLost
 from meshllm.names import GroupId, LossCause, NodeId
 from meshllm.node.agreement.load_watch import is_formed
+from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
-from meshllm.node.founding import find_node, name_of
+from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import groups_of, is_exact
@@ -19,7 +20,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.ring.interruption import RingPlan, explain
+from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Backend
 
@@ -120,24 +121,7 @@ class RingDirectory:
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         """Return why a ring with its earlier plan was lost, and a phrase about it."""
-        machine = self._machine
-        ends = Lifecycle.LEAVING, Lifecycle.LEFT
-        here = {node: state for node, state in machine.states.items() if node in machine.alive}
-        out = {
-            LossCause.NODE_SILENT: machine.silent - machine.alive,
-            LossCause.NODE_HUNG: {node for node, state in here.items() if state.obstacle},
-            LossCause.NODE_REFUSED: {node for state in here.values() for node in state.faulty},
-            LossCause.NODE_LEFT: {
-                node for node, state in machine.states.items() if state.lifecycle in ends
-            },
-        }
-        return explain(
-            before,
-            after,
-            alive=machine.alive,
-            out=out,
-            name=lambda node: name_of(node, machine.profiles),
-        )
+        return explain_loss(self._machine, before, after)
 
     @asynccontextmanager
     async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:

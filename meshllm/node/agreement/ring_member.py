@@ -15,12 +15,14 @@ plan that does not load its span in time, and a neighbour that has and does not 
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from meshllm.errors import LinkLost, MeshError, UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId
 from meshllm.node.agreement.load_watch import LoadWatch, is_formed
+from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.plan_hold import PlanHold
 from meshllm.node.founding import name_of
 from meshllm.node.net.mesh_link import MeshLinks
@@ -35,6 +37,7 @@ from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
 from meshllm.protocol.ring.handover import Outlook
+from meshllm.protocol.ring.interruption import RecomputedRows
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime
@@ -94,6 +97,7 @@ class RingMember:
         self._plan_reason = plan_reason
         self._followed = b""
         self._loaded: Plan | None = None  # the plan whose span this node holds
+        self._rows = RecomputedRows()
         self._watch = LoadWatch(machine, host.put_out, call_later)
 
     @property
@@ -130,6 +134,15 @@ class RingMember:
         return self.runtime.history if self.runtime else ()
 
     @property
+    def recomputed(self) -> Counter[LossCause]:
+        """Rows computed again in this ring after losses, times the layers that computed them."""
+        return self._rows.count(self._all_rows)
+
+    @property
+    def _all_rows(self) -> int:
+        return self.runtime.recomputed if self.runtime else 0
+
+    @property
     def reason(self) -> str:
         """Why the ring does not serve."""
         if self.trouble or self.plan is None:
@@ -155,6 +168,7 @@ class RingMember:
         """Release the model, after its runtime has ended, and take part in another group."""
         if self.model is not None:
             self.model.release()
+        self._rows.end(self._all_rows)
         self.model = self.runtime = self.agreement = self.trouble = self._loaded = None
         self._watch.end()
         self.group = group
@@ -232,6 +246,10 @@ class RingMember:
 
     def at_work(self) -> None:
         """Publish that this node started or stopped serving."""
+        replaced = self.runtime.take_replaced() if self.runtime else None
+        if replaced and self.plan:
+            before, after = (self.group, replaced), (self.group, self.plan)
+            self._rows.lost(explain_loss(self._machine, before, after)[0], self._all_rows)
         self._host.publish()
 
     def broke(self, plan: Plan) -> None:

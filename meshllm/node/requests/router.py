@@ -35,6 +35,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from meshllm.errors import (
@@ -81,6 +82,8 @@ MAX_WAITING = 256  # requests of the owner that wait here for their turn at one 
 QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
+
+_NO_ROWS: Mapping[LossCause, int] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -147,20 +150,20 @@ class Counts:
     served: int = 0
     failed: int = 0
     tokens: int = 0
-    losses: Mapping[LossCause, tuple[int, float]] = field(default_factory=dict)
-    """Losses of a ring that an answer survived, and the seconds from them to the next text."""
+    losses: Mapping[LossCause, LossCounts] = field(default_factory=dict)
+    """Losses of a ring that an answer survived, by cause; without rows."""
     last: Answer | None = None
     """The latest answer, for its times; without its text, tokens and embedding."""
     last_tokens: int = 0
     by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
     """The same for each of the rings that answered last."""
 
-    @property
-    def loss_counts(self) -> tuple[LossCounts, ...]:
-        """The losses, for the status."""
+    def loss_counts(self, rows: Mapping[LossCause, int] = _NO_ROWS) -> tuple[LossCounts, ...]:
+        """Return the losses, with the rows that they cost this node, for the status."""
         return tuple(
-            LossCounts(cause, count, round(paused_s, 3))
-            for cause, (count, paused_s) in sorted(self.losses.items())
+            replace(lost, paused_s=round(lost.paused_s, 3), rows=rows.get(cause, 0))
+            for cause in sorted({*self.losses, *rows})
+            for lost in [self.losses.get(cause, LossCounts(cause))]
         )
 
     def count(self, answer: Answer, ring: GroupId | None) -> None:
@@ -296,7 +299,7 @@ class RequestRouter:
                     async for event in events:
                         pause.heard = loop_time()
                         if new := failover.take(event):
-                            for each in self._noted(new, pause):
+                            for each in self._noted(new, pause, failover.resumed):
                                 yield each
             except (LinkLost, Busy) as error:
                 others, late = tried.has_other, pause.is_late
@@ -500,10 +503,10 @@ class RequestRouter:
             f"There is no ring: {self._ring.reason(model)}", hint="see `meshllm ring status`"
         )
 
-    def _noted(self, event: Event, pause: _Pause) -> Iterator[Event]:
-        """Yield an event, behind the end of a pause."""
+    def _noted(self, event: Event, pause: _Pause, given: int) -> Iterator[Event]:
+        """Yield an event, behind the end of a pause; the ring was ``given`` so many tokens."""
         if interruption := pause.end(event):
-            self._note(interruption)
+            self._note(interruption, given)
             yield interruption
         if isinstance(event, Answer):
             self.counts.count(event, pause.current[0] if pause.current else None)
@@ -511,10 +514,12 @@ class RequestRouter:
                 self._replicas.note(pause.tried.entry, pause.model, step_ms(event))
         yield event
 
-    def _note(self, interruption: Interruption) -> None:
+    def _note(self, interruption: Interruption, given: int) -> None:
         cause, seconds = interruption.cause, interruption.pause_s
-        count, paused_s = self.counts.losses.get(cause, (0, 0.0))
-        self.counts.losses = {**self.counts.losses, cause: (count + 1, paused_s + seconds)}
+        lost = self.counts.losses.get(cause, LossCounts(cause))
+        paused_s, tokens = lost.paused_s + seconds, lost.tokens + given
+        lost = LossCounts(cause, lost.count + 1, paused_s, tokens)
+        self.counts.losses = {**self.counts.losses, cause: lost}
         logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
 
 

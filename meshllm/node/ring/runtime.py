@@ -150,6 +150,8 @@ class RingRuntime:
         self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
         self._store: SessionStore | None = None
         self._before: Plan | None = None  # the plan before the one in force
+        self._opened: Plan | None = None  # of the ring in which this node served last
+        self._replaced: Plan | None = None  # of the ring that was lost before the open one
         self._limits = HangLimits()  # of the jobs of the span
         self._slowdown = Slowdown()
         self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
@@ -198,6 +200,11 @@ class RingRuntime:
         """See `Slowdown.take_layer_s`."""
         return self._slowdown.take_layer_s()
 
+    def take_replaced(self) -> Plan | None:
+        """Return the plan of the ring before the one that has opened, once; it may be the same."""
+        replaced, self._replaced = self._replaced, None
+        return replaced
+
     @property
     def entry(self) -> EntryNode | None:
         """The entry while this node is rank 0 of an open ring."""
@@ -213,6 +220,8 @@ class RingRuntime:
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
             self._before = self.plan or self._before
+            if plan and plan.rank(self._me) is None:
+                self._opened = None  # the plans that follow may lose other nodes than it did
             if plan and plan.rank(self._me) is not None:
                 self._foreseen = None, False  # what it needs is not released before it is used
             elif self._foreseen[0] is None:  # the last plan was replaced before it used that
@@ -449,6 +458,7 @@ class RingRuntime:
         warming_up = asyncio.ensure_future(warm_up.run())
         try:
             await asyncio.sleep(0)  # it accepts work after its first step
+            self._replaced, self._opened = self._opened or self._before, self.plan
             self._at_work(node)
             await asyncio.wait({running, narrow}, return_when=asyncio.FIRST_COMPLETED)
             return running.result() if running.done() else LinkLost("There is less memory now")

@@ -1,5 +1,6 @@
 """Why the ring of an answer was lost, and which nodes took its layers over."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
@@ -17,6 +18,31 @@ _PHRASES = {
     LossCause.NODE_SILENT: "is silent",
 }
 """What happened to a node, by the cause; the first cause among the nodes of a ring counts."""
+
+
+class RecomputedRows:
+    """Rows that a node computed again, each under the cause of the loss before its ring."""
+
+    def __init__(self) -> None:
+        self._by_cause = Counter[LossCause]()
+        self._cause = LossCause.REPLANNED
+        self._total = 0
+
+    def count(self, total: int) -> Counter[LossCause]:
+        """Count up to a ``total`` over all causes, which only grows; return the rows by cause."""
+        self._by_cause[self._cause] += total - self._total
+        self._total = total
+        return +self._by_cause
+
+    def lost(self, cause: LossCause, total: int) -> None:
+        """Count rows behind this ``total`` under another cause."""
+        self.count(total)
+        self._cause = cause
+
+    def end(self, total: int) -> None:
+        """Count up to a ``total`` that begins at 0 again."""
+        self.count(total)
+        self._total = 0
 
 
 def explain(

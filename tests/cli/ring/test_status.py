@@ -31,8 +31,9 @@ def test_the_layout_of_a_ring() -> None:
     )
     assert "\nplanned   45.3 ms per token, 22.1 tokens/s, first token 240 ms\n" in text
     assert "\nsessions  1 active, 0 waiting, 12 served, 0 failed, 4711 tokens\n" in text
-    assert "\nlosses    survived, with the pauses of answers: 2 of a node (1.8 s)\n" in text
-    assert "\nrecomputed 480 rows of single layers after losses\n" in text
+    assert "\nlosses    survived, with the pauses of answers: 2 of a node" in text
+    assert "(1.8 s, 96 tokens\n          replayed)\n" in text
+    assert "\nrecomputed rows of single layers after losses: 480 of a node\n" in text
     assert text.endswith(
         "\nadvice    `studio` is the slowest: 3 of its layers on `attic` would save 4 ms"
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshllm.errors import ModelError
-from meshllm.names import short
+from meshllm.names import LossCause, short
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.ring.handover import Outlook
@@ -185,5 +185,28 @@ def test_begin_creates_a_runtime() -> None:
         runtime = place.member.begin(model)
         assert (place.member.runtime, place.member.model) == (runtime, model)
         assert runtime.plan is None
+
+    run(story)
+
+
+def test_rows_are_counted_by_the_cause_of_the_loss_before_them() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.work()
+        place.runtime.recomputed = 5  # of the first ring: before any loss
+        place.replaced = PLAN
+        place.work()
+        place.runtime.recomputed, place.replaced = 8, None
+        place.work()  # it is the same ring
+        assert place.own.recomputed == {LossCause.REPLANNED: 5, LossCause.LINK_LOST: 3}
+        place.runtime.recomputed, place.runtime.plan = 9, LATER
+        place.alive.discard(STAGE)
+        place.replaced = PLAN
+        place.work()
+        place.runtime.recomputed = 20
+        assert place.own.recomputed == {
+            LossCause.REPLANNED: 5, LossCause.LINK_LOST: 4, LossCause.NODE_LOST: 11,
+        }  # fmt: skip
 
     run(story)

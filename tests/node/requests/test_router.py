@@ -39,6 +39,7 @@ from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
+from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from tests.builders.fake_ring import answer_of
@@ -430,7 +431,7 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
 
     world.run(story)
     assert (router.counts.served, router.counts.failed, router.counts.losses) == (
-        1, 0, {LossCause.NODE_LOST: (1, 0.0)},
+        1, 0, {LossCause.NODE_LOST: LossCounts(LossCause.NODE_LOST, 1, 0.0, max(0, cut - 1))},
     )  # fmt: skip
 
 
@@ -491,9 +492,12 @@ def test_the_pause_after_losses_is_counted_until_the_next_text(world: World) -> 
 
     world.run(story)
     delays = RETRY_DELAY_S + 2 * RETRY_DELAY_S  # the first retry is immediate
-    [(count, paused_s)] = router.counts.losses.values()
-    assert count == 1
-    assert paused_s == pytest.approx(delays)
+    rows = {LossCause.NODE_LOST: 30, LossCause.LINK_LOST: 5}
+    other, losses = router.counts.loss_counts(rows)
+    assert other == LossCounts(LossCause.LINK_LOST, rows=5)
+    assert (losses.cause, losses.count) == (LossCause.NODE_LOST, 1)
+    assert (losses.tokens, losses.rows) == (2, 30)
+    assert losses.paused_s == pytest.approx(delays)
 
 
 @pytest.mark.parametrize("cuts", [(3, 1, 2), (1, 5, 3, 4), (2, 2, 2)])

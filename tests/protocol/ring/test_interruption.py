@@ -2,7 +2,7 @@ import pytest
 
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from meshllm.protocol.ring.interruption import explain
+from meshllm.protocol.ring.interruption import RecomputedRows, explain
 from tests.builders.offers import A, B, C, D
 
 NAMES = {A: "attic", B: "bench", C: "cellar", D: "door"}
@@ -102,3 +102,19 @@ def test_a_replica_that_goes_on_takes_no_layers_over(
     told = explain((FIRST_GROUP, BEFORE), other, alive=alive, out={}, name=NAMES.__getitem__)
 
     assert told == (cause, text)
+
+
+def test_rows_are_counted_under_the_loss_before_them() -> None:
+    rows = RecomputedRows()
+
+    rows.lost(LossCause.NODE_LOST, 0)
+    first = rows.count(30)
+    rows.lost(LossCause.LINK_LOST, 40)
+    blink = rows.count(40)
+    rows.lost(LossCause.NODE_LOST, 45)
+    rows.end(50)  # another runtime counts from 0
+    last = rows.count(7)
+
+    assert first == {LossCause.NODE_LOST: 30}
+    assert blink == {LossCause.NODE_LOST: 40}
+    assert last == {LossCause.NODE_LOST: 52, LossCause.LINK_LOST: 5}
