@@ -6,9 +6,9 @@ from typing import cast
 import pytest
 
 from meshllm.protocol.session.link import SILENCE
-from tests.bench.chaos import agreed, growth, phases, rows_again
+from tests.bench.chaos import agreed, growth, phases, rows_again, unnamed
 from tests.bench.far import Change
-from tests.bench.nemesis import CALM, LOSSY, OF_NETWORKS, OF_PROCESSES, SLOW, Ground
+from tests.bench.nemesis import CALM, LOSSY, OF_NETWORKS, OF_PROCESSES, SLOW, Ground, Relay
 from tests.processes.fleet import Fleet
 from tests.processes.namespaces import Space
 from tests.simulation.wires import Line
@@ -44,6 +44,41 @@ def test_a_fault_of_the_network_ends(
     assert [each > SILENCE for each in waited] == [fault != "gap"]
 
 
+class FakeRelay(Relay):
+    """A relay that is no process."""
+
+    def __init__(self) -> None:
+        super().__init__(Space("space-relay", "4"), Path())
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+
+def test_a_relay_is_killed_and_started_while_a_node_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = list[set[tuple[Space, Space]]]()
+    relay = FakeRelay()
+    monkeypatch.setattr("time.sleep", lambda _: relay.calls.append("wait"))
+    monkeypatch.setattr(Ground, "_is_relayed", lambda *_: True)
+
+    def change(_: Line, pairs: list[tuple[Space, Space]] | None = None) -> None:
+        cuts.append(set(pairs or ()))
+
+    ground = Ground(Fleet(tmp_path), {"a": A, "b": B, "c": C}, cast("Change", change), relay=relay)
+    with ground.hiding("b"):
+        ground.strike("relay", "b", lambda _: None)
+
+    assert ground.faults == ("relay",)
+    assert ground.options == ("--transport", "quic", "--relay", "4:8790")
+    assert cuts == [CUTS["cut"], set()]  # the relay stays within reach of all
+    assert relay.calls == ["kill", "wait", "start"]
+
+
 def test_on_loopback_only_processes_fail(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
 
@@ -65,8 +100,10 @@ def test_the_first_tokens_that_are_right_are_counted(
 def test_growth_names_what_grew() -> None:
     before = {"total": 100 << 20, "weights": 40 << 20, "kv_cache": 5 << 20, "other": 55 << 20}
     after = {"total": 110 << 20, "weights": 52 << 20, "kv_cache": 5 << 20, "other": 53 << 20}
-    assert growth(before, after) == "100 MiB, then 110 (+10%): weights +12, other -2"
-    assert growth(before, before) == "100 MiB, then 100 (+0%)"
+    told = "100 MiB, then 110 (+10%, -2% without names): weights +12, other -2"
+    assert growth(before, after) == told
+    assert growth(before, before) == "100 MiB, then 100 (+0%, +0% without names)"
+    assert unnamed(before, {**after, "other": 61 << 20}) == pytest.approx(0.06)
 
 
 def test_phases_are_those_between_a_fault_and_the_next_token() -> None:
