@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tests.hypothesis_settings  # noqa: F401
 from meshllm.model.lean import lean
 
 with lean():  # as in the command line

@@ -2,7 +2,7 @@
 
 from math import prod
 
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from meshllm.names import Digest, NodeId, SessionId, Span
@@ -28,10 +28,6 @@ from meshllm.protocol.session.messages import (
     Tally,
     UnknownRingMessage,
 )
-
-# No deadline: the machines that run tests are shared.
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("house")
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
