@@ -8,19 +8,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import tests.hypothesis_settings  # noqa: F401
-from meshllm.model.lean import lean
 
-with lean():  # as in the command line
-    import meshllm.model.steps.runner  # noqa: F401  # else tests import transformers, whole
-    from meshllm.testing.models import tiny_model
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import the model as the command line does, before a test imports transformers whole.
+
+    A process that only divides tests among workers imports no test.
+    """
+    if config.getoption("dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    gc.disable()  # until `_freeze`: nothing that is imported becomes garbage
+    from meshllm.model.lean import lean
+
+    with lean():
+        import meshllm.model.steps.runner
+        import meshllm.testing.models  # noqa: F401
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Limit torch to one thread: two processes with two threads each contend for two cores."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -28,11 +39,14 @@ def _one_thread() -> None:
 def _freeze() -> None:
     """Leave what was imported out of garbage collections: each would take 0.3 s."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
 def _draws(request: pytest.FixtureRequest) -> None:
     """Seed torch with the test's name, so that its numbers do not depend on other tests."""
+    import torch
+
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
@@ -66,4 +80,6 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 6 layers, float32, without a tokenizer."""
+    from meshllm.testing.models import tiny_model
+
     return tiny_model(tmp_path_factory.mktemp("llama")).folder
