@@ -165,9 +165,14 @@ class RingDirectory:
         return next((at for at in self._own.members if at.group == group and at.runtime), None)
 
     def _serving(self, wanted: Charter) -> RingMember | None:
-        """Return this node in its ring of a model; None if it takes part in none."""
+        """Return this node in its ring of a model, of several in the one whose entry it is.
+
+        None if it takes part in none.
+        """
         owned = ((at, at.charter) for at in self._own.members)
-        return next((at for at, own in owned if own and own.key == wanted.key), None)
+        found = [at for at, own in owned if own and own.key == wanted.key]
+        entered = (at for at in found if at.plan and at.plan.stages[0].node == self._machine.me)
+        return next(entered, found[0] if found else None)
 
     def _find(self, model: str) -> RingMember:
         """Return this node in its ring of a model; raise `LinkLost` without: it may have moved."""

@@ -16,6 +16,10 @@ differ by less than `ALIKE` are alike, since load changes times as well; one who
 counts as fast, and is measured by the next chat. No ring counts as more than `SLOWEST` times as
 slow: the times are what its entry says.
 
+A node may be in several of the rings, see `groups`. What it computes for one is in the way of the
+others: a ring is as busy as the busiest of its nodes, with the requests of all rings of that node.
+Of rings that are as busy for this reason, the one with the fewest requests of its own is taken.
+
 The beginning of a chat is all up to its first question, so that its turns go to one ring even if
 many chats have a system prompt in common, whose cache all rings have then. A request may name
 another text in its place, its affinity, which other requests have in common with it.
@@ -25,7 +29,7 @@ often than others. A request that no ring has accepted yet is refused once each 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -74,8 +78,17 @@ class ReplicaChoice:
         self._known: dict[bytes, NodeId] = {}
         """The ring that each beginning went to last; the oldest are first, and forgotten."""
 
-    def choose(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
-        """Return the entry of one of the rings; there is at least one."""
+    def choose(
+        self,
+        entries: Sequence[NodeId],
+        request: Request,
+        tried: Tried,
+        nodes: Callable[[NodeId], Collection[NodeId]] = lambda entry: (entry,),
+    ) -> NodeId:
+        """Return the entry of one of the rings; there is at least one.
+
+        ``nodes`` returns those of the ring of an entry, as far as they are known.
+        """
         tried.entries = entries
         others = [entry for entry in entries if entry not in tried.failed[-1:]] or entries
         failures = Counter(tried.failed)
@@ -84,18 +97,33 @@ class ReplicaChoice:
         beginning = _beginning(request)
         slowness = self._slowness(others, request.model)
 
-        def load(entry: NodeId, fewer: int = 0) -> float:
-            return (self._active[entry] + 1 - fewer) * slowness[entry]
+        busy = self._busy({entry: {entry, *nodes(entry)} for entry in entries})
+
+        def load(entry: NodeId, fewer: int = 0) -> tuple[float, float]:
+            own = self._active[entry] + 1 - fewer
+            return (busy[entry] + 1 - fewer) * slowness[entry], own * slowness[entry]
+
+        def is_busier(entry: NodeId) -> bool:
+            shared, own = load(entry, MARGIN)
+            return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
         least = min(map(load, others))
         chosen = self._known.pop(beginning, None)
-        if chosen not in others or load(chosen, MARGIN) >= least:
+        if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)
             chosen = min(idle, key=lambda entry: blake3(beginning + entry).digest())
         self._known[beginning] = chosen
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return chosen
+
+    def _busy(self, rings: Mapping[NodeId, Collection[NodeId]]) -> dict[NodeId, int]:
+        """Return the requests in progress that the busiest node of each ring has."""
+        queues = Counter[NodeId]()
+        for entry, nodes in rings.items():
+            for node in nodes:
+                queues[node] += self._active[entry]
+        return {entry: max(queues[node] for node in nodes) for entry, nodes in rings.items()}
 
     def note(self, entry: NodeId, model: str, step_ms: float) -> None:
         """Note the time per step of an answer that has ended, see `step_ms`; 0 is unknown."""

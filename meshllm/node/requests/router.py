@@ -474,14 +474,20 @@ class RequestRouter:
 
     def _choose_entry(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
         allowed = [entry for entry in entries if self._objection(entry, request) is None]
-        return self._replicas.choose(allowed or entries, request, tried)
+        return self._replicas.choose(
+            allowed or entries, request, tried, lambda entry: self._nodes(entry, request.model)
+        )
+
+    def _nodes(self, entry: NodeId, model: str) -> list[NodeId]:
+        """Return the nodes of the ring with this entry, as far as they are known here."""
+        ring = None if self._asks_ingress else self._ring.ring_at(entry, model)
+        return [stage.node for stage in ring[1].stages] if ring else [entry]
 
     def _objection(self, entry: NodeId, request: Request) -> WrongField | None:
         """Return why a ring may not answer a request, as far as the ring is known here."""
         if self._asks_ingress:
             return None
-        ring = self._ring.ring_at(entry, request.model)
-        nodes = [stage.node for stage in ring[1].stages] if ring else [entry]
+        nodes = self._nodes(entry, request.model)
         if others := [short(node) for node in nodes if not _is_trusted(node, request)]:
             text = f"The ring has nodes that are not trusted: {', '.join(others)}"
             return WrongField("meshllm.trust", text)

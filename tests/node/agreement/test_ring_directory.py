@@ -315,3 +315,26 @@ def test_a_node_in_two_rings_serves_requests_in_both() -> None:
             assert place.told[-1].may_change
 
     run(story)
+
+
+def test_a_node_in_two_rings_of_a_model_answers_in_the_one_whose_entry_it_is() -> None:
+    whole, second, _ = several()
+
+    async def story() -> None:
+        place, other = Place(), replace(ALONE.stages[0], node=STAGE)
+        place.machine.charter = whole
+        place.serve(replace(ALONE, epoch=9, stages=(other,)))
+        further = place.own.begin_further(second, lambda: "")
+        runtime = place.fake_runtime(ALONE)
+        runtime.entry = cast("Any", "entry")
+        further.runtime = cast("Any", runtime)
+        further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
+        place.own.publish()
+
+        assert place.directory.serving_entries("tiny") == [ENTRY]
+        async with place.directory.backend(None, "tiny") as backend:
+            assert isinstance(backend, RingBackend)
+            assert not place.told[-1].further[0].may_change
+            assert place.told[-1].may_change
+
+    run(story)

@@ -1,6 +1,7 @@
 """The choice of a ring for a request."""
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -109,6 +110,38 @@ def test_a_ring_gets_as_many_new_chats_as_it_is_fast() -> None:
 
     assert spread(choice, 28) == [12, 4, 12]
     assert spread(choice, 27, model="another") == [9, 9, 9]
+
+
+def choose_in(
+    rings: Mapping[NodeId, tuple[NodeId, ...]], choice: ReplicaChoice, request: Request
+) -> NodeId:
+    return choice.choose(list(rings), request, Tried(), rings.__getitem__)
+
+
+def test_the_requests_of_a_node_that_is_in_two_rings_count_for_both() -> None:
+    choice, counts = ReplicaChoice(Clock()), Counter[NodeId]()
+    rings = {A: (A, node(9)), B: (B, node(9)), C: (C,)}
+    with ExitStack() as stack:
+        for number in range(24):
+            entry = choose_in(rings, choice, Request(raw=str(number)))
+            counts[entry] += 1
+            stack.enter_context(choice.asking(entry, Tried()))
+
+    assert counts == {A: 6, B: 6, C: 12}
+
+
+def test_a_chat_leaves_a_ring_with_many_more_of_its_own_though_both_have_a_node() -> None:
+    choice, request = ReplicaChoice(Clock()), Request(raw="x")
+    rings = {A: (A, node(9)), B: (B, node(9))}
+    first = choose_in(rings, choice, request)
+    with ExitStack() as stack:
+        for _ in range(MARGIN - 1):
+            stack.enter_context(choice.asking(first, Tried()))
+        assert choose_in(rings, choice, request) == first
+
+        stack.enter_context(choice.asking(first, Tried()))
+
+        assert choose_in(rings, choice, request) != first
 
 
 def test_the_time_of_a_step_does_not_depend_on_accepted_drafts() -> None:
