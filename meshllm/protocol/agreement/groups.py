@@ -594,14 +594,14 @@ class _Table:
             ),
         )
 
-    def _replicas(self, number: int, _taken: list[NodeId], _strict: bool) -> list[NodeId]:
-        """Return the nodes of the last replica from which this group may take."""
+    def _replicas(self, number: int, taken: list[NodeId], _strict: bool) -> list[NodeId]:
+        """Return the nodes of the last replica from which this group may take more."""
         replica = self.groups[number].replica
         for other in range(len(self.groups) - 1, number, -1):
-            if self.groups[other].replica > replica and (
-                able := self._movable(number, self._firsts(other))
-            ):
-                return able
+            if self.groups[other].replica > replica:
+                able = self._movable(number, self._firsts(other))
+                if found := [node for node in able if node not in taken]:
+                    return found
         return []
 
     def _unused(self, number: int, taken: list[NodeId], _strict: bool) -> list[NodeId]:

@@ -215,6 +215,14 @@ def test_a_replica_that_is_short_does_not_take_from_its_equals() -> None:
     assert assign(view_of(charter, {B: 4}, places)) == {B: FIRST_GROUP}
 
 
+def test_the_first_replica_takes_from_any_later_one_if_the_last_does_not_suffice() -> None:
+    charter = mesh_of(model(1, 4, replicas=3))
+    second, third = (group(charter, 1, replica) for replica in (1, 2))
+    places = {A: second, B: third}
+
+    assert assign(view_of(charter, {A: 4, B: 2}, places)) == {A: FIRST_GROUP, B: third}
+
+
 def test_the_requested_members_are_found_where_nobody_needs_them() -> None:
     charter = mesh_of(model(1, 4, members=2), model(2, 4))
     all_in_two = dict.fromkeys((A, B, C), group(charter, 2))
