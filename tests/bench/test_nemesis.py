@@ -45,7 +45,7 @@ def test_a_fault_of_the_network_ends(
 
 
 class FakeRelay(Relay):
-    """A relay that is no process."""
+    """A relay without a process."""
 
     def __init__(self) -> None:
         super().__init__(Space("space-relay", "4"), Path())

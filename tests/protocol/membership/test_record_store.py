@@ -11,7 +11,7 @@ import pytest
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId
 from meshllm.protocol.membership import record_store as module
-from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term
+from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term, Yielding
 from meshllm.protocol.membership.codec import BRANCH_REMOVALS, MAX_CARRIED
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.record_store import RecordStore, expires_at_s
@@ -129,7 +129,8 @@ def test_amendments_apply_before_and_after_the_charter_arrives() -> None:
 
     charters = [stored(*order).charter for order in permutations(items)]
 
-    assert charters == [replace(CHARTER, members=2)] * 2
+    yields = (Yielding("members", LAST.node, CHARTER.members),)
+    assert charters == [replace(CHARTER, members=2, yields=yields)] * 2
 
 
 def test_amendments_are_bounded_and_the_oldest_overruled_one_is_evicted() -> None:
@@ -152,7 +153,8 @@ def test_an_absurd_version_does_not_freeze_a_term() -> None:
     absurd = Amendments((Term("members", 2 * MAX_STEP, "9"),))
     records = stored(sign(FOUNDER, CHARTER), sign(LAST, absurd), sign(MIDDLE, AMENDED))
 
-    assert records.charter == replace(CHARTER, members=2)
+    yields = (Yielding("members", MIDDLE.node, CHARTER.members),)
+    assert records.charter == replace(CHARTER, members=2, yields=yields)
 
 
 def test_the_terms_of_a_removed_author_are_void_in_any_order() -> None:
