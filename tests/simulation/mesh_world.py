@@ -34,7 +34,7 @@ from meshllm.protocol.trust.identity import NodeKey, verify
 
 MOST = 6  # nodes
 TERMS: dict[str, tuple[Any, ...]] = {
-    "sessions": (1, 2),
+    "replicas": (1, 2),
     "members": (None, 1, 2, 3),
     "policy": ("auto", "throughput"),
 }
