@@ -83,6 +83,7 @@ class Place:
         return SimpleNamespace(
             plan=plan, entry=None, stage=None, prepared=None, sessions=sessions, recomputed=0,
             formed=self._form, missing=None, take_replaced=lambda: self.replaced,
+            preloaded=None, history=(),
         )  # fmt: skip
 
     def serve(self, plan: Plan | None = PLAN) -> None:

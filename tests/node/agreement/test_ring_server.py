@@ -1,0 +1,172 @@
+"""What a node says of a ring that it serves, and what it does when the plan is agreed on."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.names import FIRST_GROUP
+from meshllm.node.agreement.plan_follower import SETTLE_S
+from meshllm.node.agreement.ring_server import NodeParts, RingServer
+from meshllm.testing.clock import run_virtual
+from tests.builders.offers import A
+from tests.builders.ring_places import AGREEMENT, ENTRY, PLAN, STAGE, Place, call_later
+from tests.builders.snapshots import charter
+
+NO_PLAN = replace(AGREEMENT, plan=None, reason="too little memory")
+
+
+class Served:
+    """The first ring of a node, with fakes around it."""
+
+    def __init__(self, *, is_founder: bool = False) -> None:
+        self.place = Place()
+        self.links = self.place.links
+        self.links.dial_weights = None
+        self.told: list[str] = []
+        self.followed: list[Any] = []
+        self.offer = SimpleNamespace(hang="", shared_bytes=0, end=lambda: self.told.append("end"))
+        editor = SimpleNamespace(amend_again=lambda context: self.told.append(f"context {context}"))
+        parts = SimpleNamespace(
+            machine=self.place.machine,
+            links=self.links,
+            state=self.place.own,
+            offer=self.offer,
+            editor=editor,
+            off_loop=None,
+            call_later=call_later,
+            is_founder=is_founder,
+            spawn=lambda part: self.told.append(part.__name__),
+        )
+        self.server = RingServer(
+            cast("NodeParts", parts), self.place.member, cast("Any", self.offer), self._agreed
+        )
+
+    def agree(self, agreement: Any) -> None:
+        self.server.planner.agreement = agreement
+        self.server._agreed()
+
+    def follow(self) -> None:
+        """Take part with a runtime that notes which plans it follows."""
+        runtime = self.place.runtime
+        runtime.narrow, runtime.follow = lambda: None, self.followed.append
+        self.place.serve(None)
+
+    def _agreed(self) -> None:
+        self.told.append("agreed")
+
+
+@pytest.mark.parametrize("is_founder", [True, False])
+def test_without_a_charter_a_founder_loads_and_others_have_no_contact(*, is_founder: bool) -> None:
+    server = Served(is_founder=is_founder).server
+
+    loads = server.reason() == "this node is loading the model"
+
+    assert loads is is_founder
+    assert loads or server.reason() == "no contact with the mesh yet"
+
+
+def test_the_reason_follows_what_is_agreed_on() -> None:
+    served = Served()
+    told = []
+    for agreement in (
+        replace(NO_PLAN, offers=(), refused={}),
+        NO_PLAN,
+        AGREEMENT,
+        replace(AGREEMENT, lacking=1),
+    ):
+        served.server.planner.agreement = agreement
+        told.append(served.server.reason())
+    served.offer.hang = "the compute thread has hung"
+
+    assert told == [
+        "the nodes are loading the model",
+        "too little memory",
+        "the nodes are agreeing on a plan",
+        "0 of 1 members are ready, up to 30 s for the others",
+    ]
+    assert served.server.reason() == "the compute thread has hung"
+
+
+def test_a_provider_is_not_waited_for() -> None:
+    served = Served()
+    served.place.own.provider = cast("Any", SimpleNamespace(offers=(), active=0))
+    assert served.server.reason() == "no contact with the mesh yet"
+    served.links.by_peer[STAGE] = None
+    assert served.server.reason() == "it provides whole models"
+
+
+def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
+    async def story() -> None:
+        served = Served()
+        served.follow()
+        served.agree(AGREEMENT)
+        assert served.told == ["agreed"]
+        assert served.place.member.agreement is AGREEMENT
+        assert served.followed == []
+        await asyncio.sleep(2 * SETTLE_S)
+        assert served.followed == [PLAN]
+
+    run_virtual(story())
+
+
+def test_the_context_is_amended_once_the_model_is_open() -> None:
+    async def story() -> None:
+        served = Served()
+        served.place.member.model = cast(
+            "Any", SimpleNamespace(shape=SimpleNamespace(context=64), runners=())
+        )
+        served.agree(None)
+        assert served.told == ["agreed", "context 64"]
+
+    run_virtual(story())
+
+
+def test_layers_are_handed_over_until_a_plan_without_the_leaver_is_in_force() -> None:
+    served = Served()
+    told = []
+    for agreement, plan in (
+        (None, PLAN),
+        (AGREEMENT, None),
+        (AGREEMENT, PLAN),
+        (replace(AGREEMENT, leaving=frozenset({ENTRY})), PLAN),
+        (replace(NO_PLAN, leaving=frozenset({ENTRY})), PLAN),
+    ):
+        served.server.planner.agreement = agreement
+        served.place.member.runtime = cast("Any", served.place.fake_runtime(plan))
+        told.append(served.server.is_handing_over)
+
+    assert told == [False, False, True, False, True]
+
+
+def test_a_ring_that_ends_retracts_its_offer_and_frees_its_model() -> None:
+    async def story() -> None:
+        served = Served()
+
+        def tidy() -> None: ...
+
+        model = SimpleNamespace(release=lambda: served.told.append("release"), tidy=tidy)
+        served.place.member.model = cast("Any", model)
+        served.server.planner.agreement = AGREEMENT
+        served.server.end(FIRST_GROUP)
+        assert served.told == ["end", "release", "tidy"]
+        assert served.server.agreement is None
+        assert served.place.member.model is None
+
+    run_virtual(story())
+
+
+def test_a_view_is_a_snapshot_of_the_records() -> None:
+    served = Served()
+    machine = served.place.machine
+    assert served.server.view() is None
+    machine.charter, machine.author, machine.removals = charter(), A, {}
+
+    view = served.server.view()
+
+    assert view is not None
+    assert (view.me, view.group) == (ENTRY, FIRST_GROUP)
+    assert view.profiles == machine.profiles
+    assert view.profiles is not machine.profiles

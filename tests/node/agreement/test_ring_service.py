@@ -1,0 +1,135 @@
+"""When a node moves to another ring, and what it says of all rings."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshllm.errors import ModelError
+from meshllm.names import FIRST_GROUP, ModelKey
+from meshllm.node.agreement.further_rings import MOVE_S
+from meshllm.node.agreement.plan_follower import SETTLE_S
+from meshllm.node.agreement.ring_server import NodeParts
+from meshllm.node.agreement.ring_service import RingService
+from meshllm.protocol.agreement.groups import NodeGroups
+from meshllm.testing.clock import run_virtual
+from tests.builders.offers import A
+from tests.builders.ring_places import ENTRY, PLAN, Place, call_later, several
+
+WHOLE, SECOND, THIRD = several()
+FIRST, OTHER = (each.key for each in WHOLE.served)
+SHORT_S = 3 * SETTLE_S
+
+
+class Moving:
+    """A node in the first of several rings, with fakes around it."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.place.links.dial_weights = None
+        machine = self.place.machine
+        machine.charter, machine.author, machine.removals = WHOLE, A, {}
+        self.models: list[tuple[ModelKey, ...]] = []
+        profile = SimpleNamespace(models=(FIRST, OTHER))
+        offer = SimpleNamespace(
+            hang="", profile=profile, publish=lambda *, models: self.models.append(models)
+        )
+        parts = SimpleNamespace(
+            machine=machine,
+            links=self.place.links,
+            state=self.place.own,
+            offer=offer,
+            editor=None,
+            off_loop=None,
+            call_later=call_later,
+        )
+        self.service = RingService(cast("NodeParts", parts))
+
+    @property
+    def moves(self) -> bool:
+        return self.service._moving.is_set()
+
+    def want(self, first: bytes) -> None:
+        """Let the records name a first ring for this node."""
+        parts = {ENTRY: NodeGroups(cast("Any", first))}
+        self.service.first.planner.parts = cast("Any", parts)
+        self.service._agreed()
+
+    def work(self, sessions: int) -> None:
+        self.place.member.runtime = cast("Any", self.place.fake_runtime(PLAN, sessions))
+
+
+def run(story: Callable[[Moving], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(story(Moving()))
+
+
+def test_a_node_moves_once_another_ring_has_been_wanted_for_a_while() -> None:
+    async def story(node: Moving) -> None:
+        node.want(SECOND)
+        node.want(FIRST_GROUP)  # at once
+        await asyncio.sleep(SHORT_S)
+        assert not node.moves
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        assert node.moves
+
+    run(story)
+
+
+def test_a_move_waits_for_sessions_but_not_for_long() -> None:
+    async def story(node: Moving) -> None:
+        node.work(sessions=1)
+        node.want(SECOND)
+        await asyncio.sleep(MOVE_S - 1)
+        assert not node.moves
+        await asyncio.sleep(1 + SHORT_S)
+        assert node.moves
+
+    run(story)
+
+
+def test_a_move_waits_for_the_end_of_the_further_ring_that_is_to_be_the_first() -> None:
+    async def story(node: Moving) -> None:
+        rings = cast("dict[bytes, Any]", node.service.further.rings)
+        rings[SECOND] = SimpleNamespace(end=lambda _: False, latest=None)
+        node.want(SECOND)
+        await asyncio.sleep(2 * MOVE_S)
+        assert not node.moves
+        del rings[SECOND]
+        await asyncio.sleep(SHORT_S)
+        assert node.moves
+
+    run(story)
+
+
+@pytest.mark.parametrize("state", ["is_leaving", "provider"])
+def test_a_node_that_leaves_or_provides_does_not_move(state: str) -> None:
+    async def story(node: Moving) -> None:
+        setattr(node.place.own, state, True)
+        node.want(SECOND)
+        await asyncio.sleep(2 * MOVE_S)
+        assert not node.moves
+
+    run(story)
+
+
+def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
+    async def story(node: Moving) -> None:
+        node.service._give_up(OTHER, ModelError("damaged"))
+        assert node.models == [(FIRST,)]
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
+
+    run(story)
+
+
+def test_all_rings_of_the_mesh_are_shown_with_those_of_this_node() -> None:
+    async def story(node: Moving) -> None:
+        node.work(sessions=0)
+        rings = node.service.rings(node.place.directory)
+        assert [ring.group.id for ring in rings] == [FIRST_GROUP, THIRD, SECOND]
+        assert [ring.plan for ring in rings] == [PLAN, None, None]
+        assert [ring.own is not None for ring in rings] == [True, False, False]
+
+    run(story)
