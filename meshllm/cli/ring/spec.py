@@ -190,20 +190,25 @@ def _node(table: Mapping[str, Any]) -> _Node:
     )
 
 
+def read_link(table: Mapping[str, Any]) -> tuple[str, str, LinkSpeed]:
+    """Read the two ends of a link, and its speed."""
+    check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
+    a, b = text(table, "a"), text(table, "b")
+    latency_s = _seconds(table, "latency_ms")
+    mbit_s = number(table, "mbit_s", MAX_MBIT_S, zero=False)
+    if latency_s is None:
+        raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
+    return a, b, LinkSpeed(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
+
+
 def _links(
     given: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[tuple[str, str], LinkSpeed]:
     wires: dict[tuple[str, str], LinkSpeed] = {}
-    for table in given:
-        check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
-        a, b = text(table, "a"), text(table, "b")
+    for a, b, speed in map(read_link, given):
         if a == b or a not in names or b not in names or (a, b) in wires:
             raise UserError(f"Invalid link `{a}` to `{b}`", hint="link two nodes, each pair once")
-        latency_s = _seconds(table, "latency_ms")
-        mbit_s = number(table, "mbit_s", MAX_MBIT_S, zero=False)
-        if latency_s is None:
-            raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
-        wires[a, b] = LinkSpeed(latency_s, inf if mbit_s is None else mbit_s * 1e6 / 8)
+        wires[a, b] = speed
     return wires
 
 

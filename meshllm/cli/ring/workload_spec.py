@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 from meshllm.cli.ring.recorded_load import arrivals, load_of, read_load
-from meshllm.cli.ring.spec import LAN_S, MAX_MBIT_S
+from meshllm.cli.ring.spec import LAN_S, read_link
 from meshllm.cli.ring.toml_fields import (
     MAX_NAME,
     check_keys,
@@ -355,17 +355,10 @@ def _wires(
     given: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[tuple[str, str], LinkSpeed]:
     wires: dict[tuple[str, str], LinkSpeed] = {}
-    for table in given:
-        check_keys(table, "link", ("a", "b", "latency_ms", "mbit_s"))
-        a, b = text(table, "a"), text(table, "b")
+    for a, b, speed in map(read_link, given):
         if a not in names or b not in names or (a, b) in wires or (b, a) in wires:
             raise UserError(
                 f"Invalid link `{a}` to `{b}`", hint="name two kinds of machines, each pair once"
             )
-        latency = number(table, "latency_ms", MAX_MS, zero=True)
-        if latency is None:
-            raise UserError(f"The link of `{a}` and `{b}` has no `latency_ms`", hint="add it")
-        mbit_s = number(table, "mbit_s", MAX_MBIT_S, zero=False)
-        speed = inf if mbit_s is None else mbit_s * 1e6 / 8
-        wires[a, b] = LinkSpeed(latency / 1e3, speed)
+        wires[a, b] = speed
     return wires

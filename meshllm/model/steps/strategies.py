@@ -350,17 +350,23 @@ def _execution(shard: Shard, strategy: Strategy, attention: str, reason: str = "
     return Execution(strategy, linears_of(shard.model), attention, reason, threads)
 
 
-def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
-    if not shard.new_cache().extends:
-        raise NotInvariant("its caches cannot be written from a CUDA graph")
-    steps, reason = GraphSteps(shard), "not tried"
+def _try(shard: Shard, steps: GraphSteps | InvariantSteps, trial: Trial, rows: int) -> None:
+    """Try steps of some rows; raise `NotInvariant` if they fail."""
+    reason = "not tried"
     try:
-        reason = trial(shard, steps, MOST_ROWS)
+        reason = trial(shard, steps, rows)
     finally:
         if reason:
             steps.attention.close()
     if reason:
         raise NotInvariant(reason)
+
+
+def _on_gpu(shard: Shard, trial: Trial) -> tuple[Steps, Execution]:
+    if not shard.new_cache().extends:
+        raise NotInvariant("its caches cannot be written from a CUDA graph")
+    steps = GraphSteps(shard)
+    _try(shard, steps, trial, MOST_ROWS)
     return steps, _execution(shard, Strategy.GRAPH, "own")
 
 
@@ -368,14 +374,7 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
     if reason := exchange_modules(shard.model, shard.device, whole=whole):
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
-    reason = "not tried"
-    try:
-        reason = trial(shard, steps, TRIED)
-    finally:
-        if reason:
-            steps.attention.close()
-    if reason:
-        raise NotInvariant(reason)
+    _try(shard, steps, trial, TRIED)
     steps.counts = counts
     return steps
 
