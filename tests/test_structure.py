@@ -235,3 +235,37 @@ def test_no_room_lists_a_module_that_no_other_uses() -> None:
     ]
 
     assert idle == []
+
+
+APART = {
+    "bench", "builders", "builtin", "clients", "engines", "integration", "processes", "property",
+    "security", "simulation",
+}  # fmt: skip
+"""Folders of tests that mirror no package."""
+
+
+def strays(folder: Path) -> Iterator[str]:
+    """Yield folders of tests that mirror no package, and are not `APART`."""
+    for each in sorted(folder.rglob("test_*.py")):
+        place, *below = each.parent.relative_to(folder).parts or ("",)
+        if place in APART:
+            continue
+        room = Path("meshllm", place, *below)
+        if place == "plugins":
+            room = Path("plugins", f"meshllm_{below[0]}" if below else "", *below[1:])
+        if not (ROOT / room / "__init__.py").exists():
+            yield str(each.relative_to(folder))
+
+
+def test_every_folder_of_tests_mirrors_a_package() -> None:
+    assert [*strays(ROOT / "tests")] == []
+
+
+def test_a_stray_test_is_found(tmp_path: Path) -> None:
+    names = "node/net", "node/lost", "plugins", "plugins/quic/link", "plugins/lost", "security/any"
+    for name in names:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "test_it.py").touch()
+
+    lost = "node/lost/test_it.py", "plugins/lost/test_it.py", "plugins/test_it.py"
+    assert [*strays(tmp_path)] == [*lost]
