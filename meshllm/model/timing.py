@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def measure_speed(
     """
     key: tuple[str | float, ...] = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
-        meshllm.__version__, name_of(device), *machine(), "by steps",
+        meshllm.__version__, name_of(device), *machine(), "chunks by median",
     )  # fmt: skip
     if known := _read(load_cached(cache, *key)):
         return known
@@ -148,7 +149,11 @@ def _layer_seconds(
 def _stock_seconds(
     source: Source, dtype: torch.dtype, quant: Quant, device: torch.device
 ) -> dict[int, float]:
-    """Time the forward of the layer nearest to the mean size, without its surroundings."""
+    """Time the forward of the layer nearest to the mean size.
+
+    What surrounds the layers, such as the attention mask, takes its time once for all of them: it
+    counts with the share of one layer. On a GPU it is left out, with the copies.
+    """
     skeleton = build(source.config, dtype)
     sizes = _sizes(skeleton)
     mean = sum(sizes) / len(sizes)
@@ -163,15 +168,18 @@ def _stock_seconds(
     runner = Runner(shard, (MOST_ROWS,) if device == CPU else (), skip_trial)
 
     def seconds(rows: int) -> float:
-        runner.prefill(_hidden(shard, rows), shard.new_cache())
-        return stopwatch.seconds
+        x, cache = _hidden(shard, rows), shard.new_cache()
+        begin = time.perf_counter()
+        runner.prefill(x, cache)
+        around_s = time.perf_counter() - begin - stopwatch.seconds
+        return stopwatch.seconds + (around_s / len(sizes) if device == CPU else 0.0)
 
     seconds(1)  # excludes what only the first call does
     scale = mean / sizes[index]
     most = ROWS[-1]
-    times = [(rows, _best(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
+    times = [(rows, _typical(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]
     if most <= context and times[-1][1] * most / times[-1][0] <= LONGEST_S:
-        times.append((most, _best(seconds, most, device)))
+        times.append((most, _typical(seconds, most, device)))
     return {rows: time * scale for rows, time in times}
 
 
@@ -204,7 +212,7 @@ def _step_seconds(
     for rows in few:
         for _ in range(SETTLED):
             seconds(rows)
-    return {rows: _best(seconds, rows, device) for rows in few}
+    return {rows: _typical(seconds, rows, device) for rows in few}
 
 
 def _head_seconds(
@@ -234,7 +242,7 @@ def _head_seconds(
 
     for _ in range(SETTLED):
         seconds(1)
-    return _best(seconds, 1, device) * whole / timed
+    return _typical(seconds, 1, device) * whole / timed
 
 
 def _affordable(most: int) -> int:
@@ -261,8 +269,11 @@ class _Stopwatch:
         self.seconds = time.perf_counter() - self._begin
 
 
-def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
-    """Return the shortest of several times, each with cold caches."""
+def _typical(seconds: Callable[[int], float], rows: int, device: torch.device) -> float:
+    """Return the shortest of several times of a step, the median of a chunk, with cold caches.
+
+    A chunk takes so long that other programs always have a part of it.
+    """
     cold = torch.empty(_affordable(_COLD_BYTES), dtype=torch.uint8, device=device)
     times: list[float] = []
     while len(times) < TRIALS and sum(times) < ENOUGH_S:
@@ -270,7 +281,7 @@ def _best(seconds: Callable[[int], float], rows: int, device: torch.device) -> f
         cold.fill_(len(times))
         wait(device)
         times.append(seconds(rows))
-    return min(times)
+    return min(times) if rows <= MOST_ROWS else median(times)
 
 
 def _hidden(shard: Shard, rows: int) -> Tensor:

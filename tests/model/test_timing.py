@@ -2,7 +2,9 @@
 
 import time
 import weakref
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,13 +74,34 @@ def test_any_family_is_timed_without_its_weights(tmp_path: Path, name: str) -> N
 def test_the_largest_number_of_rows_is_skipped_if_slow(
     source: Source, monkeypatch: pytest.MonkeyPatch, seconds: float, context: int, longest: int
 ) -> None:
-    monkeypatch.setattr(module, "_best", lambda _, rows, __: rows * seconds)
+    monkeypatch.setattr(module, "_typical", lambda _, rows, __: rows * seconds)
     source.config.max_position_embeddings = context
 
     with torch.inference_mode():
         table = module._layer_seconds(source, torch.float32, Quant.NONE)
 
     assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
+
+
+def test_what_surrounds_the_layers_counts_with_the_share_of_one(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count()
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(module, "_step_seconds", lambda *_: {})
+
+    with torch.inference_mode():
+        table = dict(module._layer_seconds(source, torch.float32, Quant.NONE))
+
+    around = 2.0  # ticks: from the call to the layer, and from the layer to the end
+    assert table[128] == pytest.approx(1.0 + around / source.config.num_hidden_layers)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 0.01), (8, 0.01), (128, 0.02)])
+def test_a_step_is_as_fast_as_it_can_be_and_a_chunk_as_usual(rows: int, seconds: float) -> None:
+    times = iter((0.03, 0.01, 0.02))
+
+    assert module._typical(lambda _: next(times), rows, CPU) == seconds
 
 
 @pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])
@@ -215,7 +238,7 @@ def test_few_rows_are_timed_as_a_node_runs_them(
     by_steps: list[int],
 ) -> None:
     source = tiny_model(tmp_path, family)
-    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 7.0)
+    monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows) and 7.0)
     plain = module._stock_seconds
     monkeypatch.setattr(module, "_stock_seconds", lambda *what: dict.fromkeys(plain(*what), 5.0))
 
@@ -233,7 +256,7 @@ def test_a_part_of_a_large_head_is_timed(
     source = tiny_model(tmp_path, family)
     text = source.config.get_text_config()
     whole, width = text.vocab_size, text.hidden_size
-    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows) and 0.5)
+    monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows) and 0.5)
     monkeypatch.setattr(module, "_HEAD_BYTES", 8 * width * 2)
     random_shard, heads = module._random_shard, list[int]()
 
@@ -261,7 +284,7 @@ def test_where_little_memory_is_free_fewer_layers_are_timed(
     assert len(sizes) == 6
     monkeypatch.setattr(module, "memory_budget", lambda: 4 * layers * sizes[0] + 3)
     monkeypatch.setattr(module, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(module, "_best", lambda seconds, rows, _: seconds(rows))
+    monkeypatch.setattr(module, "_typical", lambda seconds, rows, _: seconds(rows))
     random_shard, spans = module._random_shard, list[Span]()
 
     def making(skeleton: Skeleton, part: Part, **options: Any) -> Shard:
@@ -293,7 +316,7 @@ def test_caches_are_evicted_with_memory_that_is_free(
 
     monkeypatch.setattr(torch, "empty", making)
 
-    assert module._best(float, 1, CPU) == 1
+    assert module._typical(float, 1, CPU) == 1
     assert made == [written]
 
 
