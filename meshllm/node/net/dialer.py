@@ -95,7 +95,7 @@ class NodeDialer:
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()
         due = [
-            place for place in places if local is Local.YES or self.limit.take(target(place), now)
+            place for place in places if local is Local.YES or self.limit.take(*target(place), now)
         ]
         if places and not due:
             raise LinkLost(f"Nobody has answered at `{places[0]}`; it is not dialled again so soon")
@@ -115,7 +115,7 @@ class NodeDialer:
             link, self.own, purpose, expect=expect, now_s=time.time(), removals=removals
         )
         secured.address = address
-        self.limit.answered(target(address))
+        self.limit.answered(*target(address))
         return secured
 
 

@@ -22,6 +22,7 @@ from blake3 import blake3
 
 from meshllm.names import MeshId, NodeId
 from meshllm.protocol.membership.records import MACHINE_BYTES
+from meshllm.transport.half_open import groups
 
 MAX_RESOLVED = 4  # addresses tried of one name
 HOSTS_S = 2.0  # s for which the list of interfaces is used
@@ -124,9 +125,10 @@ async def resolve(address: str, local: Local) -> list[str]:
     return [address] if parts.scheme in _BY_NAME else [_replaced(parts, each) for each in hosts]
 
 
-def target(address: str) -> str:
-    """Return what attempts at an address are counted under: its host and port."""
-    return urlsplit(address).netloc.rpartition("@")[2] or address
+def target(address: str) -> tuple[str, str]:
+    """Return what attempts at an address are counted under: its host, or IPv6 /64, and the port."""
+    parts = urlsplit(address)
+    return groups(parts.hostname or address)[0], parts.netloc.rpartition("@")[2]
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,7 @@ until it has answered often enough. A series has at most `MAX_PROBES` probes, wh
 traffic to a third party whose address was offered.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, ip_address
 
@@ -132,12 +132,14 @@ class PathCandidates:
         return self._known[address]
 
 
-def probeable(addresses: Sequence[Address], *, is_same_machine: bool) -> list[Address]:
-    """Filter and deduplicate offered addresses; loopback only if the peer is on this machine."""
+def probeable(
+    addresses: Sequence[Address], is_allowed: Callable[[str], bool] = lambda _: True
+) -> list[Address]:
+    """Filter and deduplicate offered addresses, which the peer chooses."""
     kept = [
         address
         for address in dict.fromkeys(addresses[: 4 * MAX_OFFERED])
-        if is_probeable(address) and (is_same_machine or not ip_address(address[0]).is_loopback)
+        if is_probeable(address) and is_allowed(address[0])
     ]
     return kept[:MAX_OFFERED]
 

@@ -25,7 +25,8 @@ Invariants:
 - An offered address that never replies gets at most `MAX_PROBES` probes of 33 bytes per offer, for
   at most `MAX_OFFERED` addresses, and at most one offer per `OFFER_PAUSE` is accepted. Any other
   address gets at most one reply and one probe per probe from there, so a replay is amplified less
-  than 3 times. An offer cannot cause probes to loopback, multicast or invalid addresses.
+  than 3 times. An offer cannot cause probes to multicast or invalid addresses, nor to loopback and
+  link-local ones unless the route leads there, nor to own ones if it leads elsewhere.
 - Memory is bounded.
 - While a direct route does not reply, datagrams go through the relay, if there is one; the relay is
   never given up. A direct route that timed out needs twice as many replies as the last time before
@@ -37,6 +38,7 @@ A relayed connection sends an offer every minute, and soon after its direct rout
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from meshllm_quic.net.network import Address
 from meshllm_quic.path.candidates import Candidate, PathCandidates, probeable
@@ -158,11 +160,23 @@ class Paths:
 
     def offered(self, candidates: Sequence[Address], now: float) -> list[Action]:
         """Handle the peer's candidates, with numeric hosts: start probing, or start again."""
-        is_same_machine = isinstance(self.route, Direct) and self._is_local(self.route.address[0])
-        self._held = probeable(candidates, is_same_machine=is_same_machine)
+        self._held = probeable(candidates, self._may_probe)
         if self._taken is not None and now < self._taken + OFFER_PAUSE:
             return []
         return self._take(self._held, now)
+
+    def _may_probe(self, host: str) -> bool:
+        """Return whether an offered host is probed: one of this machine, or of its links, only for
+        a peer that is there already.
+
+        Behind a relay the peer may be on this machine: it is probed there, but not on loopback.
+        """
+        place = self.route.address[0] if isinstance(self.route, Direct) else ""
+        if place and self._is_local(place):
+            return True
+        if ip_address(host).is_link_local:
+            return bool(place) and ip_address(place).is_link_local
+        return not (ip_address(host).is_loopback or (place and self._is_local(host)))
 
     def probed(self, probe: Probe, source: Address, now: float) -> list[Action]:
         """Handle a probe; a valid one is answered, and its source is probed in return."""

@@ -118,8 +118,13 @@ def test_a_number_is_told_from_a_name() -> None:
 
 
 def test_attempts_are_counted_by_host_and_port() -> None:
-    assert target("ws://10.0.0.8:80") == target("quic://key@10.0.0.8:80") == "10.0.0.8:80"
-    assert target("loopback:a") == "loopback:a"
+    assert target("ws://10.0.0.8:80") == target("quic://key@10.0.0.8:80")
+    assert target("ws://10.0.0.8:80")[0] == target("ws://10.0.0.8:81")[0]
+    assert target("ws://10.0.0.8:80") != target("ws://10.0.0.8:81")
+    assert target("ws://10.0.0.8:80")[0] != target("ws://10.0.0.9:80")[0]
+    assert target("ws://[2001:db8::1]:80")[0] == target("ws://[2001:db8::2]:80")[0]
+    assert target("wss://desk.example:80") == ("desk.example", "desk.example:80")
+    assert target("loopback:a")[0] == "loopback:a"
 
 
 def test_a_tag_shows_which_nodes_are_on_this_machine() -> None:

@@ -5,6 +5,7 @@ from meshllm.protocol.membership.dial_limit import (
     MAX_TARGETS,
     MOST_UNANSWERED,
     PAUSE_S,
+    PORTS,
     DialLimit,
 )
 
@@ -12,7 +13,7 @@ from meshllm.protocol.membership.dial_limit import (
 def test_a_silent_target_is_tried_less_and_less() -> None:
     limit = DialLimit()
 
-    tries = [limit.take("a:1", now=0.1 * tenth) for tenth in range(1000)]
+    tries = [limit.take("a", "1", now=0.1 * tenth) for tenth in range(1000)]
 
     assert tries[: BURST + 1] == [True] * BURST + [False]
     assert sum(tries) <= BURST + 100 / PAUSE_S
@@ -21,44 +22,57 @@ def test_a_silent_target_is_tried_less_and_less() -> None:
 def test_a_target_is_tried_for_longer_where_a_node_has_answered() -> None:
     limit = DialLimit()
     for _ in range(BURST + 1):
-        limit.take("a:1", now=0.0)
+        limit.take("a", "1", now=0.0)
 
-    limit.answered("a:1")
+    limit.answered("a", "1")
 
-    tries = [limit.take("a:1", now=0.0) for _ in range(MOST_UNANSWERED + 2 * BURST)]
+    tries = [limit.take("a", "1", now=0.0) for _ in range(MOST_UNANSWERED + 2 * BURST)]
     assert sum(tries) == MOST_UNANSWERED + BURST
-    limit.answered("a:1")
-    assert limit.take("a:1", now=0.0)
+    limit.answered("a", "1")
+    assert limit.take("a", "1", now=0.0)
 
 
 def test_the_oldest_answer_is_forgotten() -> None:
     limit = DialLimit()
     for number in (*range(MAX_TARGETS), 0, MAX_TARGETS):
-        limit.answered(f"a:{number}")
+        limit.answered(f"{number}", "1")
 
-    def is_limited(target: str) -> bool:
-        return not all(limit.take(target, now=0.0) for _ in range(BURST + 1))
+    def is_limited(host: str) -> bool:
+        return not all(limit.take(host, "1", now=0.0) for _ in range(BURST + 1))
 
-    assert is_limited("a:1")
-    assert not is_limited("a:0")
+    assert is_limited("1")
+    assert not is_limited("0")
 
 
-def test_targets_are_counted_apart() -> None:
+def test_ports_of_a_host_are_counted_apart_and_together() -> None:
     limit = DialLimit()
     for _ in range(BURST):
-        limit.take("a:1", now=0.0)
+        limit.take("a", "1", now=0.0)
 
-    assert not limit.take("a:1", now=0.0)
-    assert limit.take("a:2", now=0.0)
+    assert not limit.take("a", "1", now=0.0)
+    tries = [limit.take("a", f"{port}", now=0.0) for port in range(2, 1000)]
+    assert tries == [True] * (BURST * PORTS - BURST) + [False] * (999 - BURST * PORTS + BURST - 1)
+    assert limit.take("b", "2", now=0.0)
+    later = [limit.take("a", f"{port}", now=PAUSE_S) for port in range(2, 1000)]
+    assert sum(later) == PORTS
+
+
+def test_ports_are_tried_for_longer_at_a_host_where_a_node_has_answered() -> None:
+    limit = DialLimit()
+    limit.answered("a", "1")
+
+    tries = [limit.take("a", f"{port}", now=0.0) for port in range(2, 1000)]
+
+    assert sum(tries) == MOST_UNANSWERED + BURST * PORTS
 
 
 def test_the_oldest_target_is_forgotten() -> None:
     limit = DialLimit()
     for number in range(MAX_TARGETS):
         for _ in range(BURST):
-            limit.take(f"a:{number}", now=0.0)
-    limit.take("a:1", now=0.0)
+            limit.take(f"{number}", "1", now=0.0)
+    limit.take("1", "1", now=0.0)
 
-    assert limit.take("b:1", now=0.0)
-    assert limit.take("a:0", now=0.0)
-    assert not limit.take("a:1", now=0.0)
+    assert limit.take("b", "1", now=0.0)
+    assert limit.take("0", "1", now=0.0)
+    assert not limit.take("1", "1", now=0.0)

@@ -121,33 +121,31 @@ def test_each_timeout_doubles_the_required_replies() -> None:
     ],
 )
 def test_addresses_that_are_not_unicast_are_not_probed(host: str) -> None:
-    assert probeable([(host, 7000)], is_same_machine=True) == []
+    assert probeable([(host, 7000)]) == []
     assert PathCandidates().find_or_add((host, 7000), None, 5.0) is None
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "10.0.0.1", "169.254.7.7", "fd00::1", "fe80::1%2"])
 def test_unicast_addresses_are_probed(host: str) -> None:
-    assert probeable([(host, 7000)], is_same_machine=False) == [(host, 7000)]
+    assert probeable([(host, 7000)]) == [(host, 7000)]
 
 
 def test_invalid_ports_are_dropped() -> None:
     addresses = [("192.0.2.1", port) for port in (-1, 0, 1, 65535, 65536)]
 
-    assert probeable(addresses, is_same_machine=False) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
+    assert probeable(addresses) == [("192.0.2.1", 1), ("192.0.2.1", 65535)]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1"])
-def test_loopback_is_probed_only_on_one_machine(host: str) -> None:
-    assert probeable([(host, 7000)], is_same_machine=False) == []
-    assert probeable([(host, 7000)], is_same_machine=True) == [(host, 7000)]
+def test_hosts_that_are_not_allowed_are_dropped() -> None:
+    addresses = [("192.0.2.1", 7000), ("192.0.2.2", 7000)]
+
+    assert probeable(addresses, lambda host: host != "192.0.2.1") == addresses[1:]
 
 
 def test_offers_are_truncated_and_deduplicated() -> None:
     addresses = [("192.0.2.1", 1 + number // 2) for number in range(1000)]
 
-    assert probeable(addresses, is_same_machine=False) == [
-        ("192.0.2.1", 1 + number) for number in range(MAX_OFFERED)
-    ]
+    assert probeable(addresses) == [("192.0.2.1", 1 + number) for number in range(MAX_OFFERED)]
 
 
 def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:

@@ -205,6 +205,23 @@ def test_frequent_offers_are_delayed_and_the_last_one_counts() -> None:
     assert {port for _, port in to(side.actions)} == {7000, 100}
 
 
+@pytest.mark.parametrize("own", [("127.0.0.1", 22), ("127.9.9.9", 22), ("::1", 22), HERE])
+def test_hosts_of_this_machine_are_probed_only_if_the_peer_is_on_it(own: Address) -> None:
+    here = [HERE[0]]
+
+    assert to(Side(locals_=here).offered(own)) == ([own] if own == HERE else [])  # it may be there
+    assert to(Side(Direct(A), locals_=here).offered(own)) == [A]
+    assert to(Side(Direct((HERE[0], 7)), locals_=here).offered(own)) == [(HERE[0], 7), own]
+
+
+def test_link_local_hosts_are_probed_only_if_the_peer_is_on_the_link() -> None:
+    metadata, neighbour = ("169.254.169.254", 80), ("169.254.7.7", 7000)
+
+    assert to(Side().offered(metadata)) == []
+    assert to(Side(Direct(A)).offered(metadata)) == [A]
+    assert to(Side(Direct(neighbour)).offered(metadata)) == [neighbour, metadata]
+
+
 def test_loopback_is_probed_only_if_the_peer_is_on_this_machine() -> None:
     local: Address = ("127.0.0.1", 22)
 
