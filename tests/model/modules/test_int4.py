@@ -117,16 +117,16 @@ def test_equal_weights_are_exact() -> None:
     assert relative(packed(weight)(torch.ones(1, 64)), torch.full((1, 16), 32.0)) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [DEQUANTISE_ROWS - 1, DEQUANTISE_ROWS, 100])
+@pytest.mark.parametrize("rows", [DEQUANTISE_ROWS - 1, DEQUANTISE_ROWS, DEQUANTISE_ROWS + 4])
 def test_prompts_are_multiplied_by_torch_where_it_has_matrix_instructions(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x = normal(2000, 1088).bfloat16(), normal(rows, 1088).bfloat16()
-    matrix = packed(weight)
-    own = matrix(x)
-
-    monkeypatch.setattr(int8, "multiplies_matrices", lambda: True)
-    found = matrix(x)
+    matrix, both = packed(weight), list[torch.Tensor]()
+    for has_matrices in (False, True):
+        monkeypatch.setattr(int8, "multiplies_matrices", lambda has=has_matrices: has)
+        both.append(matrix(x))
+    own, found = both
 
     assert found.shape == own.shape
     assert torch.equal(found, own) == (rows < DEQUANTISE_ROWS)
