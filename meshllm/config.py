@@ -111,7 +111,7 @@ class Settings:
     members: int | None = None
     """Number of ring nodes; the policy chooses when not set."""
     replicas: int | None = None
-    """Number of rings of the model, if there are nodes; else 1."""
+    """Rings of the model, if nodes suffice, which may be shared."""
     auto: bool = False
     """Hold whatever the mesh lacks most, whatever `model` says."""
     keep: str = "10m"

@@ -2,6 +2,7 @@
 
     python -m tests.bench.turnover --changes 10000
     python -m tests.bench.turnover --shares --changes 2000
+    python -m tests.bench.turnover --spans --changes 300
 
 After every change each node computes `assign`, and moves. Nothing else is simulated: how rings form
 is the matter of `tests.simulation`. It prints how many nodes moved, and how often a model had no
@@ -9,7 +10,9 @@ ring although the memory for all models was there, or for all that are used.
 
 With ``--shares`` up to 12 nodes follow plans, so that they take part in several rings with shares
 of their memory. After every change they exchange records until nothing changes; the command fails
-if that does not end, or a node plans more memory than it has.
+if that does not end, or a node plans more memory than it has. With ``--spans`` up to 6 of them, of
+several speeds, take turns in random order, and serve replicas that may share nodes; the command
+fails too if a replica has no node of its own.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from tests.builders.sharing import served_model, shared_mesh
 
 NODES, MODELS = 50, 6
 SHARED_NODES, SHARED_SIZES = 12, (300, 700, 1500, 6000)
+SPAN_NODES, SPAN_SIZES, SPEEDS = 6, (350, 650, 950, 1400, 2600), (0.005, 0.01, 0.01, 0.02)
 SHARED_LAYER = 100  # bytes with its part of what stays free
 LAYER = 80  # bytes
 SIZES = (200, 300, 500, 900, 1500)  # bytes of memory of a node
@@ -51,6 +55,10 @@ class Report:
     """Changes after which assigning again moved a node."""
     differing: int = 0
     """Changes after which two nodes would have assigned differently."""
+    shares: int = 0
+    """The most shares of all nodes at a time."""
+    spans: int = 0
+    """Changes after which a replica is served that shares nodes with an earlier one."""
 
 
 class Turnover:
@@ -161,10 +169,11 @@ class SharedTurnover:
             served_model(number, random.randint(1, 6), random.choice((1, 1, 2)))
             for number in range(MODELS)
         ]
+        self.sizes: tuple[int, ...] = SHARED_SIZES
+        self.speeds: tuple[float, ...] = SPEEDS[1:2]
+        self.nodes = SHARED_NODES
         self.mesh = shared_mesh({}, *self.models)
         self.report = Report()
-        self.shares = 0
-        """The most shares of all nodes at a time."""
 
     def run(self, changes: int) -> Report:
         """Make changes."""
@@ -179,11 +188,12 @@ class SharedTurnover:
         if random.random() < 0.2 and mesh.memory:
             chosen = (each.key for each in self.models if random.random() < 0.5)
             mesh.used = tuple(sorted(chosen))
-        elif len(mesh.memory) > 1 and (len(mesh.memory) == SHARED_NODES or random.random() < 0.45):
+        elif len(mesh.memory) > 1 and (len(mesh.memory) == self.nodes or random.random() < 0.45):
             mesh.lose(random.choice(sorted(mesh.memory)))
         else:
             newcomer = NodeId(random.randbytes(32))
-            mesh.join(newcomer, random.choice(SHARED_SIZES))
+            mesh.join(newcomer, random.choice(self.sizes))
+            mesh.layer_s[newcomer] = random.choice(self.speeds)
         mesh.settle()
         moved = [
             node
@@ -194,7 +204,9 @@ class SharedTurnover:
         report.moves += len(moved)
         report.most = max(report.most, len(moved))
         report.unserved += self._suffices() and bool(self._unserved())
-        self.shares = max(self.shares, sum(len(part.further) for part in mesh.parts.values()))
+        report.spans += bool(mesh.sharing())
+        shares = sum(len(part.further) for part in mesh.parts.values())
+        report.shares = max(report.shares, shares)
 
     def _unserved(self) -> list[GroupId]:
         served = self.mesh.served()
@@ -207,23 +219,41 @@ class SharedTurnover:
         return max(self.mesh.memory.values()) >= 2 * needed
 
 
+class SpanTurnover(SharedTurnover):
+    """The same with replicas that share nodes of different speeds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        random = self.random
+        self.models = [
+            served_model(number, random.randint(6, 12), random.choice((2, 3, 4)))
+            for number in range(random.choice((1, 1, 2)))
+        ]
+        self.mesh = shared_mesh({}, *self.models)
+        self.mesh.turns = random
+        self.sizes, self.speeds, self.nodes = SPAN_SIZES, SPEEDS, SPAN_NODES
+
+
 def main() -> None:
     """Run meshes of 500 changes each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--changes", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first mesh")
     parser.add_argument("--shares", action="store_true", help="nodes take part in several rings")
+    parser.add_argument("--spans", action="store_true", help="also in several of one model")
     arguments = parser.parse_args()
     start, reports, left, seed = perf_counter(), list[Report](), arguments.changes, arguments.seed
     kind, nodes = (SharedTurnover, SHARED_NODES) if arguments.shares else (Turnover, NODES)
+    if arguments.spans:
+        kind, nodes = SpanTurnover, SPAN_NODES
     while left > 0:
         reports.append(kind(seed).run(min(left, 500)))
         left, seed = left - 500, seed + 1
     changes = sum(each.changes for each in reports)
-    print(f"{changes} changes of {nodes} nodes and {MODELS} models, {perf_counter() - start:.0f} s")
+    print(f"{changes} changes of up to {nodes} nodes, {perf_counter() - start:.0f} s")
     print(f"moved besides the newcomer: {sum(each.moves for each in reports) / changes:.3f} nodes")
     print(f"  for a node that joins or leaves, at most {max(each.most for each in reports)}")
-    for name in ("unserved", "unstable", "differing"):
+    for name in ("unserved", "unstable", "differing", "spans"):
         print(f"{name}: {sum(getattr(each, name) for each in reports)}")
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId
-from meshllm.protocol.agreement.agreement import agree
+from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.groups import (
     UNASSIGNED,
@@ -30,12 +31,18 @@ from meshllm.protocol.session.messages import DType
 
 NODES = tuple(NodeId(bytes([number + 1]) * 32) for number in range(5))
 MOST_ROUNDS = 40  # until nothing changes: a few for each group
-LAYER_S = ((1, 0.01),)
+ACTS = 0.8  # share of the nodes in a round
+MOST_TURNS = 200  # rounds in which each node acts or waits
+LAYER_S = 0.01
 
 
 @dataclass
 class SharedMesh:
-    """Nodes that do at once what the records say; one round is one exchange of records."""
+    """Nodes that do at once what the records say; one round is one exchange of records.
+
+    With ``turns`` they act one after the other, or not in this round, and publish a share later
+    than the ring for which it is.
+    """
 
     charter: Charter
     memory: dict[NodeId, int]
@@ -43,6 +50,12 @@ class SharedMesh:
     parts: dict[NodeId, NodeGroups] = field(default_factory=dict)
     followed: dict[tuple[NodeId, GroupId], Plan] = field(default_factory=dict)
     plans: dict[GroupId, Plan] = field(default_factory=dict)
+    layer_s: dict[NodeId, float] = field(default_factory=dict)
+    """Seconds of a layer on nodes that are faster or slower than the others."""
+    turns: Random | None = None
+    hidden: set[tuple[NodeId, GroupId]] = field(default_factory=set)
+    """Shares that are not published yet."""
+    _agreed: dict[GroupId, Agreement] = field(default_factory=dict)
 
     def view(self, group: GroupId = FIRST_GROUP) -> MeshView:
         states = {node: self._state(node) for node in self.memory}
@@ -52,19 +65,46 @@ class SharedMesh:
 
     def settle(self) -> None:
         """Exchange records until nothing changes."""
-        for _ in range(MOST_ROUNDS):
-            before = dict(self.parts), dict(self.followed)
-            view = self.view()
-            self.parts = dict(divide(view))
-            others = replace(view, me=max(self.memory))
-            assert divide(others) == self.parts  # the same on every node
-            self.check()
+        most = MOST_TURNS if self.turns else MOST_ROUNDS
+        for _ in range(most):
+            before = dict(self.parts), dict(self.followed), set(self.hidden)
+            is_whole = self._act()
             for group in groups_of(self.charter):
                 self._follow(group.id)
                 self.check()
-            if (self.parts, self.followed) == before:
+            if (self.parts, self.followed, self.hidden) == before and is_whole:
                 return
-        raise AssertionError(f"something changes after {MOST_ROUNDS} rounds")
+        raise AssertionError(f"something changes after {most} rounds")
+
+    def _act(self) -> bool:
+        """Let nodes do what the records say; return whether all did."""
+        view = self.view()
+        parts = dict(divide(view))
+        assert divide(replace(view, me=max(self.memory))) == parts  # the same on every node
+        if self.turns is None:
+            self.parts = parts
+            self._forget()
+            self.check()
+            return True
+        acting = [node for node in self.memory if self.turns.random() < ACTS]
+        self.turns.shuffle(acting)
+        for node in acting:
+            part = divide(self.view()).get(node, NodeGroups(UNASSIGNED))
+            begun = part.further.keys() - self._part(node).further.keys()
+            self.hidden = {each for each in self.hidden if each[0] != node}
+            self.hidden |= {(node, group) for group in begun}
+            self.parts[node] = part
+            self._forget()
+            self.check()
+        return len(acting) == len(self.memory)
+
+    def _forget(self) -> None:
+        """Forget the plans of rings that nodes have left."""
+        self.followed = {
+            (node, group): plan
+            for (node, group), plan in self.followed.items()
+            if group in _groups(self._part(node))
+        }
 
     def join(self, node: NodeId, memory: int) -> None:
         self.memory[node] = memory
@@ -98,51 +138,74 @@ class SharedMesh:
                     reserve = 0 if group == part.first else shape.workspace_bytes
                     needed = memory_for(plan, node, shape, sessions=sessions, reserve=reserve)
                     assert needed <= room, f"{needed} of {room} bytes"
-            keys = [charters[each].key for each in (part.first, *shares) if each in charters]
-            assert len(set(keys)) == len(keys)
             profile, state = self._profile(node), self._state(node)
             assert Profile.decode(profile.encode()) == profile
             assert StateRecord.decode(state.encode()) == state
 
+        self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        """No replica is made of nodes of others alone, and a model has one ring of each entry."""
+        earlier: dict[ModelKey, set[NodeId]] = {}
+        entries = set[tuple[ModelKey, NodeId]]()
+        for group in groups_of(self.charter):
+            key, plan = group.charter.key, self.plans.get(group.id)
+            before = earlier.setdefault(key, set())
+            here = {node for node, part in self.parts.items() if group.id in _groups(part)}
+            if plan is not None and group.id in self.served():
+                entry = plan.stages[0].node
+                assert entry not in before
+                assert (key, entry) not in entries
+                entries.add((key, entry))
+            before |= here
+
     def served(self) -> set[GroupId]:
         """Return the groups whose rings work."""
-        here = {
-            (node, group)
-            for node, part in self.parts.items()
-            for group in (part.first, *part.further)
-        }
+        here = {(node, group) for node, part in self.parts.items() for group in _groups(part)}
         return {
             group
             for group, plan in self.plans.items()
             if all((stage.node, group) in here for stage in plan.stages)
         }
 
+    def sharing(self) -> set[GroupId]:
+        """Return the served groups that share nodes with an earlier replica."""
+        found, charter = set[GroupId](), self.charter
+        keys = {group.id: group.charter.key for group in groups_of(charter)}
+        for part in self.parts.values():
+            own = [each for each in keys if each in _groups(part)]
+            found |= {each for each in own if keys[each] in map(keys.get, own[: own.index(each)])}
+        return found & self.served()
+
     def _follow(self, group: GroupId) -> None:
         ring = ring_of(self.view(group))
         assert ring is not None
-        plan = agree(ring).plan
+        self._agreed[group] = agreement = agree(ring, self._agreed.get(group))
+        plan = agreement.plan
         self.plans.pop(group, None)
         if plan is not None:
             self.plans[group] = plan
         for node, part in self.parts.items():
-            if plan is not None and group in (part.first, *part.further):
+            if plan is not None and group in _groups(part):
                 self.followed[node, group] = plan
 
     def _part(self, node: NodeId) -> NodeGroups:
         return self.parts.get(node, NodeGroups(UNASSIGNED))
 
     def _profile(self, node: NodeId) -> Profile:
+        layer_s = ((1, self.layer_s.get(node, LAYER_S)),)
         part, charters = self._part(node), {at.id: at.charter for at in groups_of(self.charter)}
         first = charters.get(part.first)
         return Profile(
             "n", "1", (), self.memory[node],
-            LAYER_S if first else (),
+            layer_s if first else (),
             model=first.shape.name if first else "",
             weights=_weights(first) if first else (),
             models=tuple(each.key for each in self.charter.served),
             shares=tuple(
-                RingShare(group, size, LAYER_S, 0.0, at.shape.name, _weights(at))
+                RingShare(group, size, layer_s, 0.0, at.shape.name, _weights(at))
                 for group, size in sorted(part.further.items())
+                if (node, group) not in self.hidden
                 for at in (charters.get(group, self.charter),)
             ),
         )  # fmt: skip
@@ -159,6 +222,10 @@ class SharedMesh:
             Lifecycle.SERVING, links, own.followed, own.is_loaded,
             group=own.group, used=self.used, further=tuple(further),
         )  # fmt: skip
+
+
+def _groups(part: NodeGroups) -> tuple[GroupId, ...]:
+    return part.first, *part.further
 
 
 def _weights(charter: Charter) -> tuple[bytes, ...]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.errors import ModelError
+from meshllm.names import Span
+from meshllm.node import preparation
 from meshllm.node.agreement import further_rings, plan_follower, ring_service
 from meshllm.node.agreement.further_rings import FurtherRings
 from meshllm.node.agreement.ring_member import RingMember
@@ -198,6 +201,69 @@ async def test_a_further_model_that_cannot_be_opened_leaves_the_first(
     assert not a.machine.profiles[a.me].shares
     assert not a.stopped.done()
     assert await ask(a) == first
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all nodes measure the same speed, whatever else this machine does."""
+    speed = SimpleNamespace(layer_s=((1, 0.001),), head_s=0.001)
+    monkeypatch.setattr(preparation, "measure_speed", lambda *_: speed)
+
+
+async def three_nodes_of_two_rings(mesh: Mesh, random: str) -> tuple[MeshNode, MeshNode, MeshNode]:
+    """Start nodes of which the first has the last layers of both rings."""
+    first = Span(0, 8)
+    a = await mesh.start("a", model=random, layers=Span(8, 12), replicas=2)
+    b = await mesh.start("b", join=a.ticket, model=random, layers=first)
+    await both([a, b], lambda node: (random, 0) in serving(node))
+    c = await mesh.start("c", join=a.ticket, model=random, layers=first)
+    return a, b, c
+
+
+@pytest.mark.usefixtures("alike")
+async def test_a_replica_shares_a_node_with_another_one(mesh: Mesh, random: str) -> None:
+    nodes = a, b, c = await three_nodes_of_two_rings(mesh, random)
+
+    await both([a, b, c], lambda node: serving(node) == {(random, 0), (random, 1)})
+
+    stages = {
+        replica: [(each.name, str(each.layers)) for each in ring.stages]
+        for (_, replica), ring in rings(b).items()
+    }
+    assert stages == {
+        replica: [(entry, "0:8"), ("a", "8:12")] for replica, entry in enumerate(("b", "c"))
+    }
+    assert [each.is_own for each in rings(a).values()] == [True, True]
+    assert len({each.status.digest for each in rings(a).values() if each.status}) == 2
+    assert len({await ask(node) for node in nodes}) == 1
+    answers = await asyncio.gather(*(ask(a, affinity=str(number)) for number in range(8)))
+    assert len(set(answers)) == 1
+
+
+@pytest.mark.usefixtures("alike")
+async def test_a_share_that_cannot_be_served_leaves_the_other_ring_of_its_model(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_offer, failed = Preparation.offer, asyncio.Event()
+
+    async def offer(self: Preparation, model: Any, profile: Any, *, is_further: bool) -> Any:
+        if is_further:
+            failed.set()
+            raise ModelError("`model.safetensors` is damaged")
+        return await measure_offer(self, model, profile)
+
+    monkeypatch.setattr(Preparation, "offer", offer)
+    a, b, _ = await three_nodes_of_two_rings(mesh, random)
+
+    async with asyncio.timeout(PATIENCE_S):
+        await failed.wait()
+    await until(lambda: not a.service.further.rings, a)
+    await asyncio.sleep(3 * plan_follower.SETTLE_S)  # in which it would begin again
+    assert not a.service.further.rings
+    assert not a.stopped.done()
+    assert len(a.machine.profiles[a.me].models) == 1
+    assert serving(b) == {(random, 0)}
+    assert len(await ask(b)) == 8
 
 
 async def test_an_answer_ends_before_its_model_is_stopped(

@@ -1,5 +1,7 @@
 """Random meshes of several models, whose nodes take part in several rings: memory and stability."""
 
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +17,15 @@ def meshes(draw: st.DrawFn) -> SharedMesh:
         served_model(number, draw(st.integers(1, 8)), replicas, members, workspace)
         for number in range(draw(st.integers(1, 4)))
         for members in [draw(st.sampled_from((None, None, 2, 3)))]
-        for replicas in [draw(st.sampled_from((1, 1, 2)))]
+        for replicas in [draw(st.sampled_from((1, 1, 2, 3)))]
         for workspace in [draw(st.sampled_from((0, 0, 40, 150)))]
     ]
-    return shared_mesh(memory, *models)
+    mesh = shared_mesh(memory, *models)
+    speeds = st.sampled_from((0.005, 0.01, 0.01, 0.03))
+    mesh.layer_s = {node: draw(speeds) for node in mesh.memory}
+    turns = draw(st.sampled_from((None, None, *range(8))))
+    mesh.turns = None if turns is None else Random(turns)
+    return mesh
 
 
 @given(meshes(), st.data())

@@ -10,6 +10,7 @@ Other further rings end meanwhile; new ones wait, as the first ring may still ho
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from meshllm.node.timer import loop_time
 MOVE_S = 10.0  # s that a node waits for the end of its sessions before it leaves a ring
 DRAIN_S = 60.0  # s more for a further ring that is to be the first
 
+logger = logging.getLogger(__name__)
 
 Failed: TypeAlias = Callable[[ModelKey, ModelError], None]
 """Called with a model that cannot be served here, and why."""
@@ -109,6 +111,7 @@ class FurtherRings:
         self._failed = failed
         # Groups, and memory; None to look again.
         self._wanted: Mapping[GroupId, int] | None = {}
+        self._refused: set[GroupId] = set()  # those that could not be served
 
     def want(self, wanted: Mapping[GroupId, int]) -> None:
         """Take part in these rings, with so much memory, once they have been wanted for a while."""
@@ -130,8 +133,8 @@ class FurtherRings:
         if not all(ends):
             self._parts.call_later(SETTLE_S, self._change, wanted)
             return
-        for group, memory in wanted.items():
-            running = self.rings.get(group)
+        for group in wanted.keys() - self._refused:
+            running, memory = self.rings.get(group), wanted[group]
             if running is None:
                 self._begin(group, memory)
             elif not running.is_stopped:  # else it begins again once it has ended
@@ -139,7 +142,16 @@ class FurtherRings:
 
     def _begin(self, group: GroupId, memory: int) -> None:
         ring = self.rings[group] = FurtherRing(self._parts, group, memory)
-        ring.begin(self._failed, partial(self._ended, group))
+        ring.begin(partial(self._give_up, group), partial(self._ended, group))
+
+    def _give_up(self, group: GroupId, model: ModelKey, error: ModelError) -> None:
+        """Take no part in a ring any more, nor hold its model unless another ring here does."""
+        others = (each.charter for each in self._parts.state.members if each.group != group)
+        if not any(each and each.key == model for each in others):
+            self._failed(model, error)
+            return
+        logger.warning("this node cannot serve in one more ring of its model: %s", error)
+        self._refused.add(group)
 
     def _ended(self, group: GroupId) -> None:
         del self.rings[group]

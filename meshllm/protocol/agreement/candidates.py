@@ -130,10 +130,10 @@ def find_candidates(view: MeshView, here: Collection[NodeId], ring: Sequence[Nod
     spans, idle = _spans({node: wanted[node] for node in order}, view.charter)
     return Candidates(
         tuple(
-            _offer(node, view.profiles[node], view.charter.shape)
+            offer_of(node, view.profiles[node], view.charter.shape)
             for node in sorted(set(usable) - set(idle))
         ),
-        _links(view.states, here),
+        links_of(view.states, here),
         {node: why for node, why in refused.items() if node in here},
         {node: why for node, why in (waiting | idle).items() if node in here},
         spans,
@@ -167,6 +167,36 @@ def first_mismatch(one: Sequence[bytes], other: Sequence[bytes]) -> str | None:
     names = [*(f"layer {index}" for index in range(layers)), "embedding", "head", "configuration"]
     pairs = zip(names, one, other, strict=True)
     return next((name for name, a, b in pairs if a != b and _ABSENT not in (a, b)), None)
+
+
+def offer_of(node: NodeId, profile: Profile, shape: ModelSizes) -> Offer:
+    """Make an offer of what a node says of itself, within what any machine could do."""
+    layer_s = max(MIN_LAYER_S, sum(shape.layer_bytes) / shape.layers / MAX_BYTES_PER_S)
+    head_s = shape.head_read_bytes / MAX_BYTES_PER_S
+    return Offer(
+        node,
+        min(profile.memory_bytes, MAX_MEMORY_BYTES),
+        tuple((rows, max(seconds, layer_s)) for rows, seconds in profile.layer_s),
+        max(profile.head_s, head_s),
+        profile.reserve_bytes,
+    )
+
+
+def links_of(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
+    """Return the links that both ends name, with the shorter of the two measured round trips.
+
+    Nodes that refuse each other have none: a false accusation costs only links of its author. A
+    node that the author of the charter refuses is not a candidate, not even for a ring of its own.
+    """
+    named = {node: dict(states[node].links) for node in here if node in states}
+    wires = {}
+    for node, peers in named.items():
+        for peer, round_trip in peers.items():
+            if node < peer and node in named.get(peer, ()) and not _refuse(states, node, peer):
+                measured = [us for us in (round_trip, named[peer][node]) if us]
+                if measured:
+                    wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
+    return Links(wires, NO_LINK)
 
 
 def _classify(
@@ -254,36 +284,6 @@ def _spans(
 
 def _overlap(one: Span, other: Span) -> bool:
     return one.start < other.stop and other.start < one.stop
-
-
-def _offer(node: NodeId, profile: Profile, shape: ModelSizes) -> Offer:
-    """Make an offer of what a node says of itself, within what any machine could do."""
-    layer_s = max(MIN_LAYER_S, sum(shape.layer_bytes) / shape.layers / MAX_BYTES_PER_S)
-    head_s = shape.head_read_bytes / MAX_BYTES_PER_S
-    return Offer(
-        node,
-        min(profile.memory_bytes, MAX_MEMORY_BYTES),
-        tuple((rows, max(seconds, layer_s)) for rows, seconds in profile.layer_s),
-        max(profile.head_s, head_s),
-        profile.reserve_bytes,
-    )
-
-
-def _links(states: Mapping[NodeId, StateRecord], here: Collection[NodeId]) -> Links:
-    """Return the links that both ends name, with the shorter of the two measured round trips.
-
-    Nodes that refuse each other have none: a false accusation costs only links of its author. A
-    node that the author of the charter refuses is not a candidate, not even for a ring of its own.
-    """
-    named = {node: dict(states[node].links) for node in here if node in states}
-    wires = {}
-    for node, peers in named.items():
-        for peer, round_trip in peers.items():
-            if node < peer and node in named.get(peer, ()) and not _refuse(states, node, peer):
-                measured = [us for us in (round_trip, named[peer][node]) if us]
-                if measured:
-                    wires[node, peer] = LinkSpeed(_quantise(min(measured)) / 2e6)
-    return Links(wires, NO_LINK)
 
 
 def _refuse(states: Mapping[NodeId, StateRecord], one: NodeId, other: NodeId) -> bool:

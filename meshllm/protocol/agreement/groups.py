@@ -21,14 +21,31 @@ are filled until nothing changes: assigning again moves nobody.
 
 Where moves do not complete a group, it takes *shares* of nodes that keep their first group: what is
 left of their memory once each of their rings serves, at most what the whole model needs. A share
-has the workspace of its model too, as models are loaded between the steps of others. A node is in
-at most one group of each model. A node publishes the memory of each share, and the ring of its
-first group has the rest, so that no two rings plan with the same bytes. A share ends if its group
+has the workspace of its model too, as models are loaded between the steps of others. A node
+publishes the memory of each share, and the ring of its first group has the rest, so that no two
+rings plan with the same bytes. A share ends if its group
 is complete without it and does not use it; shares of later replicas, of models that nobody uses,
 and of groups that are not complete, end if another group becomes complete by it. Until then a group
 that lost a node keeps its shares, so that it serves soon after that node returned. Nodes join one
 further group at a time, and none while a ring of theirs is not whole: what such a ring needs next
 is not known yet.
+
+If nothing else completes a group, it takes nodes that no ring uses, and shares of others. A later
+replica may then have shares of nodes in an earlier one, so that the layers of these are on several
+nodes, with these rules:
+
+- It has a node of its own, which is in no earlier replica. One of these is the entry: a node is the
+  entry of one ring of a model, as requests name the entry.
+- The share is as small as the nodes of its own allow, and of the node that computes least: what it
+  computes in one ring is in the way of the other, see `throughput`.
+- All rings of the model give more with it than without it, and than with the nodes of its own in
+  the ring that shares nodes, as the policy would plan it, by as much as another plan must be
+  faster. That takes measured layers: until a node has some, it is a standby elsewhere.
+
+This is decided once, from plans in force. Then the share stays, whatever is measured later, so that
+noise moves nobody. It ends when the group is complete without it, when nodes that no ring uses can
+take its place, or without a node of its own. While it is not published, the group takes it again at
+each computation, so that the order in which nodes act changes nothing.
 
 States tell which models were asked for lately. The first replica of such a model also takes nodes
 from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
@@ -41,12 +58,15 @@ The memory of a node is what it offers for any model. A ring that follows a plan
 this estimate, which takes all layers as large as the largest, denies it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import TypeAlias
 
-from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Quant, Span
-from meshllm.protocol.agreement.candidates import MeshView, decode_plans
+from meshllm.names import FIRST_GROUP, NODE_ID_BYTES, GroupId, ModelKey, NodeId, Quant, Span
+from meshllm.protocol.agreement.agreement import GAIN
+from meshllm.protocol.agreement.candidates import MeshView, decode_plans, links_of, offer_of
+from meshllm.protocol.agreement.throughput import TimedRing, loads, plan_ring, throughput
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -56,13 +76,19 @@ from meshllm.protocol.membership.records import (
     RingMembership,
     StateRecord,
 )
-from meshllm.protocol.planning.plan import Ends, Plan
-from meshllm.protocol.planning.problem import least_memory, memory_for, usable_of
+from meshllm.protocol.planning.plan import Ends, Offer, Plan
+from meshllm.protocol.planning.problem import (
+    HEADROOM_PERCENT,
+    least_memory,
+    memory_for,
+    usable_of,
+)
 from meshllm.protocol.weights.holders import awaits_weights
 
 UNASSIGNED = GroupId(b"\0")
 """The group of a node that takes part in none."""
 
+_NOBODY = NodeId(bytes(NODE_ID_BYTES))  # where no node may be the entry: none means all
 _PRESENT = Lifecycle.JOIN, Lifecycle.SERVING
 _Donors: TypeAlias = Callable[[int, list[NodeId], bool], list[NodeId]]
 """The nodes that a group may take, besides those that it takes; strict or not."""
@@ -124,11 +150,29 @@ def ring_of(view: MeshView) -> MeshView | None:
     shares = {
         node: replace(profiles[node], reserve_bytes=workspace) for node in further & profiles.keys()
     }
+    charter = group.charter
+    if sharing := _sharing(view, group):  # the entry names the ring of a request, see above
+        able = [node for node in charter.entries or sorted(states) if node not in sharing]
+        charter = replace(charter, entries=tuple(able) or (_NOBODY,))
     return replace(
         view,
-        charter=group.charter,
+        charter=charter,
         states={node: state.in_ring(at) for node, state in states.items()},
         profiles=profiles | shares,
+    )
+
+
+def _sharing(view: MeshView, group: Group) -> frozenset[NodeId]:
+    """Return the nodes of a group that take part in an earlier replica of its model too."""
+    states, key = view.states, group.charter.key
+    groups = groups_of(view.charter)
+    before = [each.id for each in groups[: groups.index(group)] if each.charter.key == key]
+    if not before:
+        return frozenset()
+    return frozenset(
+        node
+        for node, state in states.items()
+        if group.id in (own := _groups(state)) and not set(before).isdisjoint(own)
     )
 
 
@@ -276,10 +320,15 @@ class _Table:
             if (number := self.numbers.get(group)) is not None
             and (not profile.models or self._holds(node, number))
         ]
-        unique = {self._key(group): group for group in reversed(known)}
-        groups = [group for group in known if group in unique.values()]
-        self.place[node], *further = groups or [UNASSIGNED]
         given = {share.group: share.memory_bytes for share in profile.shares}
+        groups = list[GroupId]()
+        for (
+            group
+        ) in known:  # a share of a replica counts once it is published, see `_move_and_join`
+            held = self._of_model(group, groups)
+            if not held or (given.get(group) and self._is_last(group, held)):
+                groups.append(group)
+        self.place[node], *further = groups or [UNASSIGNED]
         shares = {group: given[group] for group in further if given.get(group)}
         self.shares[node] = shares
         for group in further:  # of the rest, what is left: it has not published how much it uses
@@ -301,7 +350,7 @@ class _Table:
         nodes, charter = list(nodes), self.groups[number].charter
         able = self._able(number, nodes)
         wanted = min(charter.members or 1, charter.shape.layers) if strict else 1
-        if len(able) < wanted:
+        if len(able) < wanted or not any(self._is_own(node, number) for node in able):
             return False
         return self._is_served(number, nodes) or self._lack(number, able) <= 0
 
@@ -333,7 +382,10 @@ class _Table:
         else:
             memory = max(0, memory - sum(shares.values()))
         usable = max(0, usable_of(memory, reserve) - sizes.cache)  # as the planner counts
-        return usable // sizes.layer, (usable - sizes.ends) // sizes.layer
+        plain, entry = usable // sizes.layer, (usable - sizes.ends) // sizes.layer
+        if profile.span and group.id not in shares:
+            return min(plain, len(profile.span)), min(entry, len(profile.span))
+        return plain, entry
 
     def _is_served(self, number: int, nodes: list[NodeId]) -> bool:
         plan = self.plans.get(self.groups[number].id)
@@ -354,6 +406,7 @@ class _Table:
             max(plain, largest[-1]) - (0 if is_client else entry)
             for node, (plain, entry) in zip(nodes, rooms, strict=True)
             if (not entries or node in entries) and (entry > 0 or is_client)
+            if is_client or self._is_own(node, number)
         ]
         layers = charter.shape.layers
         return layers - sum(largest) + min(ends) if ends else layers
@@ -363,6 +416,7 @@ class _Table:
     def fill(self, number: int, *, strict: bool) -> None:
         """Complete a group with nodes that it may take; take none if they do not suffice."""
         if self.is_complete(number, self.nodes(number), strict=strict):
+            self._replace_shares(number)
             return
         moves = self._free, self._unneeded, self._incomplete
         if any(self._move(number, donors, strict=strict) for donors in moves) or strict:
@@ -370,8 +424,10 @@ class _Table:
         if self._join(number) or self._join_instead(number):
             return
         later = self._replicas, self._unused
-        if not any(self._move(number, donors, strict=False) for donors in later):
-            self._move_instead(number, (*moves, *later))
+        if any(self._move(number, donors, strict=False) for donors in later):
+            return
+        if not self._move_instead(number, (*moves, *later)):
+            self._move_and_join(number)
 
     def _move(
         self,
@@ -418,20 +474,34 @@ class _Table:
                 plan, number = self.plans.get(group), self.numbers[group]
                 others = [each for each in self.nodes(number) if each != node]
                 is_used = plan is not None and plan.rank(node) is not None
-                if not is_used and self.is_complete(number, others, strict=False):
+                is_own = self._is_own(node, number)
+                is_over = self.is_complete(number, others, strict=False) and not (
+                    is_used and is_own
+                )
+                if is_over or not (is_own or self._has_own(number)):
                     del shares[group]
 
-    def _join(self, number: int) -> bool:
-        """Complete a group with shares of nodes; return whether that is possible."""
+    def _join(self, number: int, *, of_replicas: bool = False) -> bool:
+        """Complete a group with shares of nodes; return whether that is possible.
+
+        If asked for, also with shares of nodes in earlier replicas, no larger than necessary.
+        """
         group, before = self.groups[number].id, self._copied_shares()
         able = {
-            node: self._share(node, number) for node in self.place if self._may_join(node, number)
+            node: self._share(node, number)
+            for node in self.place
+            if self._may_join(node, number, of_replicas=of_replicas)
         }
+        busy = loads(self._rings_beside(number).values()) if of_replicas else {}
+
+        def order(node: NodeId) -> tuple[bool, bool, int, NodeId]:
+            is_own = self._is_own(node, number)
+            first = -able[node] if is_own else busy[node]
+            return not is_own, group not in self.shares[node], first, node
+
         joined = list[NodeId]()
-        for node in sorted(
-            able, key=lambda node: (group not in self.shares[node], -able[node], node)
-        ):
-            self.shares[node][group] = able[node]
+        for node in sorted(able, key=order):
+            self.shares[node][group] = min(able[node], self._needed_share(node, number))
             joined.append(node)
             if self.is_complete(number, self.nodes(number), strict=False):
                 self._end_unneeded(number, joined, before)
@@ -465,22 +535,27 @@ class _Table:
         self.shares = before
         return False
 
-    def _move_instead(self, number: int, moves: Iterable[_Donors]) -> None:
-        """Complete a group with nodes that end their shares in groups that are not complete."""
+    def _move_instead(self, number: int, moves: Iterable[_Donors]) -> bool:
+        """Complete a group with nodes that end their shares in groups that yield to it.
+
+        Return whether nodes have moved.
+        """
         before, places = self._copied_shares(), dict(self.place)
-        broken = {
+        yielding = {
             self.groups[other].id
             for other in range(len(self.groups))
-            if not self.is_complete(other, self.nodes(other), strict=False)
+            if other == number or self._yields(other, number)
         }
         self.shares = {
-            node: {group: size for group, size in shares.items() if group not in broken}
+            node: {group: size for group, size in shares.items() if group not in yielding}
             for node, shares in before.items()
         }
         if self.shares != before:
             any(self._move(number, donors, strict=False) for donors in moves)
-        helped = self.nodes(number) if self.place != places else ()
+        has_moved = self.place != places
+        helped = self.nodes(number) if has_moved else ()
         self.shares |= {node: shares for node, shares in before.items() if node not in helped}
+        return has_moved
 
     def _yields(self, other: int, number: int) -> bool:
         """Return whether a group ends its shares if that completes another one."""
@@ -494,7 +569,7 @@ class _Table:
             return False
         return other > number and group.replica > wanting.replica
 
-    def _may_join(self, node: NodeId, number: int) -> bool:
+    def _may_join(self, node: NodeId, number: int, *, of_replicas: bool) -> bool:
         """Return whether a node may have a share in a group, or a larger one than it has."""
         group, shares = self.groups[number], self.shares[node]
         held = [self.place[node], *(each for each in shares if each != group.id)]
@@ -503,7 +578,8 @@ class _Table:
             and node not in group.charter.exclude
             and self._holds(node, number)
             and UNASSIGNED not in held
-            and self.keys[number] not in map(self._key, held)
+            and (not (same := self._of_model(group.id, held)) or of_replicas)
+            and (not same or self._may_share(node, group.id, same))
             and all(self._serves(node, each) for each in held)
             and self._share(node, number) > shares.get(group.id, 0)
         )
@@ -531,6 +607,175 @@ class _Table:
             )
         left = profile.memory_bytes - needed - sum(others)
         return max(0, min(left, self.sizes[number].whole))
+
+    # Shares of nodes in earlier replicas.
+
+    def _of_model(self, group: GroupId, others: Iterable[GroupId]) -> list[GroupId]:
+        """Return the other groups that serve the model of a group too."""
+        number = self.numbers[group]
+        return [
+            each
+            for each in others
+            if each not in (group, UNASSIGNED) and self._key(each) == self.keys[number]
+        ]
+
+    def _is_last(self, group: GroupId, others: Iterable[GroupId]) -> bool:
+        """Return whether a group comes after others, and may have shares of nodes in these."""
+        number = self.numbers[group]
+        is_entry = self.groups[number].charter.ends is Ends.ENTRY
+        return is_entry and all(self.numbers[each] < number for each in others)
+
+    def _may_share(self, node: NodeId, group: GroupId, others: Sequence[GroupId]) -> bool:
+        """Return whether a group may have a share of a node in others; unless used, it may move."""
+        plans = (self.plans.get(each) for each in others)
+        is_used = any(plan is not None and plan.rank(node) is not None for plan in plans)
+        return is_used and self._is_last(group, others)
+
+    def _held(self, node: NodeId) -> list[GroupId]:
+        return [self.place[node], *self.shares[node]]
+
+    def _is_own(self, node: NodeId, number: int) -> bool:
+        """Return whether a node is in no earlier replica of the model of a group."""
+        if not self.groups[number].replica:
+            return True
+        same = self._of_model(self.groups[number].id, self._held(node))
+        return all(self.numbers[each] > number for each in same)
+
+    def _has_own(self, number: int) -> bool:
+        return any(self._is_own(node, number) for node in self._able(number, self.nodes(number)))
+
+    def _needed_share(self, node: NodeId, number: int) -> int:
+        """Return the most bytes of a share: for a replica of a node's model what the others lack.
+
+        The less such a node computes in one ring, the more it can in the other.
+        """
+        if self._is_own(node, number):
+            return self.sizes[number].whole
+        sizes, others = self.sizes[number], [each for each in self.nodes(number) if each != node]
+        lacking = max(1, self._lack(number, others))
+        needed = sizes.cache + lacking * sizes.layer
+        return sizes.workspace - (-needed * 100 // (100 - HEADROOM_PERCENT))  # rounded up
+
+    def _move_and_join(self, number: int) -> None:
+        """Complete a group with nodes that no ring uses and shares of others.
+
+        A replica takes shares of nodes in earlier ones only if that is worth it.
+        """
+        before, places, group = self._copied_shares(), dict(self.place), self.groups[number].id
+        while not (self._completes(number) and self._is_worth(number)):
+            self.shares = {node: dict(shares) for node, shares in before.items()}
+            if not (left := self._left_over(number, [], False)):
+                self.place = places
+                return
+            self.place[max(left, key=lambda node: (self.room(node, number)[0], node))] = group
+
+    def _completes(self, number: int) -> bool:
+        """Complete a group with shares of nodes in any ring; return whether that is possible."""
+        if not self._has_own(number):
+            return False
+        is_complete = self.is_complete(number, self.nodes(number), strict=False)
+        return is_complete or self._join(number, of_replicas=True)
+
+    def _replace_shares(self, number: int) -> None:
+        """Complete a group with nodes that no ring uses, in place of shares of earlier replicas."""
+        before, group = self._copied_shares(), self.groups[number].id
+        for node, shares in self.shares.items():
+            if group in shares and not self._is_own(node, number):
+                del shares[group]
+        if self.shares == before:
+            return
+        if not self._move(number, self._left_over, strict=False):
+            self.shares = before
+
+    def _left_over(self, number: int, taken: list[NodeId], strict: bool) -> list[NodeId]:
+        """Return the nodes of any group that no ring uses or needs."""
+        used = {stage.node for plan in self.plans.values() for stage in plan.stages}
+        moves = self._free, self._unneeded, self._incomplete
+        found = dict.fromkeys(node for donors in moves for node in donors(number, taken, strict))
+        return [node for node in found if node not in used]
+
+    def _is_worth(self, number: int) -> bool:
+        """Return whether nodes that a group shares with earlier replicas are worth it.
+
+        All rings of the model must give more than with a longer ring, by as much as another plan
+        must be faster, see `agreement`.
+        """
+        nodes = self.nodes(number)
+        own = [node for node in nodes if self._is_own(node, number)]
+        if len(own) == len(nodes):
+            return True
+        if (new := self._plan_of(number, nodes)) is None:
+            return False
+        rings = self._rings_beside(number)
+        same = {at: ring for at, ring in rings.items() if self.keys[at] == self.keys[number]}
+        others = [ring for at, ring in rings.items() if at not in same]
+        most = throughput(same.values(), others)
+        for at in same:
+            here = self.nodes(at)
+            if at < number and not set(nodes).isdisjoint(here):
+                longer = self._plan_of(at, [*here, *own])
+                if longer is not None:
+                    after = same | {at: self._timed(at, longer)}
+                    most = max(most, throughput(after.values(), others))
+        shared = throughput([*same.values(), self._timed(number, new)], others)
+        return shared > most * (1 + Fraction(GAIN))
+
+    def _plan_of(self, number: int, nodes: Iterable[NodeId]) -> Plan | None:
+        """Return the plan that nodes would make; None if they would not, or are not measured."""
+        nodes, charter = list(dict.fromkeys(nodes)), self.groups[number].charter
+        known = [self._offer(node, number) for node in nodes]
+        offers = [offer for offer in known if offer is not None]
+        entries = [
+            node
+            for node in nodes
+            if self._is_own(node, number) and (not charter.entries or node in charter.entries)
+        ]
+        if len(offers) < len(nodes) or not entries:
+            return None
+        group = self.groups[number].id
+        spans = {
+            node: span
+            for node in nodes
+            if (span := self.view.profiles[node].span) and group not in self.shares[node]
+        }
+        links = links_of(self.view.states, nodes)
+        return plan_ring(replace(charter, entries=tuple(entries)), offers, links, spans)
+
+    def _rings_beside(self, number: int) -> dict[int, TimedRing]:
+        """Return the rings of other groups that follow a plan."""
+        return {
+            at: self._timed(at, plan)
+            for at, group in enumerate(self.groups)
+            if at != number and (plan := self.plans.get(group.id)) is not None
+        }
+
+    def _timed(self, number: int, plan: Plan) -> TimedRing:
+        known = ((stage.node, self._offer(stage.node, number)) for stage in plan.stages)
+        offers = {node: offer for node, offer in known if offer is not None}
+        return TimedRing(plan, self.groups[number].charter.shape, offers)
+
+    def _offer(self, node: NodeId, number: int) -> Offer | None:
+        """Return what a node would offer to a group, by the speed that it has published.
+
+        None if it has measured none with this model.
+        """
+        view, group, shares = self.view, self.groups[number], self.shares.get(node, {})
+        state, profile = view.states.get(node), view.profiles.get(node)
+        if state is None or profile is None:
+            return None
+        published = (
+            profile.in_ring(each.group, is_further=each.group != state.group)
+            for each in state.memberships
+            if each.group in self.numbers and self._key(each.group) == self.keys[number]
+        )
+        measured = next((each for each in published if each.layer_s), None)
+        if measured is None:
+            return None
+        memory, reserve = profile.memory_bytes - sum(shares.values()), profile.reserve_bytes
+        if group.id in shares:
+            memory, reserve = shares[group.id], self.sizes[number].workspace
+        measured = replace(measured, memory_bytes=max(0, memory), reserve_bytes=reserve)
+        return offer_of(node, measured, group.charter.shape)
 
     def _copied_shares(self) -> dict[NodeId, dict[GroupId, int]]:
         return {node: dict(shares) for node, shares in self.shares.items()}

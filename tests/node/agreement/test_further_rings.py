@@ -51,7 +51,10 @@ class Node:
         self.error: ModelError | None = None
         self.failed: list[tuple[ModelKey, ModelError]] = []
         self.shares: list[tuple[GroupId, Any]] = []
-        self.state = SimpleNamespace(is_leaving=False, further={}, begin_further=self._member)
+        self.members: list[Any] = []  # this node in other rings
+        self.state = SimpleNamespace(
+            is_leaving=False, further={}, begin_further=self._member, members=self.members
+        )
         parts = SimpleNamespace(
             state=self.state,
             offer=SimpleNamespace(profile=None, share=lambda *share: self.shares.append(share)),
@@ -156,6 +159,20 @@ def test_a_model_that_cannot_be_served_is_given_up(run: Run) -> None:
         node.rings.want({ONE: 5})  # looked at again
         await asyncio.sleep(SHORT_S)
         assert node.running == {ONE: 5}
+
+    run(story)
+
+
+def test_a_ring_that_cannot_be_served_leaves_another_one_of_its_model(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
+        node.error = ModelError("damaged")
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        assert (node.failed, node.running) == ([], {})
+        node.rings.want({ONE: 5})  # looked at again
+        await asyncio.sleep(SHORT_S)
+        assert len(node.begun) == 1
 
     run(story)
 

@@ -29,7 +29,7 @@ from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, S
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS
-from tests.bench.turnover import SharedTurnover, Turnover
+from tests.bench.turnover import SharedTurnover, SpanTurnover, Turnover
 from tests.builders.offers import A, B, C, D, node
 from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
 from tests.builders.snapshots import World, profile
@@ -423,13 +423,22 @@ def test_nodes_that_come_and_go_move_little_and_leave_no_model_unserved(seed: in
 
 @pytest.mark.parametrize("seed", range(2))
 def test_nodes_with_shares_that_come_and_go_leave_no_model_unserved(seed: int) -> None:
-    turnover = SharedTurnover(seed)
+    report = SharedTurnover(seed).run(25)
+
+    assert (report.changes, report.unserved) == (25, 0)
+    assert report.most <= MOST_MOVES
+    assert report.shares > 1
+
+
+@pytest.mark.parametrize("seed", [2, 203])
+def test_replicas_that_share_nodes_which_come_and_go_settle(seed: int) -> None:
+    turnover = SpanTurnover(seed)
 
     report = turnover.run(25)
 
     assert (report.changes, report.unserved) == (25, 0)
     assert report.most <= MOST_MOVES
-    assert turnover.shares > 1
+    assert report.spans > 0
 
 
 def using(view: MeshView, *numbers: int) -> MeshView:
@@ -761,3 +770,182 @@ def test_as_many_shares_end_as_are_in_the_way() -> None:
     mesh.settle()
 
     assert mesh.served() == {FIRST_GROUP, new}
+
+
+# Replicas that share nodes. A node with 2000 holds 16 layers, one with 650 holds 6.
+
+
+def spans_of(mesh: SharedMesh) -> dict[int, list[tuple[int, str]]]:
+    """Return the nodes of each replica of the first model that is served, and their layers."""
+    numbers = {node: number for number, node in enumerate(NODES)}
+    served = mesh.served()
+    return {
+        each.replica: [(numbers[at.node], str(at.span)) for at in mesh.plans[each.id].stages]
+        for each in groups_of(mesh.charter)
+        if each.id in served and each.charter.key == mesh.charter.key
+    }
+
+
+def speeds_of(mesh: SharedMesh, **layer_ms: float) -> SharedMesh:
+    mesh.layer_s = {NODES["abcde".index(name)]: ms / 1e3 for name, ms in layer_ms.items()}
+    return mesh
+
+
+WHOLE = [(0, "0:12")]
+
+
+@pytest.mark.parametrize(
+    ("memory", "layer_ms", "found"),
+    [
+        ({0: 2000, 1: 650}, {}, {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}),
+        ({0: 1600, 1: 650}, {}, {0: WHOLE}),  # 390 are left: three layers
+        ({0: 2000, 1: 350}, {}, {0: WHOLE}),  # 9 layers more on the first cost more than they give
+        ({0: 2300, 1: 650}, {"b": 80}, {0: WHOLE}),  # so does a node that is too slow
+        ({0: 2300, 1: 650}, {"b": 30}, {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}),
+        (  # all layers are on two nodes each, but for the last three of the second replica
+            {0: 950, 1: 650, 2: 950},
+            {},
+            {0: [(0, "0:6"), (1, "6:12")], 1: [(2, "0:9"), (0, "9:12")]},
+        ),
+        ({0: 650, 1: 650, 2: 650}, {}, {0: [(0, "0:6"), (1, "6:12")]}),  # nobody has memory left
+        ({0: 2000, 1: 650, 2: 650}, {}, {0: WHOLE, 1: [(1, "0:6"), (2, "6:12")]}),  # none is needed
+        ({0: 4000}, {}, {0: WHOLE}),  # a ring of the same node adds nothing
+    ],
+)
+def test_a_replica_shares_nodes_where_that_gives_more(
+    memory: dict[int, int], layer_ms: dict[str, float], found: dict[int, list[tuple[int, str]]]
+) -> None:
+    mesh = speeds_of(shared_mesh(memory, served_model(0, 12, 2)), **layer_ms)
+
+    mesh.settle()
+
+    assert spans_of(mesh) == found
+    holders = [node for stages in found.values() for node, _ in stages]
+    shares = [each for part in mesh.parts.values() for each in part.further]
+    assert len(shares) == len(holders) - len(set(holders))
+
+
+def sharing() -> SharedMesh:
+    """A mesh of a node that serves the model alone, and half of it in another ring."""
+    mesh = settled({0: 2000, 1: 650}, served_model(0, 12, 2))
+    assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}
+    return mesh
+
+
+def test_a_share_of_a_replica_ends_when_its_own_node_is_lost() -> None:
+    mesh = sharing()
+
+    mesh.lose(NODES[1])
+    mesh.settle()
+
+    assert mesh.parts == {NODES[0]: NodeGroups(FIRST_GROUP)}
+    assert spans_of(mesh) == {0: WHOLE}
+
+
+def test_nodes_of_its_own_take_the_place_of_a_share() -> None:
+    mesh = sharing()
+    replica = ids_of(mesh)[1]
+
+    mesh.join(NODES[2], 650)
+    mesh.settle()
+
+    own = NodeGroups(replica)
+    assert mesh.parts == {NODES[0]: NodeGroups(FIRST_GROUP), NODES[1]: own, NODES[2]: own}
+    assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (2, "6:12")]}
+
+
+def test_a_node_that_helps_little_leaves_a_share_as_it_is() -> None:
+    mesh = sharing()
+    before = dict(mesh.parts)
+
+    mesh.join(NODES[2], 200)
+    mesh.settle()
+
+    assert {node: mesh.parts[node] for node in before} == before
+
+
+def test_a_share_that_a_replica_does_not_use_ends() -> None:
+    mesh = sharing()
+    first, replica = ids_of(mesh)
+    mesh.memory[NODES[1]] = 2000
+    mesh.followed[NODES[1], replica] = mesh.followed[NODES[0], replica] = ring(
+        "m0", (NODES[1], 0, 12), epoch=9
+    )
+
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
+
+
+def test_the_first_replica_takes_back_a_node_that_shares_its_memory() -> None:
+    mesh = settled({0: 2000, 1: 650}, served_model(0, 12, 3))
+    first, second, third = ids_of(mesh)
+    mesh.parts = {NODES[0]: NodeGroups(second, {third: 600}), NODES[1]: NodeGroups(third)}
+    whole, half = (ring("m0", (NODES[0], 0, 12)), ring("m0", (NODES[1], 0, 6), (NODES[0], 6, 12)))
+    mesh.followed = {
+        (NODES[0], second): whole, (NODES[0], third): half, (NODES[1], third): half
+    }  # fmt: skip
+
+    assert divide(mesh.view())[NODES[0]].first == first
+    mesh.settle()
+    assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}
+
+
+def test_a_share_that_is_not_published_yet_is_found_again() -> None:
+    mesh = shared_mesh({0: 2000, 1: 650}, served_model(0, 12, 2))
+    first, replica = ids_of(mesh)
+    mesh.settle()
+    wanted = {NODES[0]: NodeGroups(first, {replica: 600}), NODES[1]: NodeGroups(replica)}
+    assert mesh.parts == wanted
+
+    mesh.hidden = {(NODES[0], replica)}
+    assert divide(mesh.view()) == wanted
+    mesh.parts[NODES[1]] = NodeGroups(first)  # which has not moved yet
+    mesh.followed[NODES[1], first] = mesh.followed[NODES[0], first]
+    assert divide(mesh.view()) == wanted
+    mesh.hidden.clear()
+    assert divide(mesh.view()) == wanted
+
+
+def test_a_node_is_the_entry_of_one_ring_of_a_model() -> None:
+    mesh = sharing()
+    first, replica = ids_of(mesh)
+    views = {each: ring_of(mesh.view(each)) for each in (first, replica)}
+
+    assert [view.charter.entries for view in views.values() if view] == [(), (NODES[1],)]
+    mesh.charter = replace(mesh.charter, entries=(NODES[0],))
+    view = ring_of(mesh.view(replica))
+    assert view
+    assert NODES[0] not in view.charter.entries
+    assert agree(view).plan is None
+    assert NODES[1] not in view.charter.entries
+
+
+@pytest.mark.parametrize(
+    "terms", [{"entries": (NODES[0],)}, {"ends": Ends.CLIENT}, {"exclude": (NODES[2],)}]
+)
+def test_no_node_is_shared_where_the_terms_forbid_its_ring(terms: dict[str, Any]) -> None:
+    mesh = shared_mesh({0: 3000, 1: 3000, 2: 650}, replace(served_model(0, 12, 3), **terms))
+
+    mesh.settle()
+
+    assert 0 in spans_of(mesh)
+    assert not any(part.further for part in mesh.parts.values())
+
+
+def test_the_node_that_computes_least_is_shared() -> None:
+    for slow, fast in (("a", "b"), ("b", "a")):
+        mesh = shared_mesh({0: 950, 1: 950, 2: 950}, served_model(0, 12, 2))
+        speeds_of(mesh, **{slow: 10, fast: 9})
+
+        mesh.settle()
+
+        assert spans_of(mesh)[1] == [(2, "0:9"), ("ab".index(fast), "9:12")]
+
+
+def test_a_node_holds_no_more_than_the_span_that_its_owner_fixed() -> None:
+    charter = mesh_of(model(1, 4), model(2, 2))
+    view = view_of(charter, {A: 4, B: 4})
+    fixed = replace(view.profiles[A], span=Span(0, 3))
+
+    found = assign(replace(view, profiles={**view.profiles, A: fixed}))
+
+    assert found == {A: group(charter, 2), B: FIRST_GROUP}
