@@ -129,3 +129,27 @@ class SharedSchedule(SeveralSchedule):
         world.newcomers = {each for each in world.newcomers if each < self.count}
         world.replicas = world.ring_size = None
         self.asked = ModelOptions(OTHER)
+
+
+class SpanChecks(SharedChecks):
+    """The same where the replicas of a model may share nodes."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has the memory for the model."""
+        return any(self._world.capacity[number] > LAYERS for number in self.here)
+
+
+class SpanSchedule(SharedSchedule):
+    """Nodes that serve two replicas of one model, of which the second may be no ring of its own."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        super().__init__(world, seed)
+        self.checks = SpanChecks(world)
+        rooms = [self.random.choice((9, 12)), *self.random.choices((2, 2, 3, 9), k=self.count - 1)]
+        self.random.shuffle(rooms)
+        world.capacity = dict(enumerate(rooms))
+        world.replicas = 2
+
+    def _serve(self) -> None:
+        """Serve no second model."""

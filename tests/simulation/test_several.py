@@ -6,8 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
+from meshllm.names import GroupId
+from meshllm.node.ring_service import RingService
 from tests.simulation.node_world import shortcuts, simulate
-from tests.simulation.several import SeveralSchedule, SharedSchedule
+from tests.simulation.several import SeveralSchedule, SharedSchedule, SpanSchedule
 from tests.simulation.test_nodes import told
 
 BLOCK = 10  # schedules
@@ -35,6 +37,23 @@ def test_nodes_in_both_rings_recover_from_every_fault(block: int) -> None:
         world = simulate(seed, SharedSchedule)
 
         assert not world.wrong, f"seed {seed}: {told(world)}"
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_replicas_that_share_nodes_recover_from_every_fault(block: int) -> None:
+    begin, begun = RingService._begin_further, list[GroupId]()
+
+    def count(service: RingService, group: GroupId, memory: int) -> None:
+        begun.append(group)
+        begin(service, group, memory)
+
+    with patch.object(RingService, "_begin_further", count):
+        for seed in range(block * BLOCK, (block + 1) * BLOCK):
+            world = simulate(seed, SpanSchedule)
+
+            assert not world.wrong, f"seed {seed}: {told(world)}"
+
+    assert begun
 
 
 @pytest.mark.parametrize("seed", FOUND)
