@@ -238,6 +238,8 @@ async def test_a_replica_shares_a_node_with_another_one(mesh: Mesh, random: str)
     assert len({await ask(node) for node in nodes}) == 1
     answers = await asyncio.gather(*(ask(a, affinity=str(number)) for number in range(8)))
     assert len(set(answers)) == 1
+    own_rings = [each.status for each in rings(a).values() if each.status]
+    assert [bool(each.measured) for each in own_rings] == [True, True]  # both have answered
 
 
 @pytest.mark.usefixtures("alike")

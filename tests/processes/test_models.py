@@ -275,6 +275,46 @@ def test_one_process_serves_two_models_and_another_one_answers_for_both(
     }
 
 
+def test_two_replicas_share_a_process_and_one_goes_on_when_the_other_breaks(
+    fleet: Fleet, other: str
+) -> None:
+    ticket = fleet.found("attic")
+    attic, bench, cellar = (fleet.node(name) for name in RING_NODES[:3])
+    model, first = ("--model", other, *ALONE), ("--layers", "0:8")
+
+    def stages(node: Node) -> dict[str, list[tuple[str, str]]]:
+        return {
+            name: [(at["name"], at["layers"]) for at in each["stages"]]
+            for name, each in rings(node.status()).items()
+        }
+
+    attic.start(*model, "--layers", "8:12", "--replicas", "2")
+    until(attic.is_up, fleet.told)
+    for node in (bench, cellar):
+        node.start("--join", ticket, *model, *first)
+        until(lambda: "random 0" in stages(attic), fleet.told)
+    both = {
+        f"random {replica}": [(name, "0:8"), ("attic", "8:12")]
+        for replica, name in enumerate(("bench", "cellar"))
+    }
+    until(lambda: all(stages(each) == both for each in (attic, bench, cellar)), fleet.told)
+
+    with Load(
+        attic, (other,)
+    ).running() as load:  # by one door: two prompts at a time, one for each ring
+        load.more(1)
+        asked = [outcome(attic, other, f"{number} is") for number in range(8)]
+        answered = {name for name, at in rings(attic.status()).items() if at["status"]["measured"]}
+        cellar.kill()
+        load.more(3)
+    again = [outcome(attic, other, f"{number} is") for number in range(8)]
+
+    assert not any(each.error for each in (*asked, *again, *load.outcomes[other])), fleet.told()
+    assert again == asked
+    assert answered == both.keys()
+    until(lambda: stages(attic) == {"random 0": both["random 0"]}, fleet.told)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_each_of_five_processes_may_die(fleet: Fleet, other: str) -> None:
