@@ -30,7 +30,7 @@ from meshllm.node.membership.bootstrap import (
     dial_inviter,
     granted,
 )
-from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
+from meshllm.node.membership.saved_records import RecordKeeper, SavedRecords, restore_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -80,7 +80,7 @@ class MeshClient:
         self._me = store.key.node
         self._store, self._credential = store, credential
         self.mesh = credential.mesh
-        self._linked, self._unsaved = asyncio.Event(), asyncio.Event()
+        self._linked, self._records = asyncio.Event(), RecordKeeper(store, self._lasting)
         self._parted = asyncio.Event()  # set by the loss of a link
         self._here = dialer.machine
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -166,8 +166,12 @@ class MeshClient:
     async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
-            jobs = (self.links.run([]), self.router.run(), self._redial(ticket), self._save())
-            for job in jobs:
+            for job in (
+                self.links.run([]),
+                self.router.run(),
+                self._redial(ticket),
+                self._records.run(),
+            ):
                 group.create_task(job)
             await asyncio.sleep(0)  # let the links start
             if link is not None:
@@ -195,17 +199,10 @@ class MeshClient:
             Fallback(node, b"", at) for node, at in self._store.peers.items()
         )
 
-    async def _save(self) -> None:
-        """Save the removals and the nodes that were told, until cancelled."""
-        while True:
-            await self._unsaved.wait()
-            self._unsaved.clear()
-            records = SavedRecords.of(self.machine, lambda _: Local.NO)
-            records = replace(records, met={at.node: at.addresses for at in self.machine.fallbacks})
-            try:
-                await asyncio.to_thread(save_records, self._store, records)
-            except UserError as error:  # such as a full disk
-                logger.warning("%s", error)
+    def _lasting(self) -> SavedRecords:
+        """Return the removals, and the nodes that were told."""
+        records = SavedRecords.of(self.machine, lambda _: Local.NO)
+        return replace(records, met={at.node: at.addresses for at in self.machine.fallbacks})
 
     def _check(self) -> None:
         """Raise `NotAuthorised` if this client is not a member any more."""
@@ -299,7 +296,7 @@ class MeshClient:
         except NotAuthorised as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
-        self._unsaved.set()
+        self._records.changed()
         self._linked.set()
 
     async def ring(self, link: SecureLink) -> None:

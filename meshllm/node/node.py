@@ -17,9 +17,8 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,7 @@ from meshllm.node.agreement.ring_service import RingService
 from meshllm.node.founding import with_own_entry
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
-from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
+from meshllm.node.membership.saved_records import RecordKeeper, SavedRecords, restore_records
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import Beacon, MemberBeacons, open_beacon
 from meshllm.node.net.dialer import NodeDialer
@@ -159,8 +158,13 @@ class MeshNode:
                 has_own_model=options.model is not None,
             )
         )
-        self._off_loop = off_loop
-        self._unsaved = asyncio.Event()
+        self.records = RecordKeeper(
+            store,
+            lambda: SavedRecords.of(self.machine, self.links.local_of),
+            off_loop,
+            pause_s=SAVE_S,
+        )
+        """Saves charter, removals, and addresses of members for the next start."""
         self._duplicate_identity = DuplicateIdentity()
         self._beacon: Beacon | None = None
         self._context = copy_context()  # of the supervisor, for callbacks from other contexts
@@ -274,13 +278,10 @@ class MeshNode:
         context = charter.shape.context if charter else 0
         return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + TOKEN_BYTES * context)
 
-    def _records(self) -> SavedRecords:
-        return SavedRecords.of(self.machine, self.links.local_of)
-
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""
         self.links.act(self.machine.remove(removal, loop_time()))
-        save_records(self.store, self._records())  # on disk before the caller returns
+        self.records.save()
 
     def revoke(self, tags: tuple[bytes, ...]) -> None:
         """Publish the API keys that the owner of this node revoked."""
@@ -310,7 +311,7 @@ class MeshNode:
                 self.service.first.planner.run,
                 self._redial,
                 *parts,
-                self._save,
+                self.records.run,
             ):
                 self._jobs.create_task(self._guarded(part))
             await asyncio.sleep(0)  # let the links start
@@ -338,12 +339,6 @@ class MeshNode:
                 await asyncio.Event().wait()  # never set: wait until cancelled
             finally:
                 self._is_ending = True
-
-    def close(self) -> None:
-        """Write records to disk that are not written yet."""
-        if self._unsaved.is_set():
-            with self._warned():
-                save_records(self.store, self._records())
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Pass a bug that ended the node on to `stopped`."""
@@ -388,7 +383,7 @@ class MeshNode:
 
     def _stir(self) -> None:
         self._is_scheduled = False
-        self._unsaved.set()
+        self.records.changed()
         if self._is_member():
             self.service.records_changed()
 
@@ -430,26 +425,6 @@ class MeshNode:
             for node, addresses in self._own.hints:
                 self.links.hint(node, addresses)
             await asyncio.sleep(REDIAL_LINKED_S if self.links.by_peer else REDIAL_S)
-
-    async def _save(self) -> None:
-        """Save charter, removals, and addresses of members for the next start."""
-        while True:
-            await self._unsaved.wait()
-            await asyncio.sleep(SAVE_S)
-            records = self._records()
-            with self._warned():
-                await self._off_loop(save_records, self.store, records)
-            if records == self._records():
-                self._unsaved.clear()
-
-    @staticmethod
-    @contextmanager
-    def _warned() -> Iterator[None]:
-        """Log instead of raise if the state folder cannot be written, such as on a full disk."""
-        try:
-            yield
-        except MeshError as error:
-            logger.warning("%s", error)
 
     async def _drain(self) -> None:
         """Wait until others have taken the layers over and no request runs, then leave.
@@ -564,4 +539,4 @@ async def open_node(
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            node.close()
+            node.records.close()

@@ -22,6 +22,7 @@ from meshllm.node.client import (
     local_of,
     open_mesh_client,
 )
+from meshllm.node.membership import saved_records
 from meshllm.node.net import beacon
 from meshllm.node.net.peer_address import Local, Machine
 from meshllm.node.requests.model_list import models_to_json
@@ -613,7 +614,7 @@ def test_a_client_that_cannot_save_removals_goes_on(
     def fail(*_: object) -> None:
         raise UserError("The disk is full")
 
-    monkeypatch.setattr(thin_module, "save_records", fail)
+    monkeypatch.setattr(saved_records, "save_records", fail)
 
     async def story(town: Town) -> None:
         a = await inn(town)

@@ -1,6 +1,9 @@
 """Records that survive a restart: the charter, the removals, and the addresses of members."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -8,12 +11,15 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
 from meshllm.node.membership.state_store import FILE, StateStore
 from meshllm.node.net.peer_address import Local, permitted
+from meshllm.node.offloop import OffLoop
 from meshllm.protocol.membership.gossip import Item
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS
 
 _NAME = "records"
 _LENGTH_BYTES = 4
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,63 @@ def save_records(store: StateStore, records: SavedRecords) -> None:
     known = {**met, **{node: at for node, at in store.peers.items() if node not in met}}
     lasting = [node for node in known if node not in records.gone]
     store.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
+
+
+class RecordKeeper:
+    """Saves the records after they have changed; changes within ``pause_s`` together."""
+
+    def __init__(
+        self,
+        store: StateStore,
+        take: Callable[[], SavedRecords],
+        off_loop: OffLoop = asyncio.to_thread,
+        *,
+        pause_s: float = 0.0,
+    ) -> None:
+        """Save in the state folder; ``take`` takes a snapshot."""
+        self._store = store
+        self._take = take
+        self._off_loop = off_loop
+        self._pause_s = pause_s
+        self._unsaved = asyncio.Event()
+
+    def changed(self) -> None:
+        """Save soon: the records may have changed."""
+        self._unsaved.set()
+
+    def save(self) -> None:
+        """Save now, on disk before this returns.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        save_records(self._store, self._take())
+
+    def close(self) -> None:
+        """Save what is not saved yet."""
+        if self._unsaved.is_set():
+            with _warned():
+                self.save()
+
+    async def run(self) -> None:
+        """Save after each change until cancelled."""
+        while True:
+            await self._unsaved.wait()
+            await asyncio.sleep(self._pause_s)
+            records = self._take()
+            with _warned():
+                await self._off_loop(save_records, self._store, records)
+            if records == self._take():
+                self._unsaved.clear()
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Log instead of raise if the state folder cannot be written, such as on a full disk."""
+    try:
+        yield
+    except UserError as error:
+        logger.warning("%s", error)
 
 
 def restore_records(store: StateStore, machine: Mesh, now: float) -> None:

@@ -1,15 +1,25 @@
 """Records that survive a restart."""
 
+import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
 from meshllm.errors import UserError
 from meshllm.names import NodeId
-from meshllm.node.membership.saved_records import SavedRecords, restore_records, save_records
+from meshllm.node.membership import saved_records
+from meshllm.node.membership.saved_records import (
+    RecordKeeper,
+    SavedRecords,
+    restore_records,
+    save_records,
+)
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import MAX_MEMBERS
+from meshllm.testing.clock import run_virtual
 
 ME, ANN, BOB, EVE = (NodeId(bytes([number]) * 32) for number in range(4))
 
@@ -60,3 +70,92 @@ def test_records_of_another_version_are_named_with_their_file(
     with pytest.raises(UserError, match=r"mesh\.json` is damaged, or of another version") as caught:
         restore_records(store, machine, 0.0)
     assert "move the file away" in str(caught.value.hint)
+
+
+class Kept:
+    """Records that change, with a keeper that saves them on a virtual clock."""
+
+    def __init__(self, store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.records, self.saved = met(ANN), list[SavedRecords]()
+        self.error: UserError | None = None
+        monkeypatch.setattr(saved_records, "save_records", self._save)
+        self.keeper = RecordKeeper(store, lambda: self.records, self._off_loop, pause_s=1.0)
+
+    async def _off_loop(self, run: Any, *args: Any) -> Any:
+        await asyncio.sleep(0.5)
+        return run(*args)
+
+    def _save(self, _: StateStore, records: SavedRecords) -> None:
+        self.saved.append(records)
+        if self.error is not None:
+            raise self.error
+
+    def change(self, records: SavedRecords) -> None:
+        self.records = records
+        self.keeper.changed()
+
+
+Keep: TypeAlias = Callable[[Callable[[Kept], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def keep(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> Keep:
+    async def main(story: Callable[[Kept], Coroutine[Any, Any, None]]) -> None:
+        kept = Kept(store, monkeypatch)
+        running = asyncio.ensure_future(kept.keeper.run())
+        await story(kept)
+        running.cancel()
+
+    return lambda story: run_virtual(main(story))
+
+
+def test_changes_within_a_while_are_saved_together(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        kept.change(met(ANN))
+        await asyncio.sleep(0.5)
+        kept.change(met(BOB))
+        await asyncio.sleep(5)
+        assert kept.saved == [met(BOB)]
+
+    keep(story)
+
+
+def test_what_changes_while_it_is_saved_is_saved_again(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        kept.change(met(ANN))
+        await asyncio.sleep(1.2)
+        kept.change(met(BOB))
+        await asyncio.sleep(5)
+        assert kept.saved == [met(ANN), met(BOB)]
+
+    keep(story)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    keep: Keep, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(kept: Kept) -> None:
+        kept.error = UserError("The disk is full")
+        kept.change(met(ANN))
+        await asyncio.sleep(5)
+        assert "The disk is full" in caplog.text
+        kept.error = None
+        kept.change(met(BOB))
+        await asyncio.sleep(5)
+        assert kept.saved == [met(ANN), met(BOB)]
+        kept.error = UserError("The disk is full")
+        with pytest.raises(UserError):
+            kept.keeper.save()  # the caller waits for it
+
+    keep(story)
+
+
+def test_the_end_saves_what_is_not_saved(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        kept.keeper.close()
+        assert kept.saved == []
+        kept.change(met(BOB))
+        kept.keeper.close()
+        assert kept.saved == [met(BOB)]
+
+    keep(story)
