@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.names import GroupId
-from meshllm.node.ring_service import RingService
+from meshllm.node.agreement.further_rings import FurtherRings
 from tests.simulation.node_world import shortcuts, simulate
 from tests.simulation.several import SeveralSchedule, SharedSchedule, SpanSchedule
 from tests.simulation.test_nodes import told
@@ -41,13 +41,13 @@ def test_nodes_in_both_rings_recover_from_every_fault(block: int) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_replicas_that_share_nodes_recover_from_every_fault(block: int) -> None:
-    begin, begun = RingService._begin_further, list[GroupId]()
+    begin, begun = FurtherRings._begin, list[GroupId]()
 
-    def count(service: RingService, group: GroupId, memory: int) -> None:
+    def count(rings: FurtherRings, group: GroupId, memory: int) -> None:
         begun.append(group)
-        begin(service, group, memory)
+        begin(rings, group, memory)
 
-    with patch.object(RingService, "_begin_further", count):
+    with patch.object(FurtherRings, "_begin", count):
         for seed in range(block * BLOCK, (block + 1) * BLOCK):
             world = simulate(seed, SpanSchedule)
 
