@@ -6,7 +6,6 @@ requests in progress go on at the one that answers, with the tokens so far.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import (
@@ -69,8 +68,6 @@ REDIAL_S = (
     1.0  # s between two checks for a linked node; the loss of the last one is noticed at once
 )
 STAGGER_S = 0.3  # s between the dials of two nodes: a handshake on most paths
-
-logger = logging.getLogger(__name__)
 
 
 class MeshClient:
