@@ -10,6 +10,7 @@ from meshllm.errors import PeerFault
 from meshllm.names import Span
 from meshllm.status import (
     Change,
+    CostTable,
     Members,
     MeshStatus,
     ModelStatus,
@@ -62,6 +63,7 @@ def sent(value: object) -> Any:
     [
         FULL,
         with_node(status_of(1, measured=False), 0, layers=None, rank=None),
+        with_node(FULL, 0, costs=CostTable("m", ((1, 2.5), (8, 4.0)), 1.5)),
         Members((member(0), member(1, role="client", state="linked"))),
         Removed(node_id(1), "desk", (Named(node_id(2), "laptop"),)),
         RevokedKeys(("01" * 16,)),

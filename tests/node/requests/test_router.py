@@ -843,6 +843,22 @@ def test_the_owner_does_not_wait_behind_the_requests_of_a_key(world: World) -> N
     world.run(story)
 
 
+def test_long_answers_at_another_node_leave_a_place_to_a_short_one(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY))
+    world.add(ENTRY, FakeRing(attempts=[*[[None]] * (MAX_FORWARDED - 1), answer()]))
+    long = replace(REQUEST, max_tokens=10_000)
+
+    async def story() -> None:
+        endless = [asyncio.ensure_future(all_of(router, long)) for _ in range(2 * MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        assert text_of(await all_of(router)) == TEXT
+        for each in endless:
+            each.cancel()
+        await asyncio.wait(endless)
+
+    world.run(story)
+
+
 def test_the_turns_of_keys_at_another_node_are_fair_in_tokens(world: World) -> None:
     router = world.add(ME, FakeRing(at=ENTRY))
     ring = FakeRing(attempts=[[None]] * MAX_FORWARDED + [answer()] * 8)
