@@ -5,11 +5,11 @@ Theory of operation
 The founder fixes the model once. The *terms* can change later: every node publishes the terms that
 it changed, each with a version, and of all values of one term the highest (version, author) is in
 force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing,
-and of `FOUNDER_TERMS` only the founder's do: who may read prompts is not for every member to say.
-A member's `YIELDING` terms hold while a ring is possible with them, see `Charter.eased`: else one
-member could leave a mesh without any node that may serve.
-Concurrent changes of different terms are therefore all kept, and every node with the same
-records derives the same charter, in whatever order they arrived.
+and of `FOUNDER_TERMS` only the founder's do: who may read prompts is not for every member to say. A
+member's `YIELDING` terms hold while a ring is possible with them, see `Charter.eased`, and its
+context is at most the founder's: else one member could leave a mesh without any ring. Concurrent
+changes of different terms are therefore all kept, and every node with the same records derives the
+same charter, in whatever order they arrived.
 
 Every node ignores a version that exceeds the next lower one by more than `MAX_STEP`, so that no
 member can publish a version that cannot be exceeded.
@@ -264,7 +264,7 @@ def merge(
     """Apply the terms in force to the founder's charter."""
     changes: dict[str, Any] = {}
     shape, models = base.shape, {each.key: each for each in base.models}
-    unknown = list(base.unknown)
+    unknown, said = list(base.unknown), amendments.get(founder) if founder else None
     for name, (author, term) in sorted(in_force(amendments, founder).items()):
         if (why := _unknown(term)) is not None:
             unknown.append(f"node `{short(author)}` set {why}")
@@ -273,7 +273,8 @@ def merge(
             if model := _read_model(term.text):
                 models[key] = model
         elif name == "context":
-            shape = replace(shape, context=int(term.text))
+            most = MAX_POSITION if founder in {None, author} else _founders("context", base, said)
+            shape = replace(shape, context=min(int(term.text), most))
         else:
             changes[name] = _TERMS[name](term.text)
     merged = replace(base, **changes, shape=shape, unknown=tuple(unknown))
@@ -287,14 +288,20 @@ def _yields(
     """Yield the terms of members that yield, with the values of the founder."""
     if founder is None:
         return
-    said = amendments.get(founder, Amendments(()))
-    texts = {term.name: term.text for term in said.terms}
     for name, (author, _) in in_force(amendments, founder).items():
         if name not in YIELDING:
             continue
-        wanted = _TERMS[name](texts[name]) if name in texts else getattr(base, name)
+        wanted = _founders(name, base, amendments.get(founder))
         if wanted != getattr(merged, name):
             yield Yielding(name, author, wanted)
+
+
+def _founders(name: str, base: Charter, said: Amendments | None) -> Any:
+    """Return the value of a term that the founder wants, whether it is in force or not."""
+    texts = {term.name: term.text for term in (said or Amendments(())).terms}
+    if name in texts:
+        return _TERMS[name](texts[name])
+    return base.shape.context if name == "context" else getattr(base, name)
 
 
 def _with_terms(charter: Charter, models: Iterable[Charter]) -> tuple[Charter, ...]:

@@ -452,6 +452,19 @@ def test_exclusions_and_members_that_a_member_sets_yield_to_the_founders() -> No
     assert merge(CHARTER, {B: said[B]}, founder=A).eased == CHARTER
 
 
+def test_a_member_sets_a_shorter_context_than_the_founder_but_no_longer_one() -> None:
+    def context(*said: tuple[NodeId, int], founder: NodeId | None = A) -> int:
+        at = {node: terms(("context", 1 + at, f"{n}")) for at, (node, n) in enumerate(said)}
+        return merge(CHARTER, at, founder).shape.context
+
+    own = CHARTER.shape.context
+    assert context((B, own + 1)) == context((B, MAX_POSITION)) == own
+    assert context((B, own - 1)) == own - 1
+    assert context((A, own + 9)) == context((A, own + 9), (B, own + 99)) == own + 9
+    assert context((A, own + 9), (B, own + 5)) == own + 5
+    assert context((B, own + 1), founder=None) == own + 1
+
+
 def test_exclusions_yield_in_all_models_and_members_in_the_first() -> None:
     said = {B: terms(("exclude", 1, A.hex()), ("members", 1, "1"), term_of(model(1, members=2)))}
 
