@@ -29,14 +29,17 @@ def freeze_the_charter() -> Outcome:
         ticket = fleet.found("owner")
         owner = fleet.node("owner").start("--model", "builtin", *ALONE)
         fleet.form()
+        alone = alone_s(owner)
         state, removed = asyncio.run(_publish(ticket, fleet.folder / "attacker", owner))
         owner.send(SIGINT)
         owner.ended()
         owner.start("--policy", "throughput", "--context", "512", *ALONE)
         policy = _served_policy(fleet)
+        crowded = alone_s(owner)
     effect = f"owner is {state}, restarts with policy {policy}, remove exits {removed}"
     held = (policy, state) == ("throughput", "serving")
-    return Outcome(effect, "a step of 2^32, founder first", held=held)
+    done = Outcome(effect, "a step of 2^32, founder first", held=held)
+    return compared(done, alone, crowded)
 
 
 def exclude_all() -> Outcome:

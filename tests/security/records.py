@@ -72,12 +72,15 @@ def two_of_one_name() -> Outcome:
         owner = fleet.node("owner").start("--model", "builtin", *words, *ALONE)
         fleet.node("bob").start("--join", ticket, "--model", "builtin", *ALONE)
         until(lambda: len(owner.states()) == 2, fleet.told)
-        asyncio.run(_be_bob(ticket, fleet))
+        alone = alone_s(owner)
+        crowded = asyncio.run(_be_bob(ticket, fleet))
         answer = ask(owner, PROMPT)
-    return Outcome(f"the owner is answered ({len(answer)} B)", "a ring", held=bool(answer.strip()))
+    effect = f"the owner is answered ({len(answer)} B)"
+    return compared(Outcome(effect, "a ring", held=bool(answer.strip())), alone, crowded)
 
 
-async def _be_bob(ticket: str, fleet: Fleet) -> None:
+async def _be_bob(ticket: str, fleet: Fleet) -> float:
+    """Return how long the owner waits for an answer meanwhile."""
     async with join(ticket, fleet.folder / "attacker") as member:
         profile, state = Profile("bob", "1", (), 0), StateRecord(Lifecycle.SERVING)
         now = asyncio.get_running_loop().time()
@@ -86,6 +89,7 @@ async def _be_bob(ticket: str, fleet: Fleet) -> None:
         here = 3  # owner, bob, bob
         await asyncio.to_thread(until, lambda: len(owner.status()["nodes"]) == here, fleet.told)
         await asyncio.to_thread(until, lambda: owner.status()["ring"]["state"] == "serving")
+        return await asyncio.to_thread(owner_s, owner)
 
 
 def _with_member(attempt: Attempt, bound: str) -> Outcome:
