@@ -839,6 +839,17 @@ def test_layers_move_after_a_loss_if_that_makes_a_token_much_faster() -> None:
     assert spans(planned(replace(world, gone={C}).agree(A))) == {A: "0:12"}
 
 
+@pytest.mark.parametrize(("ms", "after"), [(0.947, {A: "0:4", B: "4:12"}), (0.948, {A: "0:12"})])
+def test_nodes_that_stay_keep_their_layers_at_the_limit(
+    ms: float, after: dict[NodeId, str]
+) -> None:
+    """12.0 ms per token instead of 10.2."""
+    profiles = {A: wide(ms=0.85), B: wide(ms=ms), C: wide()}
+    world = World(profiles, WIDE, followed=dict.fromkeys(profiles, FOURS))
+
+    assert spans(planned(replace(world, gone={C}).agree(A))) == after
+
+
 def test_a_node_without_layers_takes_those_of_a_lost_one() -> None:
     profiles = dict.fromkeys((A, B, C, D), wide())
     terms = replace(WIDE, members=3)
