@@ -1,5 +1,6 @@
 """The import contracts hold, and each of them fails on a violation."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -62,18 +63,32 @@ def test_the_contracts_hold(copy: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("contract", PLANTS)
-def test_a_planted_violation_is_caught(copy: Path, contract: str) -> None:
-    place, line = PLANTS[contract]
-    whole = (copy / place).read_text(encoding="utf-8")
-    (copy / place).write_text(f"{whole}\n{line}\n", encoding="utf-8")
+@pytest.fixture(scope="module")
+def reports(copy: Path) -> dict[str, str]:
+    """What is said about each broken contract after all violations are planted; by its heading."""
+    whole = {place: (copy / place).read_text(encoding="utf-8") for place, _ in PLANTS.values()}
+    for place, line in PLANTS.values():
+        with (copy / place).open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")
 
     done = lint(copy)
 
-    (copy / place).write_text(whole, encoding="utf-8")
-    broken = [text for text in done.stdout.splitlines() if text.endswith("BROKEN")]
-    assert done.returncode == 1
-    assert any(text.startswith(contract) for text in broken), done.stdout
+    for place, text in whole.items():
+        (copy / place).write_text(text, encoding="utf-8")
+    assert done.returncode == 1, done.stdout
+    parts = re.split(
+        r"^(.+)\n-+\n", done.stdout.partition("Broken contracts")[2], flags=re.MULTILINE
+    )
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("contract", PLANTS)
+def test_a_planted_violation_is_caught(reports: dict[str, str], contract: str) -> None:
+    place, line = PLANTS[contract]
+    importer = place.removeprefix("plugins/").removesuffix(".py").replace("/", ".")
+    (report,) = [text for heading, text in reports.items() if heading.startswith(contract)]
+
+    assert f"{importer} -> {line.removeprefix('import ')} (l." in report
 
 
 def test_no_imports_go_in_a_circle() -> None:
