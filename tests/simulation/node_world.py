@@ -32,6 +32,7 @@ from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanC
 from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.trust.identity import agreement_key, show
 from tests.simulation.machines import Machines, process_here, time_of_day
+from tests.simulation.mesh_world import remembered_signatures
 from tests.simulation.schedule import Schedule
 from tests.simulation.several import SeveralSchedule, SharedSchedule
 from tests.simulation.world import World
@@ -94,6 +95,7 @@ def shortcuts() -> Iterator[None]:
     with (
         patch("meshllm.protocol.agreement.relaxation.make_plan", remembering(make_plan)),
         patch("meshllm.protocol.agreement.advice.make_plan", remembering(make_plan)),
+        remembered_signatures(),
         patch("meshllm.transport.registry.entry_points", lru_cache(entry_points)),
         patch("meshllm.protocol.trust.transcript.agreement_key", lru_cache(64)(agreement_key)),
         patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
