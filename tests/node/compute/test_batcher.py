@@ -335,7 +335,7 @@ async def test_no_job_is_lost_between_the_threads() -> None:
     async with recording() as (_, tracer):
 
         async def ask(number: int) -> None:
-            for _ in range(200):
+            for _ in range(50):
                 first, second = tracer.submit(number, SessionId(bytes([number])))
                 if number % 2:
                     tracer.batcher.submit_alone(SessionId(bytes([number])), int)
@@ -345,7 +345,7 @@ async def test_no_job_is_lost_between_the_threads() -> None:
             for number in range(8):
                 group.create_task(ask(number))
 
-    assert sum(map(len, tracer.batches)) == 8 * 200
+    assert sum(map(len, tracer.batches)) == 8 * 50
 
 
 def test_valid_values_are_mapped_together_and_failures_stay() -> None:
