@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,24 +80,41 @@ async def formed_again(ring: LocalRing) -> None:
             return
 
 
-async def plain(folder: Path, *, speculation: bool) -> list[int]:
+@cache
+def plain(folder: Path, *, speculation: bool) -> list[int]:
+    """Return the answer of a ring that does not break; called in a thread."""
     config = InferenceConfig(threads=1, speculation=speculation)
-    async with open_local_ring(resolve(str(folder)), RingOptions(3, inference=config)) as ring:
-        return (await attempt(ring, NONE))[0]
+
+    async def answer() -> list[int]:
+        async with open_local_ring(resolve(str(folder)), RingOptions(3, inference=config)) as ring:
+            return (await attempt(ring, NONE))[0]
+
+    return asyncio.run(answer())
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the family that a test names."""
     folder = tmp_path_factory.mktemp(request.param)
     return tiny_model(folder, request.param, dtype=torch.bfloat16).folder
 
 
-@pytest.mark.parametrize("speculation", [False, True], ids=["plain", "drafts"])
-@pytest.mark.parametrize("at", [1, 2, 30])
+@pytest.mark.parametrize(
+    ("folder", "at", "speculation"),
+    [
+        ("llama", 1, False),
+        ("llama", 2, True),
+        ("llama", 30, False),
+        ("qwen3", 1, True),
+        ("qwen3", 2, False),
+        ("qwen3", 30, True),
+    ],
+    indirect=["folder"],
+)
 async def test_a_broken_link_costs_no_computed_row(
     folder: Path, at: int, speculation: bool
 ) -> None:
-    whole = await plain(folder, speculation=speculation)
+    whole = await asyncio.to_thread(plain, folder, speculation=speculation)
     config = InferenceConfig(threads=1, speculation=speculation)
     cut = Cut()
     transport = Tampering(cut)
@@ -120,6 +138,7 @@ async def test_a_broken_link_costs_no_computed_row(
         assert [stage.budget.live_bytes for stage in ring.stages] == [0, 0]
 
 
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
 async def test_a_prompt_that_is_interrupted_continues_behind_its_finished_chunks(
     folder: Path,
 ) -> None:
@@ -144,7 +163,9 @@ async def test_a_prompt_that_is_interrupted_continues_behind_its_finished_chunks
         assert 16 <= ended.measured.reused < len(PROMPT)
 
 
-@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize(
+    ("folder", "resumes"), [("llama", True), ("qwen3", False)], indirect=["folder"]
+)
 async def test_without_a_prefix_cache_the_answer_goes_on_with_the_same_bits(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, resumes: bool
 ) -> None:
@@ -152,7 +173,7 @@ async def test_without_a_prefix_cache_the_answer_goes_on_with_the_same_bits(
     monkeypatch.setattr(ModelRuntime, "resumes", resumes)
     config = InferenceConfig(threads=1, speculation=False, prefix_bytes=0)
     cut = Cut()
-    whole = await plain(folder, speculation=False)
+    whole = await asyncio.to_thread(plain, folder, speculation=False)
     async with open_local_ring(
         resolve(str(folder)), RingOptions(3, inference=config), Tampering(cut)
     ) as ring:
@@ -170,6 +191,7 @@ async def test_without_a_prefix_cache_the_answer_goes_on_with_the_same_bits(
         assert (ended.measured.reused > 0) is resumes
 
 
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
 async def test_a_request_that_waits_for_a_place_is_interrupted_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +212,11 @@ async def test_a_request_that_waits_for_a_place_is_interrupted_too(
         assert (first[1], second) == (None, ([], None))
 
 
-@pytest.mark.parametrize("mode", [PoolingMode.LAST, PoolingMode.MEAN])
+@pytest.mark.parametrize(
+    ("folder", "mode"),
+    [("llama", PoolingMode.LAST), ("qwen3", PoolingMode.MEAN)],
+    indirect=["folder"],
+)
 async def test_an_embedding_that_is_interrupted_can_be_asked_for_again(
     folder: Path, mode: PoolingMode
 ) -> None:

@@ -41,12 +41,16 @@ def reference(source: Source, prompts: Sequence[Sequence[int]]) -> list[list[int
     ]
 
 
-async def texts(nodes: int, sampling: Sampling, most: int | None = None) -> list[list[int]]:
+async def texts(nodes: int, most: int, *samplings: Sampling) -> list[list[list[int]]]:
+    """Return the answers to prompts, for each sampling."""
     options = RingOptions(nodes=nodes, inference=InferenceConfig(dtype="float32", threads=1))
     async with open_local_ring(resolve("builtin"), options) as ring:
         return [
-            [token async for token in ring.tokens(prompt, sampling, TOKENS)]
-            for prompt in prompts(ring)[:most]
+            [
+                [token async for token in ring.tokens(prompt, sampling, TOKENS)]
+                for prompt in prompts(ring)[:most]
+            ]
+            for sampling in samplings
         ]
 
 
@@ -63,22 +67,23 @@ def test_rings_of_1_to_4_nodes_match_transformers(most: int) -> None:
     source = resolve("builtin")
     expected = reference(source, asyncio.run(encoded(most)))
 
-    rings = {nodes: asyncio.run(texts(nodes, Sampling(), most)) for nodes in SIZES}
+    rings = {nodes: asyncio.run(texts(nodes, most, Sampling())) for nodes in SIZES}
 
     assert len(expected) == most
-    assert [nodes for nodes in SIZES if rings[nodes] != expected] == []
+    assert [nodes for nodes in SIZES if rings[nodes] != [expected]] == []
 
 
 def test_a_seed_gives_the_same_text_on_every_ring() -> None:
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=7)
 
-    rings = [asyncio.run(texts(nodes, sampling, most=8)) for nodes in SIZES]
+    rings = [asyncio.run(texts(nodes, 8, sampling)) for nodes in SIZES]
 
     assert all(ring == rings[0] for ring in rings)
 
 
 def test_another_seed_gives_another_text() -> None:
-    first = asyncio.run(texts(2, Sampling(temperature=0.8, seed=1), most=10))
-    second = asyncio.run(texts(2, Sampling(temperature=0.8, seed=2), most=10))
+    samplings = [Sampling(temperature=0.8, seed=seed) for seed in (1, 2)]
+
+    first, second = asyncio.run(texts(2, 10, *samplings))
 
     assert first != second
