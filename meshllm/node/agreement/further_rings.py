@@ -133,8 +133,10 @@ class FurtherRings:
         if not all(ends):
             self._parts.call_later(SETTLE_S, self._change, wanted)
             return
-        for group in wanted.keys() - self._refused:
-            running, memory = self.rings.get(group), wanted[group]
+        for group, memory in wanted.items():
+            running = self.rings.get(group)
+            if group in self._refused:
+                continue
             if running is None:
                 self._begin(group, memory)
             elif not running.is_stopped:  # else it begins again once it has ended

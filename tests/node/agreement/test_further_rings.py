@@ -177,6 +177,16 @@ def test_a_ring_that_cannot_be_served_leaves_another_one_of_its_model(run: Run) 
     run(story)
 
 
+def test_rings_begin_in_the_order_of_the_records(run: Run) -> None:
+    async def story(node: Node) -> None:
+        wanted = {GroupId(bytes([number]) * 9): number for number in range(1, 9)}
+        node.rings.want(wanted)
+        await asyncio.sleep(SHORT_S)
+        assert [*node.rings.rings] == [*wanted]
+
+    run(story)
+
+
 def test_a_node_that_leaves_begins_no_ring(run: Run) -> None:
     async def story(node: Node) -> None:
         node.rings.want({ONE: 5})
