@@ -118,7 +118,12 @@ def _own(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | 
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend by the kernel of torch; it skips no masked keys, so few rows at a time get theirs."""
+    """Attend by the kernel of torch; it skips no masked keys, so few rows at a time get theirs.
+
+    Where values have another width than keys, torch has none, and would store all scores.
+    """
+    if query.shape[3] != value.shape[3]:
+        return _in_blocks(query, key, value, scale, window)
     rows, keys = query.shape[2], key.shape[2]
     past, is_whole = keys - rows, rows == keys <= (window or keys)
     attended = []

@@ -290,6 +290,20 @@ def test_a_bfloat16_chunk_is_attention_by_each_kernel(
     assert float((found.double() - exact).norm() / exact.norm()) < 2**-7
 
 
+def test_values_of_another_width_are_not_given_to_the_fused_kernel() -> None:
+    query, key, _ = drawn((4, 2, 32), 40, 90, torch.bfloat16)
+    value = torch.randn(1, 2, 90, 16).bfloat16()
+    exact = reference(query.double(), key.double(), value.double())
+
+    with (
+        patch.object(attention, "fastest_prefill", lambda: PrefillKernel.FUSED),
+        patch.object(functional, "scaled_dot_product_attention", side_effect=AssertionError),
+    ):
+        found = attention.prefill_attention(query, key, value, 32**-0.5)
+
+    assert float((found.double() - exact).norm() / exact.norm()) < 2**-7
+
+
 @pytest.mark.parametrize(
     ("times", "kernel"),
     [
