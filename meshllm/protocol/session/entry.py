@@ -40,7 +40,9 @@ If the ring is lost, there is no Close: `interrupt` keeps what had been all roun
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 If layers have moved to another node since, the Resume names them as lost, and the kept positions go
 round the ring once more as refills: in the chunks of the first time, so that the rows get the same
-bits, and computed in the lost layers only. What follows is sent right behind.
+bits, and computed in the lost layers only. What follows is sent right behind. Decode steps are
+small, and all known by then: up to `MAX_PENDING` of them are in flight, whatever the window, or the
+entry would wait for the way round the ring after every few rows.
 
 Only results of the current gen count, and only those that end beyond ``done``: late and repeated
 ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
@@ -327,7 +329,7 @@ class Entry:
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
-        room = MAX_PENDING if is_step else self._pace.window
+        room = self._room(is_step=is_step or pos in self.replayed)
         if self._job or not tokens or len(self._flight) >= room:
             return []
         if guesses:
@@ -343,13 +345,17 @@ class Entry:
 
     def _start_refill(self, pos: int) -> list[Action]:
         """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
-        if self._job or len(self._flight) >= self._pace.window:
-            return []
         chunk = next(each for each in self._chunks if each.stop > pos)
+        if self._job or len(self._flight) >= self._room(is_step=chunk.is_step):
+            return []
         stop = min(chunk.stop, pos + MAX_STEP_ROWS if chunk.is_step else self._refill)
         tokens, self._injected = tuple(self._tokens[pos:stop]), stop
         self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, refills=True)
         return [self._job]
+
+    def _room(self, *, is_step: bool) -> int:
+        """Return how many chunks may be in flight; steps have few rows, so more of them may."""
+        return MAX_PENDING if is_step else self._pace.window
 
     def _rows_from(self, pos: int) -> int:
         """Return how many known tokens the next Embed may take."""

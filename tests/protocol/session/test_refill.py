@@ -1,10 +1,12 @@
 """Refills: after a loss, kept positions go round once more, for the lost layers only."""
 
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from meshllm.names import Span
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit
 from meshllm.protocol.session.actions import Embed, Progress
@@ -19,7 +21,7 @@ from meshllm.protocol.session.messages import (
     Gap,
     Resume,
 )
-from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.session.stage import MAX_PENDING, Adopt, Compute, Free, Keep, Stage
 from tests.protocol.session import test_entry as e
 from tests.protocol.session import test_stage as s
 
@@ -91,6 +93,54 @@ def test_steps_are_refilled_a_few_at_a_time() -> None:
         rows += [each.rows for each in messages if isinstance(each, Data)]
         entry.receive(e.back(0, end), 0.2)
     assert rows == [1, 17, 17, 5]
+
+
+STEPS = 409
+"""Decode steps of an answer that is resumed: 24 refills of 17, and one row."""
+
+
+def resumed() -> tuple[Entry, Embed]:
+    """An answer of a prompt of one token and so many steps, and its first refill."""
+    chunks = (Chunk(1, is_step=False), Chunk(STEPS, is_step=True))
+    task = replace(e.TASK, prompt=tuple(range(STEPS + 1)), given=STEPS, context=1024)
+    entry = Entry(task, replace(e.PACE, chunk=256))
+    *_, job = entry.open(0.0, replace(BASE, length=STEPS, chunks=chunks))
+    assert isinstance(job, Embed)
+    return entry, job
+
+
+def test_refills_of_steps_fill_the_queues_of_the_ranks_whatever_the_window() -> None:
+    entry, job = resumed()
+    jobs, actions = [job], entry.computed(e.blob(1), 0.0)
+    while isinstance(following := actions[-1], Embed):
+        jobs.append(following)
+        actions = entry.computed(e.blob(1), 0.0)
+
+    assert len(jobs) == MAX_PENDING
+    assert all(each.is_step and len(each.tokens) == MAX_STEP_ROWS for each in jobs[1:])
+
+
+@pytest.mark.parametrize("trip", [2, 10])
+def test_the_entry_waits_for_the_way_round_the_ring_once_not_after_every_few_rows(
+    trip: int,
+) -> None:
+    """In units of what a rank takes for a refill; the row that gives the next token is the last."""
+    entry, first = resumed()
+    job: Embed | None = first
+    flight, sent, passed = deque[tuple[int, Embed]](), 0, 0
+    while not (job is None and not flight):
+        passed += 1
+        if job is not None:
+            actions, sent = entry.computed(e.blob(1), passed), sent + 1
+            flight.append((passed + trip, job))
+            job = next((each for each in actions if isinstance(each, Embed)), None)
+        while flight and flight[0][0] <= passed:
+            _, gone = flight.popleft()
+            for each in entry.receive(e.back(gone.pos, len(gone.tokens)), passed):
+                job = each if isinstance(each, Embed) else job
+
+    assert sent == 1 + STEPS // MAX_STEP_ROWS + 1
+    assert passed == sent + trip
 
 
 def stage_of(span: Span, *, keeps: bool = True) -> Stage:
