@@ -228,7 +228,7 @@ class MeshClient:
             fallback for fallback in self.machine.fallbacks if fallback.node != ticket.inviter
         ]
         told = [
-            (fallback.node, fallback.addresses, local_of(self._here, fallback))
+            (fallback.node, fallback.addresses, local_of(self._here, self.machine.teller, fallback))
             for fallback in fallbacks
         ]
         return [*told[:1], (ticket.inviter, ticket.addresses, Local.YES), *told[1:]]
@@ -403,9 +403,14 @@ def _too_many() -> UserError:
     )
 
 
-def local_of(here: Machine | None, fallback: Fallback) -> Local:
-    """Return which addresses of this machine a fallback may have: all if it is here itself."""
-    return Local.YES if here is not None and here.has(fallback.node, fallback.machine) else Local.NO
+def local_of(here: Machine | None, teller: tuple[NodeId, bytes], fallback: Fallback) -> Local:
+    """Return which addresses of this machine a fallback may have: all if a node here told it.
+
+    The tag of the fallback alone proves nothing: members read it, and could add other addresses.
+    Alone, that of the teller does not either: the addresses are those that the fallback publishes.
+    """
+    tags = teller, (fallback.node, fallback.machine)
+    return Local.HERE if here is not None and all(here.has(*tag) for tag in tags) else Local.NO
 
 
 async def _ended(running: asyncio.Future[None], failed: asyncio.Future[None]) -> None:

@@ -1,6 +1,7 @@
 """A client, and a fake node that answers it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
@@ -24,10 +25,11 @@ from meshllm.node.client import (
 )
 from meshllm.node.membership import saved_records
 from meshllm.node.net import beacon
-from meshllm.node.net.peer_address import Local, Machine
+from meshllm.node.net.peer_address import Local, Machine, machine_secret
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
-from meshllm.protocol.membership.codec import CloseReason, RequestMessage
+from meshllm.protocol.membership.codec import CloseReason, FallbackList, RequestMessage
+from meshllm.protocol.membership.dial_limit import BURST, PAUSE_S
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
@@ -36,6 +38,7 @@ from meshllm.protocol.trust.handshake import Purpose
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
 from meshllm.testing.clock import run_virtual
+from meshllm.transport.contract import Link
 from meshllm_loopback import LoopbackTransport, Shape
 from tests.builders.fake_node import FOX
 from tests.builders.fake_ring import answer_of
@@ -473,19 +476,52 @@ def test_a_client_that_starts_again_knows_the_nodes_that_it_was_told(run: Run) -
     run(story)
 
 
-def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_names() -> None:
+@pytest.mark.parametrize("is_here", [False, True])
+def test_a_client_dials_no_address_of_this_machine_that_a_node_elsewhere_tells(
+    is_here: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = ("ws://127.0.0.1:6379", "ws://169.254.169.254:80", "ws://localhost:5432")
+    dialled = list[str]()
+
+    class Recording(LoopbackTransport):
+        async def dial(self, address: str) -> Link:
+            dialled.append(address)
+            return await super().dial(address)
+
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        monkeypatch.setattr(thin_module, "by_scheme", lambda _: {"ws": Recording()})
+        async with client(town, ticket(a)) as thin:
+            here = Machine(machine_secret(), thin.mesh)
+            lie = Fallback(LAST.node, here.tag(LAST.node), addresses)  # all members know its tag
+            tag = here.tag(a.me) if is_here else here.tag(LAST.node)
+            a.links.post(thin.me, FallbackList((lie,), tag))
+            await asyncio.sleep(1)
+            assert thin.machine.fallbacks == (lie,)
+            await a.close()
+            await asyncio.sleep(60)
+
+    run(story)
+
+    tried = Counter(dialled)
+    assert set(tried) == (set(addresses) if is_here else set())
+    assert all(BURST <= times <= BURST + 60 / PAUSE_S for times in tried.values())
+
+
+def test_a_fallback_is_on_this_machine_only_if_its_teller_is_there_too() -> None:
     here = Machine(b"this machine", CREDENTIALS[CLIENT.node].mesh)
     local = ("ws://127.0.0.1:22",)
     told = [
         Fallback(LAST.node, here.tag(LAST.node), local),
         Fallback(MIDDLE.node, here.tag(LAST.node), local),
-        Fallback(FOUNDER.node, b"", local),
+        Fallback(MIDDLE.node, b"", local),
     ]
+    tellers = [here.tag(FOUNDER.node), here.tag(LAST.node), b""]
 
-    found = [local_of(here, fallback) for fallback in told]
-    unknown = local_of(None, told[0])
+    found = [local_of(here, (FOUNDER.node, tag), fallback) for tag in tellers for fallback in told]
+    unknown = local_of(None, (FOUNDER.node, tellers[0]), told[0])
 
-    assert (found, unknown) == ([Local.YES, Local.NO, Local.NO], Local.NO)
+    assert (found, unknown) == ([Local.HERE, *[Local.NO] * 8], Local.NO)
 
 
 def test_a_client_refuses_a_fallback_that_is_another_node_or_was_removed(run: Run) -> None:

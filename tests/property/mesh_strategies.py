@@ -201,7 +201,7 @@ mesh_messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(CancelRequest, sixteen),
     st.builds(AskModels),
     st.builds(ModelList, st.binary(max_size=30)),
-    st.builds(FallbackList, st.lists(fallbacks, max_size=4).map(tuple)),
+    st.builds(FallbackList, st.lists(fallbacks, max_size=4).map(tuple), st.binary(max_size=16)),
     st.builds(Bye, st.sampled_from(CloseReason)),
     st.builds(UnknownMeshMessage, st.integers(100, 255), st.binary(max_size=30)),
 )

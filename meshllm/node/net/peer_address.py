@@ -38,8 +38,15 @@ class Local(Enum):
     """None: a peer elsewhere named them."""
     LITERAL = 1
     """Those written as numbers, which were checked when they were heard."""
-    YES = 2
+    HERE = 2
+    """All, a limited number of times: a peer on this machine names another one there."""
+    YES = 3
     """All: the user named them, or a peer on this machine."""
+
+    @property
+    def has_all(self) -> bool:
+        """Whether those are dialled that lead to this machine, also by name."""
+        return self in {Local.HERE, Local.YES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ async def resolve(address: str, local: Local) -> list[str]:
     if host is None:
         return []
     parts = urlsplit(address)
-    if local is Local.YES or not isinstance(host, str) or not parts.netloc:
+    if local.has_all or not isinstance(host, str) or not parts.netloc:
         return list(permitted([address], local))
     found = await asyncio.get_running_loop().getaddrinfo(
         host, parts.port or 0, type=socket.SOCK_STREAM

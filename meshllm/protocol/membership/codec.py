@@ -152,6 +152,8 @@ class FallbackList:
     """Other nodes that a client may ask when the sender is lost."""
 
     fallbacks: tuple[Fallback, ...]
+    machine: bytes = b""
+    """The sender's tag, which shows a client on the same machine that the sender is there, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +212,9 @@ def encode(message: Message) -> bytes:
             )
         case Generate() | AnswerEvent() | CancelRequest() | AskModels() | ModelList():
             return _pack_request(message)
-        case FallbackList(fallbacks):
-            return _pack_list(_MeshKind.FALLBACK_LIST, map(_pack_fallback, fallbacks))
+        case FallbackList(fallbacks, machine):
+            packed = _pack_list(_MeshKind.FALLBACK_LIST, map(_pack_fallback, fallbacks))
+            return packed + sized(machine)
         case Bye() | UnknownMeshMessage():
             return _pack_plain(message)
         case _:
@@ -266,7 +269,8 @@ def _read(kind: _MeshKind, reader: Reader) -> Message:
             return Bye(_WHYS.get(reader.take(1)[0], CloseReason.OTHER))
         case _MeshKind.FALLBACK_LIST:
             count = _counted(reader, "fallbacks", MAX_FALLBACKS)
-            return FallbackList(tuple(_fallback(reader) for _ in range(count)))
+            fallbacks = tuple(_fallback(reader) for _ in range(count))
+            return FallbackList(fallbacks, reader.sized(MACHINE_BYTES))
         case _:
             return _request_message(kind, reader)
 

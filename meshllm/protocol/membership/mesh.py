@@ -85,6 +85,8 @@ class Mesh:
         """The nodes whose last link here ended because nothing arrived, rather than by closing."""
         self.fallbacks: tuple[Fallback, ...] = ()
         """Of a client: other nodes that it may ask, as the latest node told them."""
+        self.teller: tuple[NodeId, bytes] = self.me, b""
+        """That node, and its tag, which shows whether it is on the machine of the client."""
         self._is_node = credential.role is Role.NODE
         self._open: list[Fallback] = []  # the nodes of which clients were told last
         self._replica = Replica(key, credential, incarnation)
@@ -295,10 +297,11 @@ class Mesh:
             case Bye(why):
                 self._unlink(peer, now)
                 return [Parted(peer, why)]
-            case FallbackList(fallbacks):
+            case FallbackList(fallbacks, machine):
                 if self._is_node or contact.role is not Role.NODE:
                     raise PeerFault("Fallbacks that are not told by a node to a client")
                 self.fallbacks, self._is_changed = fallbacks, True
+                self.teller = peer, machine
                 return []
             case UnknownMeshMessage():
                 return []
@@ -406,7 +409,8 @@ class Mesh:
         if fallbacks == contact.fallbacks:
             return []
         contact.fallbacks = fallbacks
-        return [SendToPeer(client, FallbackList(fallbacks))]
+        own = self.profiles.get(self.me)
+        return [SendToPeer(client, FallbackList(fallbacks, own.machine if own else b""))]
 
     def _find_open(self) -> list[Fallback]:
         """Return the other living nodes that do not leave."""

@@ -44,7 +44,7 @@ class Fallback:
 
     node: NodeId
     machine: bytes
-    """As in its profile: a tag that clients on the same machine can verify."""
+    """As in its profile; verified only by clients of which the teller shares the machine."""
     addresses: tuple[str, ...]
 
 

@@ -125,6 +125,25 @@ def test_an_address_of_this_machine_is_dialled_only_if_it_may_be() -> None:
     assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"]
 
 
+@pytest.mark.parametrize(("local", "most"), [(Local.HERE, BURST), (Local.YES, 2 * BURST)])
+def test_an_address_of_this_machine_that_a_node_here_told_is_dialled_a_few_times(
+    local: Local, most: int
+) -> None:
+    async def story(net: Net) -> None:
+        dialer = NodeDialer({"ws": net}, AS_MEMBER)
+        for _ in range(2 * BURST):
+            with pytest.raises(LinkLost):
+                await dialer.dial(
+                    ["ws://127.0.0.1:1"],
+                    Purpose.MESH,
+                    expect=HOST.node,
+                    removals=NOBODY,
+                    local=local,
+                )
+
+    assert [address for _, address in run(story).dialled] == ["ws://127.0.0.1:1"] * most
+
+
 def test_a_silent_target_is_not_dialled_without_end() -> None:
     async def story(net: Net) -> None:
         dialer = NodeDialer({"loopback": net}, AS_MEMBER)

@@ -91,7 +91,8 @@ async def test_a_name_of_this_machine_is_not_dialled(names: dict[str, list[str]]
 
     assert await resolve("ws://evil:80", Local.NO) == []
     assert await resolve("ws://evil:80", Local.LITERAL) == []
-    assert await resolve("ws://evil:80", Local.YES) == ["ws://evil:80"]
+    for local in (Local.HERE, Local.YES):
+        assert await resolve("ws://evil:80", local) == ["ws://evil:80"]
 
 
 async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> None:

@@ -53,7 +53,7 @@ MESSAGES: list[Message] = [
     Bye(CloseReason.DUPLICATE),
     AskModels(),
     ModelList(b"{}"),
-    FallbackList((FALLBACK, Fallback(FOUNDER.node, b"", ()))),
+    FallbackList((FALLBACK, Fallback(FOUNDER.node, b"", ())), bytes(range(16))),
 ]
 
 
@@ -137,10 +137,11 @@ def test_another_version_of_the_protocol_is_refused_with_a_hint() -> None:
         FallbackList((replace(FALLBACK, addresses=("a",) * (MAX_FALLBACK_ADDRESSES + 1)),)),
         FallbackList((replace(FALLBACK, addresses=("a" * (MAX_ADDRESS_BYTES + 1),)),)),
         FallbackList((replace(FALLBACK, machine=bytes(MACHINE_BYTES + 1)),)),
+        FallbackList((FALLBACK,), bytes(MACHINE_BYTES + 1)),
     ],
     ids=[
         *("summary", "want", "items", "bytes of items", "ask", "said", "models"),
-        *("fallbacks", "addresses", "bytes of an address", "bytes of a tag"),
+        *("fallbacks", "addresses", "bytes of an address", "bytes of a tag", "own tag"),
     ],
 )
 def test_a_message_beyond_a_limit_is_refused(message: Message) -> None:

@@ -495,6 +495,22 @@ def test_a_client_from_elsewhere_is_told_no_address_of_a_home_network() -> None:
     assert (fallbacks(far), fallbacks(near)) == ([], [{LAST.node}])
 
 
+@pytest.mark.parametrize("tag", [b"", b"the tag of here."])
+def test_a_client_is_told_the_machine_of_its_node_and_those_of_the_others(tag: bytes) -> None:
+    node = linked(LAST)
+    if tag:
+        node.publish(profile=replace(PROFILE, machine=tag), now=1.5)
+    theirs = replace(PROFILE, machine=b"another machine.")
+    state = replace(STATE, links=((node.me, 1000),))
+    node.receive(LAST.node, Items((sign(LAST, theirs), sign(LAST, state))), 2.0)
+
+    said_now = said(link(node, CLIENT, 2.0), CLIENT)
+    (told,) = [message for message in said_now if isinstance(message, FallbackList)]
+
+    assert told.machine == tag
+    assert [fallback.machine for fallback in told.fallbacks] == [b"another machine."]
+
+
 def test_nodes_are_told_no_fallbacks() -> None:
     node = linked(FOUNDER)
     hear(node, FOUNDER, STATE)
@@ -507,10 +523,10 @@ def test_a_client_keeps_the_fallbacks_that_the_latest_node_told() -> None:
     link(node, LAST)
     fallback = Fallback(FOUNDER.node, b"", ("ws://192.0.2.7:1",))
 
-    actions = node.receive(LAST.node, FallbackList((fallback,)), 2.0)
+    actions = node.receive(LAST.node, FallbackList((fallback,), b"tag"), 2.0)
     node.unlinked(LAST.node, 2.5)
 
-    assert node.fallbacks == (fallback,)
+    assert (node.fallbacks, node.teller) == ((fallback,), (LAST.node, b"tag"))
     assert actions == [Changed()]
     assert only(tick(node, 9.0), Dial) == []
 
