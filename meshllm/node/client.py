@@ -2,7 +2,8 @@
 
 It is told no records of the mesh. Which models there are, it asks the node that it is linked to,
 which also tells it a few other nodes: when the link is lost, it dials those and the inviter, and
-requests in progress go on at the one that answers, with the tokens so far.
+requests in progress go on at the one that answers, with the tokens so far. A request that only some
+nodes may read (`trust`) is sent to no others: it waits until one of them is linked.
 """
 
 import asyncio
@@ -56,29 +57,32 @@ from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.handshake import Own
+from meshllm.protocol.trust.identity import parse_node
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
 from meshllm.status import ModelStatus
+from meshllm.strict_json import WrongField
 from meshllm.transport.contract import Transport
 from meshllm.transport.registry import Registry
 
 MODELS_S = 2.0  # s until the models are asked for again; a node answers 8 times in 10 s
 ASK_S = 10.0  # s to wait for them
-REDIAL_S = (
-    1.0  # s between two checks for a linked node; the loss of the last one is noticed at once
-)
+REDIAL_S = 1.0  # s between two rounds of dials while a link is lacking; its loss begins one
 STAGGER_S = 0.3  # s between the dials of two nodes: a handshake on most paths
 
 
 class MeshClient:
     """A running client; created by `open_mesh_client`."""
 
-    def __init__(self, store: StateStore, credential: Credential, dialer: NodeDialer) -> None:
+    def __init__(
+        self, store: StateStore, ticket: Ticket, credential: Credential, dialer: NodeDialer
+    ) -> None:
         self._me = store.key.node
-        self._store, self._credential = store, credential
+        self._store, self._ticket, self._credential = store, ticket, credential
         self.mesh = credential.mesh
         self._linked, self._records = asyncio.Event(), RecordKeeper(store, self._lasting)
-        self._parted = asyncio.Event()  # set by the loss of a link
+        self._lacking = asyncio.Event()  # set by the loss of a link, and by who waits for one
+        self._awaited: list[Sequence[str] | None] = []  # whom the waiting requests trust
         self._here = dialer.machine
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Holds the bug that ended the client, or that it was removed; else cancelled at last."""
@@ -160,13 +164,13 @@ class MeshClient:
             silent = f"node {short(node)} does not list them" if node else self.reason()
             raise TimedOut(f"The models of the mesh are unknown: {silent}") from None
 
-    async def run(self, ticket: Ticket, link: SecureLink | None) -> None:
+    async def run(self, link: SecureLink | None) -> None:
         """Run the client until cancelled, over the ``link`` to the inviter if there is one."""
         async with asyncio.TaskGroup() as group:
             for job in (
                 self.links.run([]),
                 self.router.run(),
-                self._redial(ticket),
+                self._redial(),
                 self._records.run(),
             ):
                 group.create_task(job)
@@ -174,7 +178,7 @@ class MeshClient:
             if link is not None:
                 self.links.adopt(link)
             else:
-                self.links.hint(ticket.inviter, ticket.addresses, Local.YES)
+                self._lacking.set()
 
     def ended(self, running: asyncio.Future[None]) -> None:
         """Fail the pending requests if a bug ended the client."""
@@ -209,21 +213,26 @@ class MeshClient:
         except NotAuthorised as error:
             raise NotAuthorised(str(error), hint="ask a member for a new ticket") from None
 
-    async def _redial(self, ticket: Ticket) -> None:
-        """Dial the inviter and other nodes whenever none is linked, until cancelled."""
+    async def _redial(self) -> None:
+        """Dial the inviter and other nodes whenever one of them is needed, until cancelled."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REDIAL_S):
-                    await self._parted.wait()
-            self._parted.clear()
-            for node, addresses, local in self._fallbacks(ticket):
-                if self.links.by_peer:
-                    break
-                self.links.hint(node, addresses, local)
-                await asyncio.sleep(STAGGER_S)
+                    await self._lacking.wait()
+            self._lacking.clear()
+            for node, addresses, local in self._fallbacks():
+                if self._needs(node):
+                    self.links.redial(node, addresses, local)
+                    await asyncio.sleep(STAGGER_S)
 
-    def _fallbacks(self, ticket: Ticket) -> list[tuple[NodeId, tuple[str, ...], Local]]:
+    def _needs(self, node: NodeId) -> bool:
+        """Return whether a node is to be dialled: none is linked, or none that a request trusts."""
+        unmet = (trusted for trusted in self._awaited if self._reader(trusted) is None)
+        return not self.links.by_peer or any(self._may_read(node, trusted) for trusted in unmet)
+
+    def _fallbacks(self) -> list[tuple[NodeId, tuple[str, ...], Local]]:
         """Return the nodes to dial; the inviter, which may be the lost one, is the second."""
+        ticket = self._ticket
         fallbacks = [
             fallback for fallback in self.machine.fallbacks if fallback.node != ticket.inviter
         ]
@@ -233,20 +242,63 @@ class MeshClient:
         ]
         return [*told[:1], (ticket.inviter, ticket.addresses, Local.YES), *told[1:]]
 
-    async def entries(self, model: str = "") -> Sequence[NodeId]:
-        """Wait for a linked node; any can be the ingress for any model."""
+    async def entries(
+        self, model: str = "", trusted: Sequence[str] | None = None
+    ) -> Sequence[NodeId]:
+        """Wait for a linked node that may read a request; any can be the ingress for any model.
+
+        Raises:
+            WrongField: this client knows no trusted node.
+        """
         _ = model
         while True:
             if self.failed.done():
                 self.failed.result()
-            if node := next(iter(self.links.by_peer), None):
+            if node := self._reader(trusted):
                 return [node]
-            self._linked.clear()
+            if self.links.by_peer and not self._knows_reader(trusted):
+                raise WrongField(
+                    "meshllm.trust",
+                    "The client knows no node that the request trusts",
+                    hint="give the whole ids of nodes, as `meshllm id` prints them there",
+                )
+            await self._wait_for(trusted)
+
+    async def _wait_for(self, trusted: Sequence[str] | None) -> None:
+        """Wait until the links may have changed; meanwhile, trusted nodes are dialled."""
+        self._linked.clear()
+        self._awaited.append(trusted)
+        self._lacking.set()
+        try:
             await self._linked.wait()
+        finally:
+            self._awaited.remove(trusted)
+
+    def _reader(self, trusted: Sequence[str] | None) -> NodeId | None:
+        """Return a linked node that may read a request which only the trusted may read."""
+        return next((node for node in self.links.by_peer if self._may_read(node, trusted)), None)
+
+    def _knows_reader(self, trusted: Sequence[str] | None) -> bool:
+        """Return whether a node may read it that this client was told of, now or earlier."""
+        told = (fallback.node for fallback in self.machine.fallbacks)
+        known = {self._ticket.inviter, *told, *self._store.peers}
+        return any(self._may_read(node, trusted) for node in known)
+
+    def _may_read(self, node: NodeId, trusted: Sequence[str] | None) -> bool:
+        """Return whether the whole id of a node is trusted.
+
+        A client cannot resolve names and parts of ids. The inviter can, which the user chose.
+        """
+        if trusted is None:
+            return True
+        ids = [_id_of(name) for name in trusted]
+        return node in ids or (node == self._ticket.inviter and None in ids)
 
     def reason(self, model: str = "") -> str:
         """Return why no node can serve a request."""
         _ = model
+        if self.links.by_peer:
+            return "no node that the request trusts answers"
         return "no node of the mesh answers"
 
     loads_until = 0.0  # a client does not know whether its ingress loads
@@ -294,6 +346,8 @@ class MeshClient:
             if not self.failed.done():
                 self.failed.set_exception(error)
         self._records.changed()
+        if self.links.by_peer:
+            self.links.give_up(self._needs)
         self._linked.set()
 
     async def ring(self, link: SecureLink) -> None:
@@ -316,7 +370,7 @@ class MeshClient:
     def lost(self, peer: NodeId) -> None:
         """Fail the requests that the node served."""
         self._told.set()
-        self._parted.set()
+        self._lacking.set()
         self.router.lost(peer)
 
     def dropped(self, peer: NodeId, why: CloseReason) -> None:
@@ -364,10 +418,11 @@ async def open_mesh_client(
             credential = store.join(granted(link), ticket)
         own = Own(store.key, instance, credential)
         here = Machine(machine_secret(), credential.mesh)
-        client = MeshClient(store, credential, NodeDialer(by_scheme(transports), own, here))
+        dialer = NodeDialer(by_scheme(transports), own, here)
+        client = MeshClient(store, ticket, credential, dialer)
         client.restore()
         with supervisor.scope():
-            running = asyncio.ensure_future(client.run(ticket, link))
+            running = asyncio.ensure_future(client.run(link))
         stack.push_async_callback(_ended, running, client.failed)
         running.add_done_callback(client.ended)
         supervisor.failed.add_done_callback(client.ended)
@@ -411,6 +466,14 @@ def local_of(here: Machine | None, teller: tuple[NodeId, bytes], fallback: Fallb
     """
     tags = teller, (fallback.node, fallback.machine)
     return Local.HERE if here is not None and all(here.has(*tag) for tag in tags) else Local.NO
+
+
+def _id_of(name: str) -> NodeId | None:
+    """Return the node with a whole id; None if a text is a name, or a part of an id."""
+    try:
+        return parse_node(name)
+    except UserError:
+        return None
 
 
 async def _ended(running: asyncio.Future[None], failed: asyncio.Future[None]) -> None:

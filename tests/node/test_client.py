@@ -17,6 +17,7 @@ from meshllm.node.client import (
     ASK_S,
     MODELS_S,
     REDIAL_S,
+    STAGGER_S,
     MeshClient,
     _NoAdmission,
     _transports_for,
@@ -28,15 +29,22 @@ from meshllm.node.net import beacon
 from meshllm.node.net.peer_address import Local, Machine, machine_secret
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.router import RequestRouter
-from meshllm.protocol.membership.codec import CloseReason, FallbackList, RequestMessage
+from meshllm.protocol.membership.codec import (
+    CloseReason,
+    FallbackList,
+    Generate,
+    RequestMessage,
+)
 from meshllm.protocol.membership.dial_limit import BURST, PAUSE_S
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.handshake import Purpose
+from meshllm.protocol.trust.identity import show
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
+from meshllm.strict_json import WrongField
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Link
 from meshllm_loopback import LoopbackTransport, Shape
@@ -60,7 +68,9 @@ class Inn(House):
     given: tuple[int, ...] = ()
     """Tokens of the latest request, which it continues."""
 
-    async def entries(self, model: str = "") -> Sequence[NodeId]:
+    async def entries(
+        self, model: str = "", trusted: Sequence[str] | None = None
+    ) -> Sequence[NodeId]:
         return [self.me]
 
     def reason(self, model: str = "") -> str:
@@ -84,7 +94,7 @@ class Inn(House):
         return {self.me: ModelOffer(model)} if model else {}
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(names)
+        return tuple(show(self.me) if name == self.name else name for name in names)
 
     def backend(
         self, asker: NodeId | None = None, model: str = ""
@@ -437,6 +447,113 @@ def test_a_client_of_one_ticket_goes_on_at_a_node_that_its_lost_one_told(
             assert thin.links.by_peer.keys() == {b.me}
             # A lost link is noticed at once here, as that of a killed process on one machine.
             assert resumed_at - lost_at < 2.0  # of the virtual clock
+
+    run(story)
+
+
+def was_asked(house: House) -> bool:
+    return any(isinstance(message, Generate) for _, message, _ in house.talked)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("is_restarting", [False, True])
+def test_a_request_goes_on_at_the_node_that_it_trusts_and_is_sent_to_no_other(
+    run: Run, is_restarting: bool, is_named: bool
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await inn(town), await inn(town, name="b")
+        b.meet(a)
+        a.says = [Piece("a ", (7,)), Piece("ring", (8,)), answer_of("a ring", 2)]
+        text = ticket(a)
+        request = replace(REQUEST, trusted=("a",) if is_named else (show(a.me),))
+        async with client(town, text) as thin:
+            await asyncio.sleep(2)
+            told = list[Event]()
+            async for event in thin.generate(request):
+                told.append(event)
+                if len(told) == 1 and is_restarting:
+                    await a.close()
+                    await asyncio.sleep(5)
+                    assert thin.links.by_peer.keys() == {b.me}
+                    says, a = a.says, await inn(town, life=2)
+                    a.says = says
+                elif len(told) == 1:
+                    await a.links.by_peer[thin.me].close()
+            assert "".join(event.text for event in told if isinstance(event, Piece)) == "a ring"
+            assert a.given == (7,)
+            assert await ask(thin)  # any may read this one
+        assert not was_asked(b) or b.given == ()
+
+    run(story)
+
+
+def test_a_request_is_sent_to_the_node_that_it_trusts_and_not_to_the_inviter(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await inn(town), await inn(town, name="b")
+        b.meet(a)
+        request = replace(REQUEST, trusted=(show(b.me),))
+        async with client(town, ticket(a)) as thin:
+            await asyncio.sleep(2)
+            assert thin.links.by_peer.keys() == {a.me}
+            assert [event async for event in thin.generate(request)] == ANSWER
+            await b.close()
+            await asyncio.sleep(5)
+            with pytest.raises(TimedOut, match="no node that the request trusts answers"):
+                await anext(thin.generate(request))
+        assert (was_asked(a), was_asked(b)) == (False, True)
+
+    run(story)
+
+
+def test_a_request_that_trusts_no_known_node_is_refused_and_sent_to_none(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a, b = await inn(town), await inn(town, name="b")
+        b.meet(a)
+        async with client(town, ticket(a)) as thin:
+            await asyncio.sleep(2)
+            for trusted in ((), (show(LAST.node),)):
+                with pytest.raises(WrongField, match="knows no node that the request trusts"):
+                    await anext(thin.generate(replace(REQUEST, trusted=trusted)))
+            assert await ask(thin) == ANSWER
+        assert ([message for _, message, _ in b.talked], a.asked) == ([], 1)
+
+    run(story)
+
+
+@pytest.mark.parametrize("delay_s", [0.02, 0.1, 0.2, 0.4])
+def test_a_client_keeps_one_link_after_a_loss_however_slow_the_path(
+    tmp_path: Path, delay_s: float
+) -> None:
+    async def main() -> None:
+        async with town(tmp_path, LoopbackTransport(Shape(delay_s=delay_s))) as made:
+            houses = [await inn(made, name=name) for name in "abcde"]
+            for house in houses[1:]:
+                house.meet(houses[0])
+            async with client(made, ticket(houses[0])) as thin:
+                await asyncio.sleep(8)
+                assert len(thin.machine.fallbacks) == 4
+                await houses[0].close()
+                await asyncio.sleep(30)
+                assert len(thin.links.by_peer) == 1
+                assert sum(thin.me in house.peers for house in houses[1:]) == 1
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("down_s", [0.3, 0.8])
+def test_a_client_dials_its_only_node_again_soon_after_that_refused(
+    run: Run, down_s: float
+) -> None:
+    async def story(town: Town) -> None:
+        a, clock = await inn(town), asyncio.get_running_loop().time
+        async with client(town, ticket(a)) as thin:
+            await asyncio.sleep(30)
+            await a.close()
+            await asyncio.sleep(down_s)
+            back = clock()
+            await inn(town, life=2)
+            await thin.entries()
+            assert clock() - back < REDIAL_S + 2 * STAGGER_S  # of the virtual clock
 
     run(story)
 

@@ -59,8 +59,11 @@ class RingDirectory:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
         return tuple(show(find_node(name, self._machine.profiles)) for name in names)
 
-    async def entries(self, model: str = "") -> Sequence[NodeId]:
+    async def entries(
+        self, model: str = "", trusted: Sequence[str] | None = None
+    ) -> Sequence[NodeId]:
         """Wait until a ring serves a model; return the entries of all rings that do."""
+        _ = trusted  # the router knows all nodes of a ring
         with self._own.use.using(model):
             while True:
                 news = self._own.news

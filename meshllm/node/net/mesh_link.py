@@ -181,6 +181,7 @@ class MeshLinks:
         self._lines: dict[NodeId, _MeshLink] = {}
         self._turn = asyncio.Lock()
         self._hinted: dict[NodeId, float] = {}
+        self._redials: dict[asyncio.Task[None], NodeId] = {}
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
@@ -238,6 +239,18 @@ class MeshLinks:
         self._hinted[peer] = now + HINT_S
         self._begin(self._dial, peer, addresses, local)
 
+    def redial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
+        """Dial a member now, unless it is linked, or this is under way; the caller makes pauses."""
+        if peer not in self._lines and peer not in self._redials.values():
+            self._redials[self._begin(self._dial, peer, addresses, local)] = peer
+
+    def give_up(self, is_needed: Callable[[NodeId], bool]) -> None:
+        """Cancel those dials of `redial` that are not needed any more."""
+        for task, peer in list(self._redials.items()):
+            if not is_needed(peer):
+                del self._redials[task]
+                task.cancel()
+
     def adopt(self, link: SecureLink) -> None:
         """Run a mesh link that was dialled elsewhere."""
         self._begin(self._carry, link, dialled=True)
@@ -270,7 +283,9 @@ class MeshLinks:
         self.act(self._machine.leave(loop_time()))
         await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
 
-    def _begin(self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _begin(
+        self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Task[None]:
         """Run a job of one link in a task: a bug in it closes the link, not the node."""
 
         async def supervised() -> None:
@@ -279,7 +294,7 @@ class MeshLinks:
             except Exception:  # supervisor of the links
                 logger.exception("bug in a link")
 
-        self._jobs.create_task(supervised())
+        return self._jobs.create_task(supervised())
 
     async def _accept(self, listener: Listener) -> None:
         handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
@@ -311,8 +326,11 @@ class MeshLinks:
             logger.debug("cannot reach node %s: %s", short(peer), error)
             self._machine.refused(peer, loop_time())
             self._timer.reset()
-        else:
-            await self._carry(link, dialled=True)
+            return
+        finally:
+            if task := asyncio.current_task():
+                self._redials.pop(task, None)  # from here on it is a link
+        await self._carry(link, dialled=True)
 
     async def _dial_member(self, peer: NodeId, purpose: Purpose) -> SecureLink:
         profile = self._machine.profiles.get(peer)

@@ -91,8 +91,14 @@ logger = logging.getLogger(__name__)
 class Ring(Protocol):
     """What the router needs from the ring in force."""
 
-    async def entries(self, model: str = "") -> Sequence[NodeId]:
-        """Wait for a ring of a model, the first if it is empty; return the entries of all."""
+    async def entries(
+        self, model: str = "", trusted: Sequence[str] | None = None
+    ) -> Sequence[NodeId]:
+        """Wait for a ring of a model, the first if it is empty; return the entries of all.
+
+        With ``asks_ingress`` these are nodes that may read a request which only the ``trusted`` may
+        read; it raises `WrongField` if there are none.
+        """
         ...
 
     def reason(self, model: str = "") -> str:
@@ -443,7 +449,7 @@ class RequestRouter:
             await slot.aclose()
             if entry != self._me:
                 await self._enter_slot(slot, entry, request, tried)
-            waited, entries = entry, await self._entries(request.model, wait_s)
+            waited, entries = entry, await self._entries(request, wait_s)
             if entry not in entries or self._objection(entry, request):  # it has changed
                 entry = self._choose_entry(entries, request, tried)
             if error := self._objection(entry, request):
@@ -470,7 +476,7 @@ class RequestRouter:
 
     async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
-        return self._choose_entry(await self._entries(request.model, wait_s), request, tried)
+        return self._choose_entry(await self._entries(request, wait_s), request, tried)
 
     def _choose_entry(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
         allowed = [entry for entry in entries if self._objection(entry, request) is None]
@@ -496,17 +502,18 @@ class RequestRouter:
             return WrongField("meshllm.exact", text, hint="start its nodes with `--exact`")
         return None
 
-    async def _entries(self, model: str, wait_s: float) -> Sequence[NodeId]:
+    async def _entries(self, request: Request, wait_s: float) -> Sequence[NodeId]:
         since = loop_time()
         until = since + RING_S
         while until > loop_time():
             try:
                 async with asyncio.timeout_at(until):
-                    return await self._ring.entries(model)
+                    return await self._ring.entries(request.model, request.trusted)
             except TimeoutError:
                 until = min(since + wait_s, self._ring.loads_until + RING_S)
         raise TimedOut(
-            f"There is no ring: {self._ring.reason(model)}", hint="see `meshllm ring status`"
+            f"There is no ring: {self._ring.reason(request.model)}",
+            hint="see `meshllm ring status`",
         )
 
     def _noted(self, event: Event, pause: _Pause, given: int) -> Iterator[Event]:

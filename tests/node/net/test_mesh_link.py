@@ -12,6 +12,7 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
+from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
@@ -371,6 +372,45 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
             a.links.hint(NodeId(number.to_bytes(32)), ["loopback:x"])
         await asyncio.sleep(1)
         assert len(dialled) == 1 + MAX_MEMBERS
+
+    run(story)
+
+
+def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, dialled, ended = await town.add("a"), list[list[str]](), list[list[str]]()
+
+        async def dial(_: object, addresses: list[str], *__: object, **___: object) -> None:
+            dialled.append(addresses)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(addresses)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
+        peers = [NodeId(bytes([number]) * 32) for number in range(2)]
+
+        def redial() -> None:
+            for peer, address in zip(peers, "xy", strict=True):
+                a.links.redial(peer, [address], Local.NO)
+
+        redial()
+        redial()
+        await asyncio.sleep(1)
+        assert (dialled, ended) == ([["x"], ["y"]], [])
+        a.links.give_up(lambda peer: peer == peers[1])
+        redial()  # of the first, at once
+        await asyncio.sleep(1)
+        assert (dialled, ended) == ([["x"], ["y"], ["x"]], [["x"]])
+        await asyncio.sleep(60)
+        redial()  # they have failed
+        a.links.give_up(lambda _: False)  # before they begin
+        redial()
+        await asyncio.sleep(1)
+        assert (dialled[3:], ended[1:]) == ([["x"], ["y"]], [["y"], ["x"]])
 
     run(story)
 

@@ -99,7 +99,9 @@ class FakeRing:
     """The entries of rings that are exact."""
     explained: list[tuple[RingPlan | None, RingPlan | None]] = field(default_factory=list)
 
-    async def entries(self, model: str = "") -> Sequence[NodeId]:
+    async def entries(
+        self, model: str = "", trusted: Sequence[str] | None = None
+    ) -> Sequence[NodeId]:
         while self.at is None:  # noqa: ASYNC110  # in virtual time
             await asyncio.sleep(1)
         return self.replicas.get(model, (self.at,))
