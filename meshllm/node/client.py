@@ -55,7 +55,7 @@ from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
-from meshllm.protocol.trust.fallbacks import Fallback
+from meshllm.protocol.trust.fallbacks import MAX_FALLBACKS, Fallback
 from meshllm.protocol.trust.handshake import Own
 from meshllm.protocol.trust.identity import parse_node
 from meshllm.protocol.trust.ticket import Ticket
@@ -68,6 +68,7 @@ from meshllm.transport.registry import Registry
 MODELS_S = 2.0  # s until the models are asked for again; a node answers 8 times in 10 s
 ASK_S = 10.0  # s to wait for them
 REDIAL_S = 1.0  # s between two rounds of dials while a link is lacking; its loss begins one
+SAVE_S = 1.0  # s between two times that what nodes tell is saved
 STAGGER_S = 0.3  # s between the dials of two nodes: a handshake on most paths
 
 
@@ -80,7 +81,8 @@ class MeshClient:
         self._me = store.key.node
         self._store, self._ticket, self._credential = store, ticket, credential
         self.mesh = credential.mesh
-        self._linked, self._records = asyncio.Event(), RecordKeeper(store, self._lasting)
+        self._linked = asyncio.Event()
+        self.records = RecordKeeper(store, self._lasting, pause_s=SAVE_S)
         self._lacking = asyncio.Event()  # set by the loss of a link, and by who waits for one
         self._awaited: list[Sequence[str] | None] = []  # whom the waiting requests trust
         self._here = dialer.machine
@@ -171,7 +173,7 @@ class MeshClient:
                 self.links.run([]),
                 self.router.run(),
                 self._redial(),
-                self._records.run(),
+                self.records.run(),
             ):
                 group.create_task(job)
             await asyncio.sleep(0)  # let the links start
@@ -203,7 +205,8 @@ class MeshClient:
     def _lasting(self) -> SavedRecords:
         """Return the removals, and the nodes that were told."""
         records = SavedRecords.of(self.machine, lambda _: Local.NO)
-        return replace(records, met={at.node: at.addresses for at in self.machine.fallbacks})
+        met = {at.node: at.addresses for at in self.machine.fallbacks}
+        return replace(records, met=met, most=MAX_FALLBACKS)
 
     def _check(self) -> None:
         """Raise `NotAuthorised` if this client is not a member any more."""
@@ -345,7 +348,7 @@ class MeshClient:
         except NotAuthorised as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
-        self._records.changed()
+        self.records.changed()
         if self.links.by_peer:
             self.links.give_up(self._needs)
         self._linked.set()
@@ -421,6 +424,7 @@ async def open_mesh_client(
         dialer = NodeDialer(by_scheme(transports), own, here)
         client = MeshClient(store, ticket, credential, dialer)
         client.restore()
+        stack.callback(client.records.close)
         with supervisor.scope():
             running = asyncio.ensure_future(client.run(link))
         stack.push_async_callback(_ended, running, client.failed)

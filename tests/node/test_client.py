@@ -25,6 +25,8 @@ from meshllm.node.client import (
     open_mesh_client,
 )
 from meshllm.node.membership import saved_records
+from meshllm.node.membership.saved_records import SavedRecords
+from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net import beacon
 from meshllm.node.net.peer_address import Local, Machine, machine_secret
 from meshllm.node.requests.model_list import models_to_json
@@ -574,6 +576,53 @@ def test_a_client_tries_the_nodes_it_was_told_until_one_answers(run: Run) -> Non
             await asyncio.sleep(5)
             assert thin.links.by_peer.keys() == {order[-1]}
             assert await ask(thin) == ANSWER
+
+    run(story)
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_node_that_tells_lists_without_end_has_few_of_them_saved(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_same: bool
+) -> None:
+    saved = list[int]()
+    save = saved_records.save_records
+
+    def counted(store: StateStore, records: SavedRecords) -> None:
+        save(store, records)
+        saved.append(len(store.peers))
+
+    monkeypatch.setattr(saved_records, "save_records", counted)
+
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        async with client(town, ticket(a)) as thin:
+            await asyncio.sleep(5)
+            saved.clear()
+            for number in range(100):
+                nodes = [NodeId(bytes([1 if is_same else number, each]) * 16) for each in range(8)]
+                told = tuple(Fallback(node, b"", ("ws://192.0.2.7:1",)) for node in nodes)
+                a.links.post(thin.me, FallbackList(told))
+                await asyncio.sleep(0.05)
+            assert len(thin.machine.fallbacks) == 8
+            await asyncio.sleep(5)
+
+    run(story)
+
+    assert set(saved) == {8}
+    assert len(saved) <= (2 if is_same else 7)  # a save each second for 5 s, and those at its ends
+
+
+def test_what_a_client_is_told_last_is_saved_when_it_ends(run: Run) -> None:
+    async def story(town: Town) -> None:
+        a = await inn(town)
+        text = ticket(a)
+        async with client(town, text) as thin:
+            await asyncio.sleep(5)
+            a.links.post(thin.me, FallbackList((Fallback(LAST.node, b"", ("loopback:x",)),)))
+            await asyncio.sleep(0.1)
+            assert thin.machine.fallbacks
+        async with client(town, text) as thin:
+            assert [each.node for each in thin.machine.fallbacks] == [LAST.node]
 
     run(story)
 

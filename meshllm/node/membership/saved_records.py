@@ -31,6 +31,8 @@ class SavedRecords:
     """Addresses of the known nodes."""
     gone: frozenset[NodeId]
     """Nodes whose addresses are not saved: this one, and removed members."""
+    most: int = MAX_MEMBERS
+    """Nodes whose addresses are saved, with earlier ones."""
 
     @classmethod
     def of(cls, machine: Mesh, local_of: Callable[[NodeId], Local]) -> Self:
@@ -53,7 +55,7 @@ def save_records(store: StateStore, records: SavedRecords) -> None:
     met = records.met
     known = {**met, **{node: at for node, at in store.peers.items() if node not in met}}
     lasting = [node for node in known if node not in records.gone]
-    store.peers = {node: known[node] for node in lasting[:MAX_MEMBERS]}
+    store.peers = {node: known[node] for node in lasting[: records.most]}
 
 
 class RecordKeeper:

@@ -300,8 +300,8 @@ class Mesh:
             case FallbackList(fallbacks, machine):
                 if self._is_node or contact.role is not Role.NODE:
                     raise PeerFault("Fallbacks that are not told by a node to a client")
-                self.fallbacks, self._is_changed = fallbacks, True
-                self.teller = peer, machine
+                self._is_changed |= fallbacks != self.fallbacks
+                self.fallbacks, self.teller = fallbacks, (peer, machine)
                 return []
             case UnknownMeshMessage():
                 return []
