@@ -59,7 +59,7 @@ from meshllm.protocol.membership.record_store import Record, expires_at_s
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, StateRecord
 from meshllm.protocol.membership.redial import DialSchedule
 from meshllm.protocol.membership.sync import Replica
-from meshllm.protocol.trust.credential import Credential, Removal, Role
+from meshllm.protocol.trust.credential import NO_LIMITS, Credential, Removal, Role
 from meshllm.protocol.trust.fallbacks import Fallback, fallbacks_for
 from meshllm.protocol.trust.identity import NodeKey
 
@@ -405,6 +405,8 @@ class Mesh:
     def _tell_fallbacks_to(
         self, client: NodeId, contact: Contact, nodes: Iterable[Fallback]
     ) -> list[Action]:
+        if contact.credential.limits != NO_LIMITS:  # each node counts by itself
+            return []
         fallbacks = fallbacks_for(client, contact.host, nodes)
         if fallbacks == contact.fallbacks:
             return []

@@ -41,7 +41,7 @@ from meshllm.protocol.membership.link_table import (
 )
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
-from meshllm.protocol.trust.credential import Role, issue, remove
+from meshllm.protocol.trust.credential import ClientLimits, Role, issue, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
@@ -509,6 +509,20 @@ def test_a_client_is_told_the_machine_of_its_node_and_those_of_the_others(tag: b
 
     assert told.machine == tag
     assert [fallback.machine for fallback in told.fallbacks] == [b"another machine."]
+
+
+@pytest.mark.parametrize("limits", [ClientLimits(1), ClientLimits(0, 1000)])
+def test_a_client_with_limits_of_its_own_is_told_no_other_node_that_counts_by_itself(
+    limits: ClientLimits,
+) -> None:
+    node = linked(FOUNDER)
+    hear(node, FOUNDER, STATE)
+    shown = issue(FOUNDER, CREDENTIALS[FOUNDER.node], CLIENT.node, Role.CLIENT, limits=limits)
+
+    first = node.linked(CLIENT.node, 1, shown, dialled=False, now=2.0)
+    hear(node, FOUNDER, StateRecord(Lifecycle.LEAVING), seq=2)
+
+    assert fallbacks(first) == fallbacks(tick(node, 2.5)) == []
 
 
 def test_nodes_are_told_no_fallbacks() -> None:
