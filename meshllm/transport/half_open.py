@@ -4,8 +4,11 @@ Strangers must not lock out others by connections that say nothing. So a full ta
 a newcomer: it drops the oldest connection, first of the same host, then of the same network, then
 of the network that has most. A peer that answers at once needs its place for a few round trips.
 
-The hosts of peers that were authenticated before are known, and those of the peers that a node knew
-when it started: strangers never take their places, not even those of their own network.
+The hosts of peers that were authenticated before are known: strangers never take their places, not
+even those of their own network. The hosts of the peers that a node knew when it started are
+expected. Strangers do not take their places either. But a peer chooses its addresses, and may have
+named hosts of others: so expected hosts share the limit of their network, and together they keep
+half of the places at most, until peers have been authenticated there.
 """
 
 from collections import Counter
@@ -48,7 +51,8 @@ class HalfOpen(Generic[T]):
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._groups: dict[T, tuple[str, str]] = {}
-        self._known: dict[str, None] = {}
+        self._known: dict[str, bool] = {}
+        """Known and expected hosts; whether a peer was authenticated there. The latest is last."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -74,16 +78,15 @@ class HalfOpen(Generic[T]):
     def authenticated(self, who: T) -> None:
         """Stop counting a connection, and know its host from now on."""
         if (at := self._groups.pop(who, None)) is not None:
-            self._know(at[0])
+            self._know(at[0], is_proved=True)
 
     def reserve(self, hosts: Iterable[str]) -> None:
-        """Know hosts, the first one longest, as if peers had been authenticated there."""
+        """Expect peers at hosts, at the first one longest."""
         for host in reversed([*hosts][:MAX_KNOWN]):
-            self._know(groups(host)[0])
+            self._know(groups(host)[0], is_proved=False)
 
-    def _know(self, host: str) -> None:
-        self._known.pop(host, None)
-        self._known[host] = None
+    def _know(self, host: str, *, is_proved: bool) -> None:
+        self._known[host] = self._known.pop(host, False) or is_proved
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
@@ -93,12 +96,23 @@ class HalfOpen(Generic[T]):
         same = [who for who, at in self._groups.items() if at[0] == host]
         if len(same) >= self._limits.host:
             return same[0]
-        strangers = {who: at for who, at in self._groups.items() if at[0] not in self._known}
-        near = [who for who, at in strangers.items() if network and at[1] == network]
-        if len(near) >= self._limits.network and host not in self._known:
+        rank = self._known.get(host)
+        near = [who for who in self._of(rank) if network and self._groups[who][1] == network]
+        if len(near) >= self._limits.network and not rank:
             return near[0]
         if len(self._groups) < self._limits.total:
             return None
-        others = strangers or self._groups
-        ((most, _),) = Counter(at[1] for at in others.values()).most_common(1)
-        return next(who for who, at in others.items() if at[1] == most)
+        others = self._evictable()
+        ((most, _),) = Counter(self._groups[who][1] for who in others).most_common(1)
+        return next(who for who in others if self._groups[who][1] == most)
+
+    def _evictable(self) -> list[T]:
+        """Return the connections of which one makes room in a full table, the oldest first."""
+        strangers, expected = self._of(None), self._of(False)
+        if 2 * len(expected) > self._limits.total:
+            return expected
+        return strangers or expected or [*self._groups]
+
+    def _of(self, rank: bool | None) -> list[T]:
+        """Return the connections of strangers (None), expected hosts (False) or known ones."""
+        return [who for who, at in self._groups.items() if self._known.get(at[0]) is rank]

@@ -122,6 +122,46 @@ def test_of_too_many_known_hosts_the_first_count_and_those_of_peers_that_come_re
     assert {each for each in places if each in dropped} == {"10.0.0.127", "10.0.0.128"}
 
 
+def test_expected_hosts_share_the_limit_of_their_network() -> None:
+    table = HalfOpen[str](LIMITS)
+    hosts = [f"2001:db8:0:{number}::1" for number in range(6)]
+    table.reserve(hosts)
+    for number in range(LIMITS.network):
+        table.add(f"stranger {number}", f"2001:db8:0:a{number}::1")
+
+    dropped = [table.add(host, host) for host in hosts]
+
+    assert dropped == [None] * LIMITS.network + hosts[:2]
+
+
+def test_expected_hosts_keep_half_of_the_places_at_most() -> None:
+    table = HalfOpen[str](LIMITS)
+    hosts = [f"10.{number}.1.1" for number in range(LIMITS.total)]
+    table.reserve(hosts)
+    for number, host in enumerate(hosts * LIMITS.host):
+        table.add(f"silent {number}", host)
+    guests = [f"guest {number}" for number in range(LIMITS.total // 2 - 1)]
+
+    dropped = [table.add(guest, f"192.0.{2 + at}.1") for at, guest in enumerate(guests)]
+    dropped += [table.add(f"again {number}", host) for number, host in enumerate(hosts)]
+
+    assert not {*guests} & {*dropped}
+    assert len(table) == LIMITS.total
+
+
+def test_a_host_that_was_expected_is_known_once_a_peer_is_authenticated_there() -> None:
+    table = HalfOpen[str](LIMITS)
+    hosts = [f"10.0.1.{number}" for number in range(LIMITS.network + 1)]
+    table.reserve(hosts)
+    table.add("member", hosts[0])
+    table.authenticated("member")
+    table.reserve(hosts)
+
+    dropped = [table.add(host, host) for host in [*hosts[1:], hosts[0]]]
+
+    assert dropped == [None] * len(hosts)
+
+
 def test_a_connection_is_counted_once_and_forgotten() -> None:
     table = HalfOpen[int](LIMITS)
     table.add(1, "192.0.2.1")

@@ -22,6 +22,8 @@ from meshllm.transport.contract import (
 )
 from meshllm.transport.registry import Registry
 
+MAX_RESERVED = 2  # hosts of one peer: one of each family, or of two networks
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
@@ -51,11 +53,11 @@ class Endpoints:
     def reserve(self, peers: Iterable[Sequence[str]]) -> None:
         """Keep places for peers at the addresses that they had in an earlier run.
 
-        Each has its first one before any has another, since peers choose their addresses.
+        Each has its first one before any has another, and few in all, since peers choose their
+        addresses.
         """
-        rounds = chain.from_iterable(
-            zip_longest(*(filter(None, map(own_host, at)) for at in peers))
-        )
+        hosts_of = (dict.fromkeys(filter(None, map(own_host, at))) for at in peers)
+        rounds = chain.from_iterable(zip_longest(*([*each][:MAX_RESERVED] for each in hosts_of)))
         hosts = list(dict.fromkeys(host for host in rounds if host is not None))
         for listener in self.listeners:
             if isinstance(listener, Reserving):

@@ -116,15 +116,15 @@ class Door(Ears):
         self.hosts += hosts
 
 
-def test_places_are_kept_for_each_known_peer_before_any_has_a_second_one() -> None:
+def test_places_are_kept_for_two_hosts_of_each_known_peer_the_first_ones_first() -> None:
     door = Door()
-    greedy = [f"ws://10.0.0.{number}:7700" for number in range(3)]
+    greedy = [f"ws://10.0.0.{number}:{port}" for number in range(9) for port in (7700, 7701)]
     behind_a_relay = [f"quic://{'a' * 56}@192.0.2.1:8790", "quic://192.0.2.7:7700"]
-    named = ["ws://desk.example:7700", "ws://10.0.0.1:7701", "loopback:x"]
+    named = ["ws://desk.example:7700", "ws://10.0.0.9:7701", "loopback:x"]
 
     place(Ears("a:1"), door).reserve([greedy, behind_a_relay, named, ["ws://[2001:db8::1]:1"]])
 
-    assert door.hosts == ["10.0.0.0", "192.0.2.7", "10.0.0.1", "2001:db8::1", "10.0.0.2"]
+    assert door.hosts == ["10.0.0.0", "192.0.2.7", "10.0.0.9", "2001:db8::1", "10.0.0.1"]
 
 
 def test_only_surveying_transports_report_networks() -> None:
