@@ -3,7 +3,9 @@
 Peers choose their addresses, so several of them could make this node call a stranger's server again
 and again, or try all ports of a host. A port has `BURST` attempts, then one in each `PAUSE_S`. All
 ports of a host together have `PORTS` times as many. Where a node has proved who it is,
-`MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon as it is back.
+`MOST_UNANSWERED` attempts come first: a node that restarts is dialled as soon as it is back. These
+ports, and no others, do not count for their host: who names other ports of a host must not keep
+this node from the one that it knows there.
 """
 
 from typing import Any
@@ -20,19 +22,32 @@ class DialLimit:
 
     def __init__(self) -> None:
         self._ports, self._hosts = _Attempts(BURST), _Attempts(BURST * PORTS)
+        self._answered: dict[str, int] = {}
+        """Attempts that come first at ports where a node has answered, the oldest answer first."""
 
     def take(self, host: str, port: str, now: float) -> bool:
         """Count an attempt; return whether it may be made."""
-        if not self._ports.have(f"{host} {port}", now) or not self._hosts.have(host, now):
+        at = f"{host} {port}"
+        first = self._answered.get(at)
+        if first:
+            self._answered[at] = first - 1
+            return True
+        is_host_due = first is not None or self._hosts.have(host, now)
+        if not is_host_due or not self._ports.have(at, now):
             return False
-        self._ports.spend(f"{host} {port}")
-        self._hosts.spend(host)
+        self._ports.spend(at)
+        if first is None:
+            self._hosts.spend(host)
         return True
 
     def answered(self, host: str, port: str) -> None:
         """Note that a node answered there, and proved who it is."""
-        self._ports.answered(f"{host} {port}")
-        self._hosts.answered(host)
+        at = f"{host} {port}"
+        self._ports.forget(at)
+        self._hosts.forget(host)  # there may be more nodes
+        self._answered.pop(at, None)
+        self._answered[at] = MOST_UNANSWERED
+        _shorten(self._answered)
 
 
 class _Attempts:
@@ -42,8 +57,6 @@ class _Attempts:
         self._burst = float(burst)
         self._tried: dict[str, tuple[float, float]] = {}
         """Attempts left, and when that was."""
-        self._answered: dict[str, int] = {}
-        """Attempts left at targets where a node has answered, oldest first."""
 
     def have(self, target: str, now: float) -> bool:
         """Return whether an attempt is left."""
@@ -51,22 +64,16 @@ class _Attempts:
         rest = min(self._burst, rest + (now - at) * self._burst / BURST / PAUSE_S)
         self._tried[target] = rest, now
         _shorten(self._tried)
-        return rest >= 1 or self._answered.get(target, 0) > 0
+        return rest >= 1
 
     def spend(self, target: str) -> None:
         """Count an attempt, after `have`."""
-        if left := self._answered.get(target, 0):
-            self._answered[target] = left - 1
-        else:
-            rest, at = self._tried[target]
-            self._tried[target] = rest - 1, at
+        rest, at = self._tried[target]
+        self._tried[target] = rest - 1, at
 
-    def answered(self, target: str) -> None:
-        """Allow `MOST_UNANSWERED` attempts before others."""
+    def forget(self, target: str) -> None:
+        """Allow all attempts again."""
         self._tried.pop(target, None)
-        self._answered.pop(target, None)
-        self._answered[target] = MOST_UNANSWERED
-        _shorten(self._answered)
 
 
 def _shorten(targets: dict[str, Any]) -> None:

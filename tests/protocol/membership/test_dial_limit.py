@@ -57,13 +57,38 @@ def test_ports_of_a_host_are_counted_apart_and_together() -> None:
     assert sum(later) == PORTS
 
 
-def test_ports_are_tried_for_longer_at_a_host_where_a_node_has_answered() -> None:
+def test_other_ports_of_a_host_do_not_use_up_the_attempts_where_a_node_has_answered() -> None:
     limit = DialLimit()
     limit.answered("a", "1")
 
-    tries = [limit.take("a", f"{port}", now=0.0) for port in range(2, 1000)]
+    others = [limit.take("a", f"{port}", now=0.0) for port in range(2, 1000)]
+    tries = [limit.take("a", "1", now=0.0) for _ in range(1000)]
 
-    assert sum(tries) == MOST_UNANSWERED + BURST * PORTS
+    assert sum(others) == BURST * PORTS
+    assert sum(tries) == MOST_UNANSWERED + BURST
+    assert limit.take("a", "1", now=PAUSE_S)
+
+
+def test_attempts_where_a_node_has_answered_do_not_count_for_other_ports_of_the_host() -> None:
+    limit = DialLimit()
+    for port in ("1", "2"):
+        limit.answered("a", port)
+
+    for _ in range(1000):
+        limit.take("a", "1", now=0.0)
+
+    assert sum(limit.take("a", "2", now=0.0) for _ in range(1000)) == MOST_UNANSWERED + BURST
+    assert sum(limit.take("a", f"{port}", now=0.0) for port in range(3, 99)) == BURST * PORTS
+
+
+def test_a_host_has_all_attempts_again_once_a_node_has_answered_there() -> None:
+    limit = DialLimit()
+    for port in range(2, 99):
+        limit.take("a", f"{port}", now=0.0)
+
+    limit.answered("a", "1")
+
+    assert sum(limit.take("a", f"{port}", now=0.0) for port in range(99, 999)) == BURST * PORTS
 
 
 def test_the_oldest_target_is_forgotten() -> None:
