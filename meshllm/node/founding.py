@@ -76,12 +76,21 @@ def with_own_entry(options: NodeOptions, me: NodeId, *, is_founder: bool) -> Nod
     """Return the options with this node's id among those of ``entry``, in place of ``self``.
 
     Unless told otherwise, a founder that trusts some nodes lets only these and itself read prompts.
+
+    Raises:
+        UserError: there are more than a mesh has nodes, so that none of them could be published.
     """
     named = options.trust if options.entry is None and is_founder else options.entry
     if named is None or named == options.entry == ():
         return options
-    others = (name for name in named if name != SELF)
-    return replace(options, entry=(show(me), *others))
+    entry = tuple(dict.fromkeys((show(me), *(name for name in named if name != SELF))))
+    if len(entry) > MAX_MEMBERS:
+        option = "--trust" if named is options.trust else "--entry"
+        raise UserError(
+            f"`{option}` names {len(entry) - 1} nodes beside this one, more than a mesh has",
+            hint=f"name at most {MAX_MEMBERS - 1}",
+        )
+    return replace(options, entry=entry)
 
 
 def amend(

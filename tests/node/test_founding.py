@@ -24,7 +24,7 @@ from meshllm.node.founding import (
 )
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.protocol.membership.charter import MAX_SERVED, Charter
-from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.identity import NodeKey, show
 from tests.builders.node_options import node_options
@@ -122,6 +122,21 @@ def test_nodes_that_the_founder_trusts_may_read_prompts_and_others_may_not(
 
     assert amend(charter(), wishes, PROFILES, LONGEST).entries == tuple(sorted(entries))
     assert with_own_entry(options(trust=trust), B, is_founder=False) == options(trust=trust)
+
+
+def test_more_nodes_that_may_read_prompts_than_a_mesh_has_are_refused() -> None:
+    """They could not be published, so that every node could read prompts."""
+    names = tuple(f"desk {number}" for number in range(MAX_MEMBERS))
+
+    def named(**wishes: tuple[str, ...]) -> tuple[str, ...] | None:
+        return with_own_entry(options(**wishes), B, is_founder=True).entry
+
+    for option in ("trust", "entry"):
+        with pytest.raises(UserError, match=f"`--{option}` names 64 nodes beside this one") as told:
+            named(**{option: names})
+        assert told.value.hint == "name at most 63"
+        assert named(**{option: (*names[1:], "desk 1", "self")}) == (show(B), *names[1:])
+    assert with_own_entry(options(trust=names), B, is_founder=False) == options(trust=names)
 
 
 def test_an_ambiguous_name_keeps_the_previous_nodes() -> None:
