@@ -1,6 +1,7 @@
 """Changes of the mesh's charter by this node: by its options, and by `meshllm model serve`."""
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, UserError
@@ -68,29 +69,45 @@ class CharterEditor:
         for name in self._differing(charter):
             logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
 
-    def amend(self, longest: int) -> None:
-        """Amend the charter by the options of this node; ``longest`` is its model's context."""
-        self._amend(longest)
-        self._resolve()
-        for name in self._names.unknown:
-            logger.warning("no node is named `%s` yet", name)
+    def amend_nodes(self) -> None:
+        """Amend the charter by the nodes that the options name: these terms hold for all models.
 
-    def amend_again(self, longest: int) -> None:
+        Called before there is a model here, so that who may read prompts is published soon, and
+        whichever ring this node serves.
+        """
+        self._amend(_of_nodes(self._options), 0)
+        self._resolve()
+
+    def amend(self, longest: int) -> None:
+        """Amend the charter by the options of this node; ``longest`` is its model's context.
+
+        The node serves the first model of the mesh, which the other options are about.
+        """
+        self._amend(self._options, longest)
+        self._resolve()
+
+    def amend_again(self) -> None:
         """Amend the charter if the names in the options resolve to other nodes now."""
         if not self._names.is_complete and self._machine.charter and self._resolve():
-            self._amend(longest)
+            self._amend(_of_nodes(self._options), 0)
 
-    def _amend(self, longest: int) -> None:
+    def _amend(self, options: NodeOptions, longest: int) -> None:
         charter = self._known()
-        amended = amend(charter, self._options, dict(self._machine.profiles), longest)
+        amended = amend(charter, options, dict(self._machine.profiles), longest)
         if amended != charter:
             self.publish(amended)
 
     def _resolve(self) -> bool:
-        """Resolve the names in the options, warn of ambiguous ones; return whether any changed."""
+        """Resolve the names in the options; return whether any changed. Warn of those of no node.
+
+        Also of those of several; of each name once while that lasts.
+        """
         profiles = self._machine.profiles
         before, names = self._names, resolve_names(names_in(self._options), profiles)
         self._names = names
+        for name in names.unknown:
+            if name not in before.unknown:
+                logger.warning("no node is named `%s` yet", name)
         for name in names.ambiguous:
             if name not in before.ambiguous:
                 logger.warning("several nodes match `%s`: give the whole id of one", name)
@@ -117,6 +134,11 @@ class CharterEditor:
         if self._machine.charter is None:
             raise LinkLost("This node is not in contact with the mesh yet", hint="retry later")
         return self._machine.charter
+
+
+def _of_nodes(options: NodeOptions) -> NodeOptions:
+    """Return options of which the charter takes what is about nodes only."""
+    return replace(options, policy=None, members=None, replicas=None, context=None)
 
 
 def _quant(text: str) -> Quant:

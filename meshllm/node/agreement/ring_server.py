@@ -268,8 +268,7 @@ class RingServer:
             runtime.narrow()
         self.follower.look()
         self._on_agreed()
-        if member.group == FIRST_GROUP and member.model is not None:
-            self._parts.editor.amend_again(member.model.shape.context)
+        self._parts.editor.amend_again()
         self._parts.state.publish()
 
     def _foreseen(self, plan: Plan | None) -> None:

@@ -97,6 +97,7 @@ class RingService:
             assert parts.machine.charter is not None  # never unset
             if len(groups_of(parts.machine.charter)) > 1:
                 self._regroup(UNASSIGNED)
+        parts.editor.amend_nodes()
         while True:
             serving = asyncio.ensure_future(self._serve(found))
             moving = asyncio.ensure_future(self._moving.wait())

@@ -14,7 +14,7 @@ from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.identity import NodeKey, show
 from tests.builders.node_options import node_options
 from tests.builders.snapshots import charter
 
@@ -94,10 +94,31 @@ async def test_names_are_resolved_once_their_nodes_are_known(
     assert "no node is named `desk` yet" in caplog.text
 
     mesh.know(A, "desk")
-    mesh.editor.amend_again(LONGEST)
+    mesh.editor.amend_again()
 
     assert mesh.charter is not None
     assert mesh.charter.exclude == (A,)
+
+
+async def test_nodes_are_named_for_all_models_and_the_rest_for_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mesh = FakeMesh(entry=(show(A), "desk"), exclude=(show(B),), members=2, context=64)
+    before = charter()
+
+    with caplog.at_level(logging.WARNING):
+        mesh.editor.amend_nodes()
+        assert mesh.charter is not None
+        assert (mesh.charter.entries, mesh.charter.exclude) == ((A,), (B,))
+        assert (mesh.charter.members, mesh.charter.shape) == (before.members, before.shape)
+        mesh.know(C, "desk")
+        mesh.editor.amend_again()
+        assert mesh.charter.entries == tuple(sorted((A, C)))
+        assert mesh.charter.members == before.members
+        mesh.editor.amend(LONGEST)
+
+    assert (mesh.charter.members, mesh.charter.shape.context) == (2, 64)
+    assert caplog.text.count("no node is named `desk` yet") == 1
 
 
 async def test_a_name_of_several_nodes_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +129,7 @@ async def test_a_name_of_several_nodes_is_told_once(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         mesh.editor.amend(LONGEST)
         mesh.know(C, "attic")
-        mesh.editor.amend_again(LONGEST)
+        mesh.editor.amend_again()
 
     assert caplog.text.count("several nodes match `desk`") == 1
     assert mesh.editor.ambiguous == "several nodes match `desk`: give whole ids"

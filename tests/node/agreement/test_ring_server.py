@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.names import FIRST_GROUP
+from meshllm.names import FIRST_GROUP, GroupId
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.testing.clock import run_virtual
@@ -28,7 +28,7 @@ class Served:
         self.told: list[str] = []
         self.followed: list[Any] = []
         self.offer = SimpleNamespace(hang="", shared_bytes=0, end=lambda: self.told.append("end"))
-        editor = SimpleNamespace(amend_again=lambda context: self.told.append(f"context {context}"))
+        editor = SimpleNamespace(amend_again=lambda: self.told.append("amended"))
         parts = SimpleNamespace(
             machine=self.place.machine,
             links=self.links,
@@ -103,7 +103,7 @@ def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
         served = Served()
         served.follow()
         served.agree(AGREEMENT)
-        assert served.told == ["agreed"]
+        assert served.told == ["agreed", "amended"]
         assert served.place.member.agreement is AGREEMENT
         assert served.followed == []
         await asyncio.sleep(2 * SETTLE_S)
@@ -112,14 +112,13 @@ def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
     run_virtual(story())
 
 
-def test_the_context_is_amended_once_the_model_is_open() -> None:
+@pytest.mark.parametrize("group", [FIRST_GROUP, GroupId(b"other")])
+def test_names_of_nodes_are_resolved_again_in_every_ring(group: GroupId) -> None:
     async def story() -> None:
         served = Served()
-        served.place.member.model = cast(
-            "Any", SimpleNamespace(shape=SimpleNamespace(context=64), runners=())
-        )
+        served.place.member.group = group
         served.agree(None)
-        assert served.told == ["agreed", "context 64"]
+        assert served.told == ["agreed", "amended"]
 
     run_virtual(story())
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import ModelError
-from meshllm.names import FIRST_GROUP, ModelKey
+from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
 from meshllm.node.agreement.ring_service import RingService
-from meshllm.protocol.agreement.groups import NodeGroups
+from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
 from tests.builders.ring_places import ENTRY, PLAN, Place, call_later, several
@@ -31,21 +31,31 @@ class Moving:
         self.place.links.dial_weights = None
         machine = self.place.machine
         machine.charter, machine.author, machine.removals = WHOLE, A, {}
+        self.amended: list[GroupId] = []
         self.models: list[tuple[ModelKey, ...]] = []
         profile = SimpleNamespace(models=(FIRST, OTHER))
         offer = SimpleNamespace(
-            hang="", profile=profile, publish=lambda *, models: self.models.append(models)
+            hang="",
+            profile=profile,
+            publish=lambda *, models: self.models.append(models),
+            end=lambda: None,
         )
         parts = SimpleNamespace(
             machine=machine,
             links=self.place.links,
             state=self.place.own,
             offer=offer,
-            editor=None,
+            editor=SimpleNamespace(amend_nodes=lambda: self.amended.append(self.group)),
+            prepared=None,
+            is_founder=True,
             off_loop=None,
             call_later=call_later,
         )
         self.service = RingService(cast("NodeParts", parts))
+
+    @property
+    def group(self) -> GroupId:
+        return self.place.member.group
 
     @property
     def moves(self) -> bool:
@@ -74,6 +84,20 @@ def test_a_node_moves_once_another_ring_has_been_wanted_for_a_while() -> None:
         node.want(SECOND)
         await asyncio.sleep(SHORT_S)
         assert node.moves
+
+    run(story)
+
+
+def test_the_nodes_that_the_options_name_are_published_before_a_ring_has_been_assigned() -> None:
+    async def story(node: Moving) -> None:
+        running = asyncio.ensure_future(node.service.run())
+        await asyncio.sleep(SHORT_S)
+        assert node.amended == []
+        node.service._charter_known.set()
+        await asyncio.sleep(SHORT_S)
+        assert node.amended == [UNASSIGNED]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     run(story)
 
