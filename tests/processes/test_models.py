@@ -1,12 +1,20 @@
-"""One mesh of processes serves replicas, a second model and an engine; any of them is killed."""
+"""One mesh of processes serves replicas, a second model and an engine; any of them is killed.
+
+The engine is a stand-in. With ``MESHLLM_LLAMA=FOLDER`` and the package ``gguf`` in the path of
+Python, `test_each_of_six_processes_may_die` also has the `llama-server` of that folder.
+"""
 
 import json
+import os
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,17 +23,20 @@ import torch
 
 from meshllm.api.unix import SOCKET
 from meshllm.bench.ring_table import random_model
+from meshllm.model.locate import find_folder
 from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, open_fleet, until
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(600)]
 
 RING_NODES = ("attic", "bench", "cellar", "desk")
+SIXTH = "eaves"
 PROVIDER = "gpu"
 RINGS = {"builtin 0", "builtin 1", "random 0"}
 PROMPT = "A ring is"
 TWELVE, FOX, BUILTIN = "twelve", "fox", "builtin"
-MODELS = BUILTIN, TWELVE, FOX
 TOKENS = 48  # of an answer: long enough to be in progress when a node dies
+STAND_IN = (sys.executable, "-m", "tests.builders.fake_engine", "{port}", FOX)
+TO_GGUF = Path(__file__).parents[1] / "engines" / "gguf_of.py"
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +141,20 @@ class Load:
 
 @dataclass
 class Mesh:
-    """Five processes: two replicas, a model over two nodes, and an engine."""
+    """Five processes: two replicas, a model over two nodes, and an engine.
+
+    A sixth one lets the model have three nodes: with four the third would serve the second replica.
+    """
 
     fleet: Fleet
     other: str
     """Folder of the second model."""
+    engine: tuple[str, ...] = STAND_IN
+    """Its command."""
+    twelve: str = TWELVE
+    """Name of the second model."""
+    split: int = 2
+    """Nodes of its ring."""
     ticket: str = ""
 
     def start(self) -> None:
@@ -151,22 +171,41 @@ class Mesh:
         assert json.loads(made.stdout)["layers"] == 12
         self.wait()
 
+    def start_over_three(self) -> None:
+        """Split the second model over three of five nodes."""
+        self.twelve, self.split = self.other, 3
+        self.ticket = self.fleet.found(RING_NODES[0])
+        for name in (*RING_NODES, SIXTH, PROVIDER):
+            self.start_node(name)
+            until(self.node(name).is_up, self.fleet.told)
+        self.wait({"random 0"})
+        made = meshllm(
+            "model", "serve", BUILTIN, "--replicas", "2", state=self.node(RING_NODES[1]).state
+        )
+        assert made.returncode == 0, made.stderr
+        self.wait()
+
+    @property
+    def models(self) -> tuple[str, str, str]:
+        return BUILTIN, self.twelve, FOX
+
     def start_node(self, name: str) -> None:
         node = self.fleet.node(name)
         join = ("--join", self.ticket) if not (node.state / "mesh").exists() else ()
         if name == PROVIDER:
-            engine = ("--", sys.executable, "-m", "tests.builders.fake_engine", "{port}", FOX)
-            node.start(*join, *ALONE, *engine, command=("provide",))
-        elif name == RING_NODES[0]:
+            node.start(*join, *ALONE, "--", *self.engine, command=("provide",))
+        elif name == RING_NODES[0] and self.split == 2:
             node.start("--model", f"builtin,{self.other}", *ALONE, "--replicas", "2")
+        elif name == RING_NODES[0]:
+            node.start("--model", f"{self.other},builtin", *ALONE, "--members", "3")
         else:
             node.start(*join, "--model", f"builtin,{self.other}", *ALONE)
 
     def node(self, name: str) -> Node:
         return self.fleet.nodes[name]
 
-    def wait(self, names: set[str] = RINGS, stages: int | None = 2) -> None:
-        """Wait until all running nodes see these rings and the engine serve."""
+    def wait(self, names: set[str] = RINGS, stages: int | None = 0) -> None:
+        """Wait until all running nodes see these rings and the engine serve; 0 stages are all."""
         running = [node for node in self.fleet.nodes.values() if node.is_running]
         is_provided = self.node(PROVIDER).is_running
 
@@ -175,7 +214,7 @@ class Mesh:
             return (
                 found.keys() == names
                 and bool(status["provided"]) == is_provided
-                and (stages is None or len(found["random 0"]["stages"]) == stages)
+                and (stages is None or len(found["random 0"]["stages"]) == (stages or self.split))
             )
 
         until(lambda: all(is_so(node.status()) for node in running), lambda: self.told(running))
@@ -203,21 +242,37 @@ def lose(mesh: Mesh, victim: str, expected: Mapping[str, str]) -> None:
     The model of an engine goes with its only provider: then it is refused by name.
     """
     entrance = mesh.node(PROVIDER if victim != PROVIDER else RING_NODES[1])
-    models = MODELS if victim != PROVIDER else (BUILTIN, TWELVE)
+    models = mesh.models if victim != PROVIDER else mesh.models[:2]
     with Load(entrance, models).running() as load:
         load.more(1)
-        if victim == PROVIDER:
+        is_held = victim == PROVIDER and mesh.engine is STAND_IN  # another one may have ended
+        if is_held:
             begun = chat(entrance, FOX, "one wait two")
             assert "".join(next(begun) for _ in range(2)).strip() == "one"
         mesh.node(victim).kill()
         load.more(3)
-        if victim == PROVIDER:
+        if is_held:
             with pytest.raises(AssertionError, match="service_unavailable"):
                 list(begun)
+        if victim == PROVIDER:
             until(lambda: outcome(entrance, FOX).error.startswith("404 "))
 
     for model, found in load.outcomes.items():
         assert found == [Outcome(expected[model])] * len(found), f"{model}\n{mesh.fleet.told()}"
+
+
+def answers_of(mesh: Mesh) -> dict[str, str]:
+    """Return the answers of all models, which every door tells, lists and gives."""
+    expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in mesh.models}
+    for node in mesh.fleet.nodes.values():
+        with door(node) as client:
+            listed = {each["id"] for each in client.get("/v1/models").json()["data"]}
+        assert listed == {BUILTIN, mesh.other, FOX}
+        assert {model: "".join(chat(node, model)) for model in mesh.models} == expected
+    shown = meshllm("ring", "status", state=mesh.node(PROVIDER).state)
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in (BUILTIN, "desk", FOX)), shown.stdout
+    return expected
 
 
 def test_a_mesh_serves_replicas_another_model_and_an_engine_and_a_node_may_die(
@@ -226,21 +281,47 @@ def test_a_mesh_serves_replicas_another_model_and_an_engine_and_a_node_may_die(
     mesh = Mesh(fleet, other)
     mesh.start()
 
-    # All of it is told and answered by every door.
-    expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in MODELS}
+    expected = answers_of(mesh)
     assert expected[FOX] == f"{PROMPT} "
-    for node in fleet.nodes.values():
-        with door(node) as client:
-            listed = {each["id"] for each in client.get("/v1/models").json()["data"]}
-        assert listed == {BUILTIN, other, FOX}
-        assert {model: "".join(chat(node, model)) for model in MODELS} == expected
-    shown = meshllm("ring", "status", state=mesh.node(PROVIDER).state)
-    assert shown.returncode == 0
-    assert all(name in shown.stdout for name in (BUILTIN, "desk", FOX)), shown.stdout
 
     lose(mesh, mesh.name_of(rings(mesh.node(PROVIDER).status())["builtin 0"]["entry"]), expected)
 
     mesh.wait(stages=None)
+
+
+def llama_server(folder: Path) -> tuple[str, ...]:
+    """Return the command of llama.cpp with the built-in model; skip if it is not there."""
+    binary = Path(os.environ.get("MESHLLM_LLAMA", "")) / "llama-server"
+    if "MESHLLM_LLAMA" not in os.environ or not binary.is_file():
+        pytest.skip("`MESHLLM_LLAMA` names no folder with `llama-server`")
+    if find_spec("gguf") is None:
+        pytest.skip("the package `gguf` is not in the path of Python")
+    target = folder / "builtin.gguf"
+    subprocess.run((sys.executable, TO_GGUF, find_folder(BUILTIN), target), check=True)
+    return (
+        str(binary), "--model", str(target), "--alias", FOX, "--port", "{port}",
+        "--ctx-size", "2048", "--threads", "1",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", ["stand-in", "llama.cpp"])
+def test_each_of_six_processes_may_die(
+    fleet: Fleet, other: str, engine: str, tmp_path: Path
+) -> None:
+    mesh = Mesh(fleet, other, STAND_IN if engine == "stand-in" else llama_server(tmp_path))
+    mesh.start_over_three()
+    expected = answers_of(mesh)
+    assert all(expected.values())
+
+    for victim in (*RING_NODES, SIXTH, PROVIDER):
+        lose(mesh, victim, expected)
+        mesh.wait(stages=None)
+        mesh.start_node(victim)
+        until(mesh.node(victim).is_up, fleet.told)
+        mesh.wait()
+    assert answers_of(mesh) == expected
 
 
 def test_one_process_serves_two_models_and_another_one_answers_for_both(
@@ -313,18 +394,3 @@ def test_two_replicas_share_a_process_and_one_goes_on_when_the_other_breaks(
     assert again == asked
     assert answered == both.keys()
     until(lambda: stages(attic) == {"random 0": both["random 0"]}, fleet.told)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_each_of_five_processes_may_die(fleet: Fleet, other: str) -> None:
-    mesh = Mesh(fleet, other)
-    mesh.start()
-    expected = {model: "".join(chat(mesh.node(PROVIDER), model)) for model in MODELS}
-
-    for victim in (*RING_NODES, PROVIDER):
-        lose(mesh, victim, expected)
-        mesh.wait(stages=None)
-        mesh.start_node(victim)
-        until(mesh.node(victim).is_up, fleet.told)
-        mesh.wait()
