@@ -1,8 +1,8 @@
 """Which other nodes a client is told: it asks one of them when its own is lost.
 
 Every node admits every client of the mesh, so any living node that does not leave will do. Clients
-get different ones first, so that those of a lost node do not all come to the same. An address
-that is not public, as in a home network, is told only to clients that come from such a network.
+get different ones first, so that those of a lost node do not all come to the same. An address or
+name that is not public, as in a home network, is told only to clients that come from such a one.
 """
 
 from collections.abc import Iterable
@@ -36,6 +36,10 @@ _LOCAL = tuple(
     )
 )
 """Networks that are not public; each has its own addresses in every home."""
+_LOOPBACKS = {"127.0.0.0/8", "::1/128"}
+_HOME_NAMES = {"home", "home.arpa", "internal", "intranet", "lan", "local", "localdomain"}
+"""Ends of names that a home network gives; RFC 6762 and 8375, and what routers use."""
+_HOME = "home"  # stands for the network of such a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +63,52 @@ def fallbacks_for(client: NodeId, host: str, nodes: Iterable[Fallback]) -> tuple
 
 
 def _told(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
-    known = {"", _network_of(host)} - {None}
-    told = (address for address in addresses if _network_of(_host(address)) in known)
+    at = _number(host)
+    near = _network_of(at) if at else ""
+    known = {"", near} - {None}
+    if near and near not in _LOOPBACKS:  # all clients behind a proxy seem to be on its machine
+        known.add(_HOME)
+    told = (address for address in addresses if _network_at(address) in known)
     return tuple(islice(told, MAX_FALLBACK_ADDRESSES))
 
 
 @lru_cache(maxsize=1024)
-def _host(address: str) -> str:
-    """Return the host of an address, or the name if its transport has no hosts."""
+def _network_at(address: str) -> str | None:
+    """Return the network of the host of an address; empty if its transport has no hosts."""
     try:
         parts = urlsplit(address)
         host = parts.hostname
     except ValueError:
-        return ""
-    return host or "" if parts.netloc else parts.path
+        return None
+    if not parts.netloc:
+        return "" if parts.path else None
+    if not host:
+        return None
+    at = _number(host)
+    return _network_of(at) if at else _network_of_name(host.lower().rstrip("."))
 
 
 @lru_cache(maxsize=1024)
-def _network_of(host: str) -> str | None:
-    """Return the network that is not public of a host; empty for a public host or a name."""
-    if not host:
-        return None
+def _number(host: str) -> IPv4Address | IPv6Address | None:
+    """Return a host that is written as a number; None for a name."""
     try:
-        at: IPv4Address | IPv6Address = ip_address(host)
+        return ip_address(host)
     except ValueError:
-        return ""
+        return None
+
+
+def _network_of(at: IPv4Address | IPv6Address) -> str | None:
+    """Return the network that is not public of a host; empty for a public one."""
     at = getattr(at, "ipv4_mapped", None) or at
     if at.is_global and not at.is_multicast:
         return ""
     networks = (each for each in _LOCAL if each.version == at.version and at in each)
     return next(map(str, networks), None)
+
+
+def _network_of_name(name: str) -> str:
+    labels = name.split(".")
+    if labels[-1] == "localhost":
+        return "127.0.0.0/8"
+    is_home = len(labels) == 1 or {labels[-1], ".".join(labels[-2:])} & _HOME_NAMES
+    return _HOME if is_home else ""

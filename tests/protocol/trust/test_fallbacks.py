@@ -65,13 +65,30 @@ def test_addresses_of_a_home_network_are_told_to_clients_in_such_a_one(
     assert told("", address) == told("8.8.4.4", address) == told("name", address) == ()
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["ws://nas:1", "ws://nas.lan:1", "wss://NAS.Home.arpa", "quic://node@nas.local.:8790"],
+)
+def test_a_name_of_a_home_network_is_told_to_clients_in_any_such_one(address: str) -> None:
+    assert told("192.168.1.9", address) == told("fd12::1", address) == (address,)
+    for host in ("", "8.8.4.4", "127.0.0.1", "::1", "name"):
+        assert told(host, address, PUBLIC) == (PUBLIC,)
+
+
+@pytest.mark.parametrize("address", ["ws://localhost:5432", "ws://a.localhost:1"])
+def test_names_of_this_machine_are_told_to_clients_on_it(address: str) -> None:
+    assert told("127.0.0.1", address) == (address,)
+    assert told("192.168.1.9", address) == told("", address) == told("8.8.4.4", address) == ()
+
+
 def test_a_client_of_another_home_network_is_told_nothing_of_this_one() -> None:
     assert told("10.0.0.1", HOME, PUBLIC) == (PUBLIC,)
     assert told("127.0.0.1", HOME) == ()  # as a proxy on the machine of the node shows all clients
 
 
 @pytest.mark.parametrize(
-    "address", ["", "ws://", "ws://[", "ws://0.0.0.0:1", "ws://224.0.0.1:1", "ws://192.0.2.1:1"]
+    "address",
+    ["", "ws://", "ws://[", "ws://:1", "ws://0.0.0.0:1", "ws://224.0.0.1:1", "ws://192.0.2.1:1"],
 )
 def test_an_address_that_cannot_be_dialled_is_not_told(address: str) -> None:
     assert not any(told(host, address) for host in ("", "192.168.1.9", "0.0.0.0", "8.8.8.8"))
