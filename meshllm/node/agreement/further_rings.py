@@ -7,6 +7,9 @@ and its state as a membership. All rings of a node compute on one thread, in tur
 of the node ends, a further one may be named as the first. It ends and begins again with all of the
 memory, once no session is in progress or after `DRAIN_S`: until then it serves with its share.
 Other further rings end meanwhile; new ones wait, as the first ring may still hold its model.
+
+A node that cannot serve in a ring for now, whose model it serves in another one, tries again with
+backoff: the records go on to name it, and the other nodes of that ring wait for it.
 """
 
 import asyncio
@@ -18,7 +21,7 @@ from typing import TypeAlias
 
 from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
-from meshllm.node.agreement.offer import NodeOffer
+from meshllm.node.agreement.offer import FIRST_RETRY_S, LAST_RETRY_S, NodeOffer
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.timer import loop_time
@@ -111,7 +114,8 @@ class FurtherRings:
         self._failed = failed
         # Groups, and memory; None to look again.
         self._wanted: Mapping[GroupId, int] | None = {}
-        self._refused: set[GroupId] = set()  # those that could not be served
+        self._refused: set[GroupId] = set()  # those that could not be served a moment ago
+        self._retry_s: dict[GroupId, float] = {}  # of those that could not be served in this run
 
     def want(self, wanted: Mapping[GroupId, int]) -> None:
         """Take part in these rings, with so much memory, once they have been wanted for a while."""
@@ -147,17 +151,32 @@ class FurtherRings:
         ring.begin(partial(self._give_up, group), partial(self._ended, group))
 
     def _give_up(self, group: GroupId, model: ModelKey, error: ModelError) -> None:
-        """Take no part in a ring any more, nor hold its model unless another ring here does."""
+        """Take no part in a ring for a while; hold its model no more unless another ring does."""
         others = (each.charter for each in self._parts.state.members if each.group != group)
         if not any(each and each.key == model for each in others):
             self._failed(model, error)
             return
-        logger.warning("this node cannot serve in one more ring of its model: %s", error)
+        retry_s = self._retry_s.get(group, FIRST_RETRY_S)
+        self._retry_s[group] = min(2 * retry_s, LAST_RETRY_S)
         self._refused.add(group)
+        self._parts.call_later(retry_s, self._try_again, group)
+        logger.warning(
+            "this node cannot serve in one more ring of its model, it tries again in %.0f s: %s",
+            retry_s,
+            error,
+        )
+
+    def _try_again(self, group: GroupId) -> None:
+        self._refused.discard(group)
+        self._look_again()
 
     def _ended(self, group: GroupId) -> None:
         del self.rings[group]
-        self._wanted = None  # if it is wanted again meanwhile, it begins again
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Begin what is wanted at the next look at the records, though the same was wanted."""
+        self._wanted = None
         self._parts.changed()
 
 

@@ -11,7 +11,9 @@ from meshllm.errors import ModelError
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.agreement import further_rings
 from meshllm.node.agreement.further_rings import DRAIN_S, MOVE_S, FurtherRing, FurtherRings
+from meshllm.node.agreement.offer import FIRST_RETRY_S, LAST_RETRY_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
+from meshllm.node.timer import loop_time
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later
 
@@ -48,10 +50,12 @@ class Node:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Server] = []
+        self.begun_at: list[float] = []
         self.error: ModelError | None = None
         self.failed: list[tuple[ModelKey, ModelError]] = []
         self.shares: list[tuple[GroupId, Any]] = []
         self.members: list[Any] = []  # this node in other rings
+        self.wanted: dict[GroupId, int] | None = None  # by the records, from now on
         self.state = SimpleNamespace(
             is_leaving=False, further={}, begin_further=self._member, members=self.members
         )
@@ -60,7 +64,7 @@ class Node:
             offer=SimpleNamespace(profile=None, share=lambda *share: self.shares.append(share)),
             call_later=call_later,
             spawn=lambda part: asyncio.ensure_future(part()),
-            changed=lambda: None,
+            changed=lambda: asyncio.get_running_loop().call_soon(self._changed),
         )
         monkeypatch.setattr(further_rings, "replace", lambda profile, **_: profile)
         monkeypatch.setattr(further_rings, "NodeOffer", lambda *_: None)
@@ -71,11 +75,16 @@ class Node:
     def running(self) -> dict[GroupId, int | None]:
         return {group: each.server.memory for group, each in self.rings.rings.items()}
 
+    def _changed(self) -> None:
+        if self.wanted is not None:
+            self.rings.want(self.wanted)
+
     def _member(self, group: GroupId, _: Callable[[], str]) -> None:
         self.state.further[group] = None
 
     def _server(self, *_: object, memory: int) -> Server:
         self.begun.append(Server(memory))
+        self.begun_at.append(loop_time())
         self.begun[-1].error = self.error
         return self.begun[-1]
 
@@ -173,6 +182,25 @@ def test_a_ring_that_cannot_be_served_leaves_another_one_of_its_model(run: Run) 
         node.rings.want({ONE: 5})  # looked at again
         await asyncio.sleep(SHORT_S)
         assert len(node.begun) == 1
+
+    run(story)
+
+
+def test_a_ring_that_could_not_be_served_is_tried_again_with_backoff(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
+        node.error = ModelError("the disk is full")
+        node.wanted = {ONE: 5}
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(3 * LAST_RETRY_S)
+        first, second, third, *_, last_but_one, last = node.begun_at
+        assert third - second == pytest.approx(second - first + FIRST_RETRY_S)
+        assert FIRST_RETRY_S <= second - first < FIRST_RETRY_S + SHORT_S
+        assert LAST_RETRY_S <= last - last_but_one < LAST_RETRY_S + SHORT_S
+        node.error = None
+        await asyncio.sleep(LAST_RETRY_S + SHORT_S)
+        assert node.running == {ONE: 5}
+        assert node.failed == []
 
     run(story)
 
