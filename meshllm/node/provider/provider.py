@@ -1,17 +1,27 @@
-"""The models of an engine as offers of this node, as long as the engine answers."""
+"""The models of an engine as offers of this node, as long as the engine answers.
+
+Theory of operation
+-------------------
+An engine that refuses a look at its models, or a connection, serves none: its offers end at once.
+One that sends nothing may be busy, as with a long prompt, and requests wait for it: its offers end
+after `SILENT_S`.
+"""
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
-from meshllm.errors import LinkLost, MeshError
+from meshllm.errors import LinkLost, MeshError, TimedOut
 from meshllm.node.provider.engine import EngineClient
 from meshllm.node.provider.process import EngineProcess
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Event, Request
 
-POLL_S = 2.0  # s between two looks at an engine that nothing was heard of
+POLL_S = 2.0  # s between two looks at an engine
+SILENT_S = 30.0  # s after which an engine that sends nothing does not count as busy: four looks
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +38,7 @@ class Provider:
         """Requests in progress."""
         self._process = process
         self._trouble = ""
+        self._heard_at = -math.inf  # when the engine sent something last, in loop time
         self._is_suspect = asyncio.Event()
         """Its process ended or a request failed: look at once."""
 
@@ -62,6 +73,7 @@ class Provider:
         try:
             async with aclosing(self.engine.generate(request)) as events:
                 async for event in events:
+                    self._heard_at = loop_time()
                     yield event
         except LinkLost:
             self._is_suspect.set()
@@ -76,7 +88,9 @@ class Provider:
             if str(error) != self._trouble:
                 logger.warning("%s", error)
             self._trouble = str(error)
-            return ()
+            is_busy = isinstance(error, TimedOut) and loop_time() < self._heard_at + SILENT_S
+            return self.offers if is_busy else ()
+        self._heard_at = loop_time()
         if self._trouble:
             logger.warning("the engine answers again")
         self._trouble = ""

@@ -2,12 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, MeshError, TimedOut
 from meshllm.node.provider import EngineClient, EngineProcess, Provider, process, provider
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Request
@@ -57,6 +57,75 @@ async def test_models_are_offered_while_the_engine_answers() -> None:
         finally:
             running.cancel()
             await asyncio.wait([running])
+
+
+class Looked(EngineClient):
+    """An engine whose looks end as they are told to; the last one then never ends."""
+
+    def __init__(self, *looks: tuple[ModelOffer, ...] | MeshError) -> None:
+        super().__init__("http://127.0.0.1:9/v1")
+        self.at_end = asyncio.Event()
+        self._looks = list(looks)
+
+    async def models(self) -> tuple[ModelOffer, ...]:
+        if not self._looks:
+            self.at_end.set()
+            await asyncio.Event().wait()
+        look = self._looks.pop(0)
+        if isinstance(look, MeshError):
+            raise look
+        return look
+
+
+SILENT = TimedOut("The engine sent nothing for too long")
+
+
+@pytest.mark.parametrize(
+    ("looks", "silent_s", "offers"),
+    [
+        (((FOX,), SILENT, SILENT), 3600.0, (FOX,)),
+        (((FOX,), SILENT), 0.0, ()),
+        (((FOX,), SILENT, LinkLost("No engine answers")), 3600.0, ()),
+        ((SILENT,), 3600.0, ()),
+    ],
+    ids=["busy", "silent for too long", "gone", "never heard of"],
+)
+async def test_an_engine_that_is_silent_is_busy_for_a_while(
+    looks: Sequence[tuple[ModelOffer, ...] | MeshError],
+    silent_s: float,
+    offers: tuple[ModelOffer, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(provider, "SILENT_S", silent_s)
+    looked = Looked(*looks)
+    watched = Provider(looked)
+    running = asyncio.ensure_future(watched.run(lambda: None))
+    try:
+        await looked.at_end.wait()
+        assert watched.offers == offers
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_an_engine_that_answers_a_request_is_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(provider, "SILENT_S", 3600.0)
+    async with serving(FakeEngine()) as url:
+        looked = Looked(SILENT)
+        looked.url = url
+        watched = Provider(looked)
+        watched.offers = (FOX,)
+        fox = Request(({"role": "user", "content": "a fox"},), model="fox")
+        assert [each async for each in watched.generate(fox)]
+    running = asyncio.ensure_future(watched.run(lambda: None))
+    try:
+        await looked.at_end.wait()
+        assert watched.offers == (FOX,)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
 
 
 async def test_a_model_that_is_not_offered_is_not_asked_for() -> None:
