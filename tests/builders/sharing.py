@@ -28,6 +28,7 @@ from meshllm.protocol.membership.records import (
 from meshllm.protocol.planning.plan import ModelSizes, Plan
 from meshllm.protocol.planning.problem import memory_for
 from meshllm.protocol.session.messages import DType
+from meshllm.protocol.weights.holders import ABSENT, FETCHES
 
 NODES = tuple(NodeId(bytes([number + 1]) * 32) for number in range(5))
 MOST_ROUNDS = 40  # until nothing changes: a few for each group
@@ -52,6 +53,8 @@ class SharedMesh:
     plans: dict[GroupId, Plan] = field(default_factory=dict)
     layer_s: dict[NodeId, float] = field(default_factory=dict)
     """Seconds of a layer on nodes that are faster or slower than the others."""
+    bare: set[NodeId] = field(default_factory=set)
+    """Nodes that have no weights yet: they fetch them."""
     turns: Random | None = None
     hidden: set[tuple[NodeId, GroupId]] = field(default_factory=set)
     """Shares that are not published yet."""
@@ -127,10 +130,11 @@ class SharedMesh:
         """No node has planned more than it offers; records of this kind are taken."""
         charters = {group.id: group.charter for group in groups_of(self.charter)}
         for node, part in self.parts.items():
-            shares = dict(part.further)
+            further = part.further.items()  # those not published yet are sized again when they are
+            shares = {each: size for each, size in further if (node, each) not in self.hidden}
             rest = self.memory[node] - sum(shares.values())
             assert rest >= 0
-            assert len(shares) < MAX_RINGS
+            assert len(part.further) < MAX_RINGS
             for group, room in {part.first: rest, **shares}.items():
                 plan = self.followed.get((node, group))
                 if plan and plan == self.plans.get(group):
@@ -200,10 +204,10 @@ class SharedMesh:
             "n", "1", (), self.memory[node],
             layer_s if first else (),
             model=first.shape.name if first else "",
-            weights=_weights(first) if first else (),
+            weights=self._weights(node, first) if first else (),
             models=tuple(each.key for each in self.charter.served),
             shares=tuple(
-                RingShare(group, size, layer_s, 0.0, at.shape.name, _weights(at))
+                RingShare(group, size, layer_s, 0.0, at.shape.name, self._weights(node, at))
                 for group, size in sorted(part.further.items())
                 if (node, group) not in self.hidden
                 for at in (charters.get(group, self.charter),)
@@ -220,17 +224,18 @@ class SharedMesh:
         links = tuple((peer, 1000) for peer in self.memory if peer != node)
         return StateRecord(
             Lifecycle.SERVING, links, own.followed, own.is_loaded,
+            obstacle=FETCHES if node in self.bare else "",
             group=own.group, used=self.used, further=tuple(further),
         )  # fmt: skip
+
+    def _weights(self, node: NodeId, charter: Charter) -> tuple[bytes, ...]:
+        config = charter.config_digest[:DIGEST_PART_BYTES]
+        parts = charter.shape.layers + ENDS - 1
+        return *((ABSENT if node in self.bare else config,) * parts), config
 
 
 def _groups(part: NodeGroups) -> tuple[GroupId, ...]:
     return part.first, *part.further
-
-
-def _weights(charter: Charter) -> tuple[bytes, ...]:
-    digest = charter.config_digest[:DIGEST_PART_BYTES]
-    return (digest,) * (charter.shape.layers + ENDS)
 
 
 def served_model(
@@ -246,7 +251,12 @@ def served_model(
         tied=False, hidden_size=1, itemsize=4, context=1, workspace_bytes=workspace,
     )  # fmt: skip
     return Charter(
-        1, sizes, DType.FLOAT32, Digest(bytes([number]) * 32), members=members, replicas=replicas
+        1,
+        sizes,
+        DType.FLOAT32,
+        Digest(bytes([number + 1]) * 32),
+        members=members,
+        replicas=replicas,
     )
 
 

@@ -16,7 +16,8 @@ a node of it is leaving, another plan replaces it at once: one in which all othe
 layers, see `continuity`, if the best plan gains no more than `GAIN`, or the best. A leaving node
 serves on while no other plan exists. Otherwise a better plan waits until the entry has no session
 that the change would hurt, and it must be faster by `GAIN`, or satisfy a constraint of the charter
-(exclude, prefer, members, fixed spans) that the incumbent violates. Where no ring satisfies what a
+(exclude, prefer, members, fixed spans) that the incumbent violates, or be without a node whose
+share of the ring ends, see `groups`. Where no ring satisfies what a
 member set of these, the founder's values count, see `Charter.eased`. A first plan reports how many
 of the requested members are missing: nodes that follow it wait for them for a while, to avoid
 loading layers for rings that are soon replaced. A better plan waits until its nodes have their
@@ -286,6 +287,7 @@ def _standbys(best: Best, plan: Plan) -> dict[NodeId, str]:
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
     excluded = dict.fromkeys(best.exclude, why_excluded(charter))
+    ending = dict.fromkeys(case.view.ending, "its share of the ring ends")
     leaving = dict.fromkeys(found.leaving, "it is leaving")
-    known = {**spans, **found.faulty, **excluded, **leaving}
+    known = {**spans, **found.faulty, **excluded, **ending, **leaving}
     return {node: known.get(node, why) for node, why in reasons.items()}

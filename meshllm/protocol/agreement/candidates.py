@@ -52,6 +52,8 @@ class MeshView:
     removed: Collection[NodeId] = ()
     group: GroupId = FIRST_GROUP
     """The ring to plan; a plan uses nodes that take part in it."""
+    ending: frozenset[NodeId] = frozenset()
+    """Nodes that serve in the ring until a plan without them can replace the one in force."""
 
     def alive(self) -> frozenset[NodeId]:
         """Return the members that are alive."""

@@ -28,7 +28,8 @@ is complete without it and does not use it; shares of later replicas, of models 
 and of groups that are not complete, end if another group becomes complete by it. Until then a group
 that lost a node keeps its shares, so that it serves soon after that node returned. Nodes join one
 further group at a time, and none while a ring of theirs is not whole: what such a ring needs next
-is not known yet.
+is not known yet. A share that a ring works with serves until a plan without it is in force; until
+then its memory is in use.
 
 If nothing else completes a group, it takes nodes that no ring uses, and shares of others. A later
 replica may then have shares of nodes in an earlier one, so that the layers of these are on several
@@ -157,6 +158,7 @@ def ring_of(view: MeshView) -> MeshView | None:
     return replace(
         view,
         charter=charter,
+        ending=_ending(view, group) if sharing else frozenset(),
         states={node: state.in_ring(at) for node, state in states.items()},
         profiles=profiles | shares,
     )
@@ -174,6 +176,13 @@ def _sharing(view: MeshView, group: Group) -> frozenset[NodeId]:
         for node, state in states.items()
         if group.id in (own := _groups(state)) and not set(before).isdisjoint(own)
     )
+
+
+def _ending(view: MeshView, group: Group) -> frozenset[NodeId]:
+    """Return the nodes whose shares in a ring end once a plan without them is in force."""
+    table = _Table(view)
+    table.end_shares()
+    return frozenset(node for node, shares in table.ending.items() if group.id in shares)
 
 
 def memberships(view: MeshView) -> dict[tuple[NodeId, GroupId], RingMembership]:
@@ -284,6 +293,8 @@ class _Table:
     """The first group of each node."""
     shares: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
     """The further groups of each node, with the memory for them."""
+    ending: dict[NodeId, dict[GroupId, int]] = field(default_factory=dict)
+    """The shares that count no more, but serve until another plan takes the place of theirs."""
     plans: dict[GroupId, Plan] = field(default_factory=dict)
     told: dict[tuple[NodeId, GroupId], RingMembership] = field(default_factory=dict)
     used: frozenset[ModelKey] = frozenset()
@@ -337,7 +348,14 @@ class _Table:
 
     def parts(self) -> dict[NodeId, NodeGroups]:
         """Return the groups of each node."""
-        return {node: NodeGroups(at, dict(self.shares[node])) for node, at in self.place.items()}
+        return {node: NodeGroups(at, self.given(node)) for node, at in self.place.items()}
+
+    def given(self, node: NodeId) -> dict[GroupId, int]:
+        """Return the memory of a node that is for further groups: its shares, ending or not."""
+        at, shares = self.place[node], self.shares[node]
+        ending = self.ending.get(node, {})
+        kept = {group: size for group, size in ending.items() if group not in {at, *shares}}
+        return {**shares, **kept}
 
     # Who has what it needs.
 
@@ -380,7 +398,7 @@ class _Table:
         if group.id in shares:
             memory, reserve = shares[group.id], sizes.workspace
         else:
-            memory = max(0, memory - sum(shares.values()))
+            memory = max(0, memory - sum(self.given(node).values()))
         usable = max(0, usable_of(memory, reserve) - sizes.cache)  # as the planner counts
         plain, entry = usable // sizes.layer, (usable - sizes.ends) // sizes.layer
         if profile.span and group.id not in shares:
@@ -468,18 +486,28 @@ class _Table:
     # Shares.
 
     def end_shares(self) -> None:
-        """End the shares that their groups neither need nor use."""
-        for node, shares in self.shares.items():
-            for group in list(shares):
-                plan, number = self.plans.get(group), self.numbers[group]
-                others = [each for each in self.nodes(number) if each != node]
-                is_used = plan is not None and plan.rank(node) is not None
-                is_own = self._is_own(node, number)
-                is_over = self.is_complete(number, others, strict=False) and not (
-                    is_used and is_own
-                )
-                if is_over or not (is_own or self._has_own(number)):
-                    del shares[group]
+        """End the shares that their groups do not need, those that no ring uses first."""
+        known = [(node, group) for node, shares in self.shares.items() for group in shares]
+        for node, group in sorted(known, key=lambda share: (self._is_used(*share), *share)):
+            number = self.numbers[group]
+            is_own, is_used = self._is_own(node, number), self._is_used(node, group)
+            others = [each for each in self.nodes(number) if each != node]
+            is_over = self.is_complete(number, others, strict=False) and not (is_used and is_own)
+            if is_over or not (is_own or self._has_own(number)):
+                self._end_share(node, group)
+
+    def _end_share(self, node: NodeId, group: GroupId) -> None:
+        """End a share; if a ring works with it, once a plan without it is in force."""
+        size, number = self.shares[node].pop(group), self.numbers[group]
+        kept = (each for each, shares in self.ending.items() if group in shares)
+        if self._is_used(node, group) and self._is_served(
+            number, [*self.nodes(number), *kept, node]
+        ):
+            self.ending.setdefault(node, {})[group] = size
+
+    def _is_used(self, node: NodeId, group: GroupId) -> bool:
+        plan = self.plans.get(group)
+        return plan is not None and plan.rank(node) is not None
 
     def _join(self, number: int, *, of_replicas: bool = False) -> bool:
         """Complete a group with shares of nodes; return whether that is possible.
@@ -574,7 +602,7 @@ class _Table:
         group, shares = self.groups[number], self.shares[node]
         held = [self.place[node], *(each for each in shares if each != group.id)]
         return (
-            len(held) < MAX_RINGS
+            len({*held, *self.given(node)} - {group.id}) < MAX_RINGS
             and node not in group.charter.exclude
             and self._holds(node, number)
             and UNASSIGNED not in held
@@ -598,15 +626,20 @@ class _Table:
     def _share(self, node: NodeId, number: int) -> int:
         """Return the memory that a node has left for a group, at most for the whole model."""
         profile, first = self.view.profiles[node], self.place[node]
-        others = (size for at, size in self.shares[node].items() if at != self.groups[number].id)
-        plan, needed = self.plans.get(first), profile.reserve_bytes
-        if plan is not None:
+        others = (size for at, size in self.given(node).items() if at != self.groups[number].id)
+        needed = profile.reserve_bytes
+        if (plan := self.plans.get(first) or self._followed(node, first)) is not None:
             charter = self.groups[self.numbers[first]].charter
             needed = memory_for(
                 plan, node, charter.shape, sessions=charter.sessions, reserve=needed
             )
         left = profile.memory_bytes - needed - sum(others)
         return max(0, min(left, self.sizes[number].whole))
+
+    def _followed(self, node: NodeId, group: GroupId) -> Plan | None:
+        """Return the plan of a ring whose layers a node has while none is in force."""
+        told = self.told.get((node, group))
+        return decode_plans([told.followed]).get(told.followed) if told else None
 
     # Shares of nodes in earlier replicas.
 
@@ -679,13 +712,16 @@ class _Table:
     def _replace_shares(self, number: int) -> None:
         """Complete a group with nodes that no ring uses, in place of shares of earlier replicas."""
         before, group = self._copied_shares(), self.groups[number].id
-        for node, shares in self.shares.items():
-            if group in shares and not self._is_own(node, number):
-                del shares[group]
-        if self.shares == before:
-            return
-        if not self._move(number, self._left_over, strict=False):
-            self.shares = before
+        ending = {node: dict(shares) for node, shares in self.ending.items()}
+        shared = [
+            node
+            for node, shares in before.items()
+            if group in shares and not self._is_own(node, number)
+        ]
+        for node in shared:
+            self._end_share(node, group)
+        if shared and not self._move(number, self._left_over, strict=False):
+            self.shares, self.ending = before, ending
 
     def _left_over(self, number: int, taken: list[NodeId], strict: bool) -> list[NodeId]:
         """Return the nodes of any group that no ring uses or needs."""
@@ -771,7 +807,8 @@ class _Table:
         measured = next((each for each in published if each.layer_s), None)
         if measured is None:
             return None
-        memory, reserve = profile.memory_bytes - sum(shares.values()), profile.reserve_bytes
+        given = self.given(node) if node in self.place else {}
+        memory, reserve = profile.memory_bytes - sum(given.values()), profile.reserve_bytes
         if group.id in shares:
             memory, reserve = shares[group.id], self.sizes[number].workspace
         measured = replace(measured, memory_bytes=max(0, memory), reserve_bytes=reserve)

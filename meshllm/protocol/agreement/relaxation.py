@@ -8,7 +8,7 @@ from meshllm.names import NodeId, short
 from meshllm.protocol.agreement.candidates import NO_LINK, Candidates, MeshView
 from meshllm.protocol.membership.charter import Charter, Yielding
 from meshllm.protocol.planning.partition import Division
-from meshllm.protocol.planning.plan import Ends, Links, Offer, Plan, PlanConstraints
+from meshllm.protocol.planning.plan import Ends, Plan, PlanConstraints
 from meshllm.protocol.planning.policies import AUTO, POLICIES, make_plan
 from meshllm.protocol.planning.problem import Problem, pose
 
@@ -33,7 +33,7 @@ class Best:
     problem: Problem
     missing: str = ""
     exclude: Collection[NodeId] = ()
-    """Nodes that the charter excludes, as far as it could be satisfied."""
+    """Nodes that the charter excludes, as far as it could be satisfied, and ending ones."""
     ignored: tuple[Yielding, ...] = ()
     """Terms with which no ring was found, so that the founder's values count."""
 
@@ -84,9 +84,9 @@ def _search(case: PlanningInput) -> Best:
             why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
                 problem = pose(found.offers, found.links, charter.shape, terms)
-                return Best(case, plan, problem, exclude=charter.exclude)
+                return Best(case, plan, problem, exclude=_excluded(case))
             missing = missing or why
-    return Best(case, None, case.problem, missing, charter.exclude)
+    return Best(case, None, case.problem, missing, _excluded(case))
 
 
 def find_missing_link(plan: Plan, found: Candidates) -> str:
@@ -130,11 +130,20 @@ def _excess(plan: Plan, most: int | None) -> str:
     return f"it takes {count} nodes, but {most} are allowed" if count > (most or count) else ""
 
 
-def _planner_input(
-    case: PlanningInput,
-) -> tuple[Charter, tuple[Offer, ...], Links, PlanConstraints, frozenset[NodeId]]:
-    found = case.found
-    return case.view.charter, found.offers, found.links, case.terms, found.leaving
+def _planner_input(case: PlanningInput) -> tuple[object, ...]:
+    found, view = case.found, case.view
+    return (
+        view.charter,
+        view.ending,
+        found.offers,
+        found.links,
+        case.terms,
+        found.leaving,
+    )
+
+
+def _excluded(case: PlanningInput) -> tuple[NodeId, ...]:
+    return *case.view.charter.exclude, *sorted(case.view.ending)
 
 
 def _relaxed_terms(case: PlanningInput) -> list[PlanConstraints]:
@@ -143,7 +152,7 @@ def _relaxed_terms(case: PlanningInput) -> list[PlanConstraints]:
     A ring of fewer nodes, or without a node whose fixed span fits no ring, is better than none.
     """
     charter, base = case.view.charter, case.terms
-    exclude = (*charter.exclude, *sorted(case.found.leaving))
+    exclude = (*_excluded(case), *sorted(case.found.leaving))
     nodes = {offer.node for offer in case.found.offers}.difference(exclude)
     client = charter.ends is Ends.CLIENT
     most = min(len(nodes), charter.shape.layers + client)

@@ -28,7 +28,7 @@ from meshllm.protocol.membership.charter import Charter, Yielding
 from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, StateRecord
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.weights.holders import FETCHES, LACKS
+from meshllm.protocol.weights.holders import FETCHES, LACKS, with_fetched
 from tests.bench.turnover import SharedTurnover, SpanTurnover, Turnover
 from tests.builders.offers import A, B, C, D, node
 from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
@@ -650,6 +650,22 @@ def test_a_share_that_is_not_published_yet_is_what_is_left() -> None:
     assert divide(mesh.view()) == {NODES[0]: NodeGroups(FIRST_GROUP, {other: 310})}
 
 
+def test_a_share_that_is_not_published_yet_leaves_layers_of_a_ring_that_others_leave() -> None:
+    mesh = shared_mesh({0: 700, 1: 350}, served_model(0, 5), served_model(1, 5))
+    first, other = ids_of(mesh)
+    both = ring("m0", (NODES[0], 0, 3), (NODES[1], 3, 5), epoch=9)
+    mesh.parts = {NODES[0]: NodeGroups(first, {other: 0}), NODES[1]: NodeGroups(first)}
+    mesh.followed = {(node, first): both for node in mesh.parts}
+
+    sizes = [divide(mesh.view())[NODES[0]].further]
+    mesh.parts[NODES[1]] = NodeGroups(other)  # has moved first: the plan is not in force any more
+    mesh.followed.pop((NODES[1], first))
+    assert not plans_in_force(mesh.view())
+    sizes.append(divide(mesh.view())[NODES[0]].further)
+
+    assert sizes == [{other: 390}] * 2  # the first ring has 310
+
+
 def test_a_node_has_one_ring_of_each_model() -> None:
     mesh = settled({0: 1000}, served_model(0, 2, replicas=2))
 
@@ -832,6 +848,15 @@ def sharing() -> SharedMesh:
     return mesh
 
 
+def test_a_better_plan_of_the_first_model_replaces_another() -> None:
+    mesh = speeds_of(settled({0: 1600}, served_model(0, 12)), a=30)
+
+    mesh.join(NODES[1], 1600)
+    mesh.settle()
+
+    assert spans_of(mesh) == {0: [(1, "0:12")]}  # its nodes have the weights
+
+
 def test_a_share_of_a_replica_ends_when_its_own_node_is_lost() -> None:
     mesh = sharing()
 
@@ -852,6 +877,55 @@ def test_nodes_of_its_own_take_the_place_of_a_share() -> None:
     own = NodeGroups(replica)
     assert mesh.parts == {NODES[0]: NodeGroups(FIRST_GROUP), NODES[1]: own, NODES[2]: own}
     assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (2, "6:12")]}
+
+
+def test_a_share_in_use_serves_until_the_nodes_in_its_place_have_their_weights() -> None:
+    mesh = sharing()
+    replica = ids_of(mesh)[1]
+    before, shared = dict(mesh.parts), spans_of(mesh)
+    mesh.bare = {NODES[2]}
+
+    mesh.join(NODES[2], 650)
+    mesh.settle()
+
+    assert mesh.parts == {**before, NODES[2]: NodeGroups(replica)}
+    assert spans_of(mesh) == shared
+    view = ring_of(mesh.view(replica))
+    assert view
+    fetched = agree(replace(view, states=with_fetched(view.states)))
+    assert fetched.plan == mesh.plans[replica]
+    assert "waits for weights" in fetched.reason
+    assert fetched.best
+    assert fetched.best.plan
+    assert NODES[2] in [at.node for at in fetched.best.plan.stages]  # and so it fetches them
+    mesh.bare = set()
+    mesh.settle()
+    assert mesh.parts[NODES[0]] == NodeGroups(FIRST_GROUP)
+    assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (2, "6:12")]}
+
+
+def test_a_share_whose_ring_is_broken_ends_when_it_is_not_needed() -> None:
+    mesh = sharing()
+    first, replica = ids_of(mesh)
+    mesh.memory[NODES[1]] = 2000
+    gone = ring("m0", (NODES[1], 0, 3), (NODES[2], 3, 6), (NODES[0], 6, 12), epoch=9)
+    mesh.followed[NODES[1], replica] = mesh.followed[NODES[0], replica] = gone
+
+    assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(replica)}
+
+
+def test_of_two_shares_that_each_suffice_the_one_in_use_stays() -> None:
+    for used in (0, 1):
+        mesh = shared_mesh(dict.fromkeys(range(3), 950), served_model(0, 12, 2))
+        speeds_of(mesh, **{"ab"[used]: 9.0, "ab"[1 - used]: 10.0})
+        mesh.settle()
+        first, replica = ids_of(mesh)
+        kept = dict(mesh.parts)
+        size = kept[NODES[used]].further[replica]
+
+        mesh.parts[NODES[1 - used]] = NodeGroups(first, {replica: size})
+
+        assert divide(mesh.view()) == kept
 
 
 def test_a_node_that_helps_little_leaves_a_share_as_it_is() -> None:
