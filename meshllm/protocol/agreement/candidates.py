@@ -54,6 +54,8 @@ class MeshView:
     """The ring to plan; a plan uses nodes that take part in it."""
     ending: frozenset[NodeId] = frozenset()
     """Nodes that serve in the ring until a plan without them can replace the one in force."""
+    eases: bool = True
+    """Whether terms of members yield where no ring satisfies them, see `Charter.eased`."""
 
     def alive(self) -> frozenset[NodeId]:
         """Return the members that are alive."""

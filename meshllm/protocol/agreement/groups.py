@@ -52,6 +52,9 @@ States tell which models were asked for lately. The first replica of such a mode
 from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
 nodes to another one gets them back when it is asked for, and the other is not used any more.
 
+What members exclude, or the members that they request, yields for the first replica of a model, if
+it is complete with the founder's values alone: else the model would not be served.
+
 A node that awaits weights takes part: it keeps its place while it fetches them, and one that a ring
 does not need is free for another.
 
@@ -158,6 +161,7 @@ def ring_of(view: MeshView) -> MeshView | None:
     return replace(
         view,
         charter=charter,
+        eases=not group.replica,
         ending=_ending(view, group) if sharing else frozenset(),
         states={node: state.in_ring(at) for node, state in states.items()},
         profiles=profiles | shares,
@@ -231,15 +235,27 @@ def assign(view: MeshView) -> Mapping[NodeId, GroupId]:
 
 def divide(view: MeshView) -> Mapping[NodeId, NodeGroups]:
     """Return the groups of each living node that can hold layers; the same on every node."""
-    found, is_complete = _divide(view)
-    if is_complete or not view.charter.yields:
-        return found
-    return _divide(replace(view, charter=view.charter.eased))[0]
+    bound = _divide(view)
+    eased = _yielding(view, bound)
+    while eased:  # ends: there are fewer each time
+        table = _divide(view, eased)
+        if not (lacking := eased & table.lacks().keys()):
+            return table.parts()
+        eased -= lacking
+    return bound.parts()
 
 
-def _divide(view: MeshView) -> tuple[Mapping[NodeId, NodeGroups], bool]:
-    """Return the groups of each node, and whether every group is complete then."""
-    table = _Table(view)
+def _yielding(view: MeshView, table: "_Table") -> frozenset[GroupId]:
+    """Return the first replicas of models that are not complete with the terms of members."""
+    if not view.charter.yields:
+        return frozenset()
+    lacks = table.lacks()
+    return frozenset(each.id for each in table.groups if not each.replica and each.id in lacks)
+
+
+def _divide(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> "_Table":
+    """Move nodes until nothing changes; terms of members do not hold for the groups ``eased``."""
+    table = _Table(view, eased)
     table.end_shares()
     before = table.parts()
     while True:  # ends: each change completes an earlier group, or places a node
@@ -249,13 +265,14 @@ def _divide(view: MeshView) -> tuple[Mapping[NodeId, NodeGroups], bool]:
         table.place_rest()
         found = table.parts()
         if found == before:
-            return found, not table.lacks()
+            return table
         before = found
 
 
 def shortage(view: MeshView) -> Mapping[GroupId, int]:
     """Return the bytes of memory that each group lacks; only of those that lack some."""
-    return _Table(view).lacks()
+    table = _Table(view)
+    return _Table(view, _yielding(view, table)).lacks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +303,8 @@ class _Table:
     """The nodes, their places, and what each can hold of each model."""
 
     view: MeshView
+    eased: frozenset[GroupId] = frozenset()
+    """The groups for which the terms of members that yield do not hold."""
     groups: tuple[Group, ...] = ()
     numbers: dict[GroupId, int] = field(default_factory=dict)
     sizes: tuple[_Sizes, ...] = ()
@@ -305,7 +324,10 @@ class _Table:
 
     def __post_init__(self) -> None:
         view = self.view
-        self.groups = groups_of(view.charter)
+        self.groups = tuple(
+            replace(each, charter=each.charter.eased) if each.id in self.eased else each
+            for each in groups_of(view.charter)
+        )
         self.numbers = {group.id: number for number, group in enumerate(self.groups)}
         self.sizes = tuple(_Sizes.of(group.charter) for group in self.groups)
         self.plans, self.used = plans_in_force(view), used_models(view)

@@ -60,7 +60,7 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     if before is not None and before.case.problem is case.problem:
         return before
     best, view = _search(case), case.view
-    if best.plan is None and view.charter.yields:
+    if best.plan is None and view.eases and view.charter.yields:
         eased = _search(replace(case, view=replace(view, charter=view.charter.eased)))
         best = replace(eased, case=case, ignored=view.charter.yields) if eased.plan else best
     return best
@@ -134,6 +134,7 @@ def _planner_input(case: PlanningInput) -> tuple[object, ...]:
     found, view = case.found, case.view
     return (
         view.charter,
+        view.eases,
         view.ending,
         found.offers,
         found.links,

@@ -6,7 +6,7 @@ The founder fixes the model once. The *terms* can change later: every node publi
 it changed, each with a version, and of all values of one term the highest (version, author) is in
 force; of equal versions, the founder's is the highest. Terms of removed authors count for nothing,
 and of `FOUNDER_TERMS` only the founder's do: who may read prompts is not for every member to say. A
-member's `YIELDING` terms hold while a ring is possible with them, see `Charter.eased`, and its
+member's `YIELDING` terms hold while the model has a ring with them, see `Charter.eased`, and its
 context is at most the founder's: else one member could leave a mesh without any ring. Concurrent
 changes of different terms are therefore all kept, and every node with the same records derives the
 same charter, in whatever order they arrived.
@@ -132,7 +132,10 @@ class Charter:
 
     @property
     def eased(self) -> "Charter":
-        """Return the charter to plan with if no ring satisfies this one: without `yields`."""
+        """Return the charter to plan a model's first ring with if none satisfies this one.
+
+        It is without `yields`. Further replicas satisfy all terms, or are not made.
+        """
         models = tuple(each.eased for each in self.models)
         wanted = {each.name: each.founders for each in self.yields}
         return replace(self, **wanted, models=models, yields=())

@@ -318,6 +318,54 @@ def test_exclusions_of_a_member_hold_where_the_groups_are_complete_with_them() -
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("yields", [(), (Yielding("exclude", NODES[1], ()),)])
+def test_exclusions_of_a_member_hold_where_they_leave_a_later_replica_without_nodes(
+    yields: tuple[Yielding, ...],
+) -> None:
+    mesh = settled({0: 1600, 1: 1600}, served_model(1, 12, replicas=2))
+    first, replica = ids_of(mesh)
+    assert mesh.served() == {first, replica}
+
+    mesh.charter = replace(mesh.charter, exclude=(NODES[0],), yields=yields)
+    mesh.settle()
+
+    assert spans_of(mesh) == {0: [(1, "0:12")]}
+    assert mesh.parts[NODES[1]] == NodeGroups(first)
+    assert shortage(mesh.view()).keys() == {replica}
+
+
+def test_no_later_replica_is_made_of_nodes_that_a_member_excludes() -> None:
+    mesh = settled({0: 1600, 1: 1600}, served_model(1, 12, replicas=2))
+    replica = ids_of(mesh)[1]
+    (there,) = (node for node, part in mesh.parts.items() if part.first == replica)
+
+    mesh.charter = replace(
+        mesh.charter, exclude=(there,), yields=(Yielding("exclude", min(NODES), ()),)
+    )
+    del mesh.followed[there, replica]  # it has restarted
+    mesh.settle()
+
+    assert mesh.served() == {FIRST_GROUP}
+    view = ring_of(mesh.view(replica))
+    assert view
+    assert agree(view).plan is None
+    assert agree(replace(view, eases=True)).plan
+
+
+def test_exclusions_of_a_member_yield_for_the_models_that_need_it_alone() -> None:
+    free = (Yielding("exclude", C, ()),)
+    charter = mesh_of(model(1, 4), model(2, 9), model(3, 4), exclude=(A,), yields=free)
+    first, large, last = (group(charter, number) for number in (1, 2, 3))
+
+    found = assign(view_of(charter, {A: 4, B: 4}))
+
+    assert {found[A], found[B]} == {first, last}
+    assert shortage(view_of(charter, {A: 4, B: 4}, found)).keys() == {large}
+    assert assign(view_of(charter, {A: 4, B: 4}, found)) == found
+    nobody = mesh_of(model(2, 9), exclude=(A,), yields=free)
+    assert assign(view_of(nobody, {A: 4, B: 4})) == {A: UNASSIGNED, B: FIRST_GROUP}
+
+
 def test_a_member_does_not_leave_a_model_without_nodes() -> None:
     free = (Yielding("exclude", C, ()),)
     charter = mesh_of(model(1, 4), model(2, 4), exclude=(A, B), yields=free)
