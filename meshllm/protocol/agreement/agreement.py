@@ -286,7 +286,7 @@ def _standbys(best: Best, plan: Plan) -> dict[NodeId, str]:
     ring = to_division(problem, plan).order
     reasons = {problem.nodes[at]: why for at, why in standby_reasons(problem, ring)}
     spans = {node: f"its span `{span}` does not fit the ring" for node, span in found.spans.items()}
-    excluded = dict.fromkeys(best.exclude, why_excluded(charter))
+    excluded = {node: why_excluded(charter, node) for node in best.exclude}
     ending = dict.fromkeys(case.view.ending, "its share of the ring ends")
     leaving = dict.fromkeys(found.leaving, "it is leaving")
     known = {**spans, **found.faulty, **excluded, **ending, **leaving}

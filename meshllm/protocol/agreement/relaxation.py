@@ -58,7 +58,7 @@ def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> 
 def find_best(case: PlanningInput, before: Best | None = None) -> Best:
     """Plan under all constraints, then under fewer if no ring satisfies them."""
     if before is not None and before.case.problem is case.problem:
-        return before
+        return replace(before, case=case)
     best, view = _search(case), case.view
     if best.plan is None and view.eases and view.charter.yields:
         eased = _search(replace(case, view=replace(view, charter=view.charter.eased)))
@@ -101,10 +101,10 @@ def find_missing_link(plan: Plan, found: Candidates) -> str:
     return ""
 
 
-def why_excluded(charter: Charter) -> str:
+def why_excluded(charter: Charter, node: NodeId) -> str:
     """Return why an excluded node is a standby, and who did it unless it was the founder."""
-    found = (each.author for each in charter.yields if each.name == "exclude")
-    author = next(found, None)
+    terms = (each for each in charter.yields if each.name == "exclude")
+    author = next((each.author for each in terms if node not in each.founders), None)
     return f"it is excluded by `{short(author)}`" if author else "it is excluded"
 
 

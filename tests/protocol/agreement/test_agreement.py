@@ -517,6 +517,18 @@ def test_a_ring_that_ignores_the_exclusions_of_a_member_is_kept() -> None:
     assert agreement.reason == "no plan is better"
 
 
+def test_a_node_that_the_founder_excludes_is_not_said_to_be_excluded_by_a_member() -> None:
+    agreed = replace(charter(), exclude=(A, B, C), yields=(Yielding("exclude", C, (B,)),))
+
+    agreement = World({A: profile(4), B: profile(4)}, agreed).agree()
+    bound = World({**THREE.profiles, D: profile(4)}, agreed).agree()
+
+    assert agreement.plan == ring((A, 0, 4), epoch=1)
+    assert standbys(agreement) == {B: "it is excluded"}
+    by_member = f"it is excluded by `{short(C)}`"
+    assert standbys(bound) == {A: by_member, B: "it is excluded", C: by_member}
+
+
 def test_an_exclusion_of_a_member_holds_where_a_ring_is_possible() -> None:
     agreed = replace(charter(), exclude=(A,), yields=(Yielding("exclude", C, ()),))
 
@@ -734,8 +746,26 @@ def test_planning_work_is_reused_only_for_equal_input() -> None:
     first = ALONE.agree()
     grown = World({A: profile(4), B: profile(4, ms=0.5)})
 
-    assert agree(ALONE.view(A), first).best is first.best
+    again = agree(ALONE.view(A), first).best
+    assert again
+    assert first.best
+    assert again.problem is first.best.problem
     assert agree(grown.view(A), first) == grown.agree()
+
+
+def test_a_reused_result_says_which_nodes_are_refused_now() -> None:
+    # C and D are linked to B alone: a refusal between them changes no input of the planner.
+    view = World({each: profile(4) for each in (A, B, C, D)}).view(A)
+    peers = {A: (B,), B: (A, C, D), C: (B,), D: (B,)}
+    linked = {
+        each: replace(state, links=tuple((peer, 1000) for peer in peers[each]))
+        for each, state in view.states.items()
+    }
+    before = replace(view, states=linked)
+    after = replace(view, states={**linked, C: replace(linked[C], faulty=(D,))})
+
+    assert standbys(agree(before)) != standbys(agree(after))
+    assert agree(after, agree(before)) == agree(after)
 
 
 def test_a_contradictory_charter_is_reported() -> None:
