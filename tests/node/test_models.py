@@ -111,6 +111,22 @@ async def test_a_node_with_a_free_choice_holds_what_another_can_send(
     await until(lambda: served.key in [key.hex() for key in b.machine.profiles[b.me].models], b)
 
 
+async def test_a_founder_in_another_ring_says_who_may_read_prompts(mesh: Mesh, random: str) -> None:
+    a = await mesh.start("a", model="builtin", more_models=(random,))
+    b = await mesh.start("b", join=a.ticket, model="builtin")
+    await both([a, b], lambda node: serving(node) == {("builtin", 0)})
+    await control_of(a).serve(ModelOptions(random))
+    await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
+    await mesh.kill("a")
+
+    a = await mesh.start("a", model=random, trust=("b",))
+
+    wanted = tuple(sorted((a.me, b.me)))
+    await both([a, b], lambda node: serving(node) == {("builtin", 0), (random, 0)})
+    assert {name for name, ring in rings(a).items() if ring.is_own} == {(random, 0)}
+    await until(lambda: b.machine.charter is not None and b.machine.charter.entries == wanted, b)
+
+
 async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> None:
     a = await mesh.start("a", model="builtin", more_models=(random,))
     await until(lambda: serving(a) == {("builtin", 0)}, a)
@@ -255,6 +271,7 @@ async def test_a_share_that_cannot_be_served_leaves_the_other_ring_of_its_model(
         return await measure_offer(self, model, profile)
 
     monkeypatch.setattr(Preparation, "offer", offer)
+    monkeypatch.setattr(further_rings, "FIRST_RETRY_S", 2 * PATIENCE_S)
     a, b, _ = await three_nodes_of_two_rings(mesh, random)
 
     async with asyncio.timeout(PATIENCE_S):

@@ -37,6 +37,7 @@ class CharterEditor:
         self._links = links
         self._preparation = preparation
         self._names = resolve_names((), {})
+        self._kept: tuple[str, ...] = ()  # terms that the mesh did not take the last time
 
     async def serve_model(self, asked: ModelOptions) -> Charter:
         """Let the mesh serve a model, or change how it does; return the charter of the model.
@@ -65,9 +66,11 @@ class CharterEditor:
         self._change(stop(self._known(), name), "models")
 
     def publish(self, charter: Charter) -> None:
-        """Publish a charter; warn of what the mesh does not take."""
-        for name in self._differing(charter):
-            logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
+        """Publish a charter; warn of what the mesh does not take, once while that lasts."""
+        before, self._kept = self._kept, self._differing(charter)
+        for name in self._kept:
+            if name not in before:
+                logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
 
     def amend_nodes(self) -> None:
         """Amend the charter by the nodes that the options name: these terms hold for all models.

@@ -144,6 +144,8 @@ async def test_a_charter_that_the_mesh_does_not_take_is_a_warning(
     mesh.takes = False
 
     with caplog.at_level(logging.WARNING):
-        mesh.editor.publish(replace(charter(), members=3))
+        for replicas in (1, 2):
+            mesh.editor.publish(replace(charter(), members=3, replicas=replicas))
 
-    assert "the mesh keeps its `members`" in caplog.text
+    assert caplog.text.count("the mesh keeps its `members`") == 1
+    assert caplog.text.count("the mesh keeps its `replicas`") == 1
