@@ -55,6 +55,8 @@ class SharedMesh:
     """Seconds of a layer on nodes that are faster or slower than the others."""
     bare: set[NodeId] = field(default_factory=set)
     """Nodes that have no weights yet: they fetch them."""
+    unmeasured: set[NodeId] = field(default_factory=set)
+    """Nodes that have published no speed of their layers."""
     turns: Random | None = None
     hidden: set[tuple[NodeId, GroupId]] = field(default_factory=set)
     """Shares that are not published yet."""
@@ -202,7 +204,7 @@ class SharedMesh:
         first = charters.get(part.first)
         return Profile(
             "n", "1", (), self.memory[node],
-            layer_s if first else (),
+            layer_s if first and node not in self.unmeasured else (),
             model=first.shape.name if first else "",
             weights=self._weights(node, first) if first else (),
             models=tuple(each.key for each in self.charter.served),

@@ -39,14 +39,16 @@ nodes, with these rules:
   entry of one ring of a model, as requests name the entry.
 - The share is as small as the nodes of its own allow, and of the node that computes least: what it
   computes in one ring is in the way of the other, see `throughput`.
-- All rings of the model give more with it than without it, and than with the nodes of its own in
-  the ring that shares nodes, as the policy would plan it, by as much as another plan must be
-  faster. That takes measured layers: until a node has some, it is a standby elsewhere.
+- All rings of the model, and of other models in use, give more with it than without it, and than
+  with the nodes of its own in the ring that shares nodes, as the policy would plan it, by as much
+  as another plan must be faster. That takes measured layers: until a node has some, it is a standby
+  elsewhere.
+- A model that nobody uses has no share of a node that serves a model in use.
 
 This is decided once, from plans in force. Then the share stays, whatever is measured later, so that
 noise moves nobody. It ends when the group is complete without it, when nodes that no ring uses can
 take its place, or without a node of its own. While it is not published, the group takes it again at
-each computation, so that the order in which nodes act changes nothing.
+each computation; not while a node of its own, which has moved, has not measured layers there yet.
 
 States tell which models were asked for lately. The first replica of such a model also takes nodes
 from any ring of a model that nobody uses, if nothing else completes it. A model that has lost its
@@ -70,7 +72,7 @@ from typing import TypeAlias
 from meshllm.names import FIRST_GROUP, NODE_ID_BYTES, GroupId, ModelKey, NodeId, Quant, Span
 from meshllm.protocol.agreement.agreement import GAIN
 from meshllm.protocol.agreement.candidates import MeshView, decode_plans, links_of, offer_of
-from meshllm.protocol.agreement.throughput import TimedRing, loads, plan_ring, throughput
+from meshllm.protocol.agreement.throughput import TimedRing, limit, loads, plan_ring, throughput
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -682,9 +684,16 @@ class _Table:
 
     def _may_share(self, node: NodeId, group: GroupId, others: Sequence[GroupId]) -> bool:
         """Return whether a group may have a share of a node in others; unless used, it may move."""
-        plans = (self.plans.get(each) for each in others)
-        is_used = any(plan is not None and plan.rank(node) is not None for plan in plans)
-        return is_used and self._is_last(group, others)
+        is_used = any(self._is_used(node, each) for each in others)
+        is_measured = self._offer(node, self.numbers[group]) is not None
+        is_free = is_measured and not self._is_busy(node, group)
+        return is_used and is_free and self._is_last(group, others)
+
+    def _is_busy(self, node: NodeId, group: GroupId) -> bool:
+        """Return whether a node serves a model in use while that of a group is not used."""
+        rings = (at for at in self.plans if at in self.numbers and self._key(at) in self.used)
+        is_asked = self._key(group) in self.used
+        return not is_asked and any(self._is_used(node, at) for at in rings)
 
     def _held(self, node: NodeId) -> list[GroupId]:
         return [self.place[node], *self.shares[node]]
@@ -714,15 +723,26 @@ class _Table:
     def _move_and_join(self, number: int) -> None:
         """Complete a group with nodes that no ring uses and shares of others.
 
-        A replica takes shares of nodes in earlier ones only if that is worth it.
+        A replica takes shares of nodes in earlier ones only if that is worth it. Each try plans
+        several rings, so that it takes twice as many nodes as the one before.
         """
-        before, places, group = self._copied_shares(), dict(self.place), self.groups[number].id
+        before, places, taken = self._copied_shares(), dict(self.place), 0
         while not (self._completes(number) and self._is_worth(number)):
             self.shares = {node: dict(shares) for node, shares in before.items()}
-            if not (left := self._left_over(number, [], False)):
+            more = sum(self._take_left_over(number) for _ in range(max(1, taken)))
+            if not more:
                 self.place = places
                 return
-            self.place[max(left, key=lambda node: (self.room(node, number)[0], node))] = group
+            taken += more
+
+    def _take_left_over(self, number: int) -> bool:
+        """Move the largest node that no ring uses, and that has measured layers of the model."""
+        able = self._left_over(number, [], False)
+        left = [node for node in able if self._offer(node, number) is not None]
+        if left:
+            largest = max(left, key=lambda node: (self.room(node, number)[0], node))
+            self.place[largest] = self.groups[number].id
+        return bool(left)
 
     def _completes(self, number: int) -> bool:
         """Complete a group with shares of nodes in any ring; return whether that is possible."""
@@ -755,40 +775,57 @@ class _Table:
     def _is_worth(self, number: int) -> bool:
         """Return whether nodes that a group shares with earlier replicas are worth it.
 
-        All rings of the model must give more than with a longer ring, by as much as another plan
-        must be faster, see `agreement`.
+        All rings of the model, and of others in use, must give more than with a longer ring, by as
+        much as another plan must be faster, see `agreement`.
         """
         nodes = self.nodes(number)
         own = [node for node in nodes if self._is_own(node, number)]
         if len(own) == len(nodes):
             return True
+        rings, key = self._rings_beside(number), self.keys[number]
+        counted = {at: ring for at, ring in rings.items() if self.keys[at] in {key, *self.used}}
+        others = [ring for at, ring in rings.items() if at not in counted]
+        least = throughput(counted.values(), others) * (1 + Fraction(GAIN))
+        if self._limit(number, nodes, counted) <= least:
+            return False  # whatever the plan, which takes a while to find
         if (new := self._plan_of(number, nodes)) is None:
             return False
-        rings = self._rings_beside(number)
-        same = {at: ring for at, ring in rings.items() if self.keys[at] == self.keys[number]}
-        others = [ring for at, ring in rings.items() if at not in same]
-        most = throughput(same.values(), others)
-        for at in same:
+        shared = throughput([*counted.values(), self._timed(number, new)], others)
+        if shared <= least:
+            return False
+        for at in counted:
             here = self.nodes(at)
-            if at < number and not set(nodes).isdisjoint(here):
+            if self.keys[at] == key and at < number and not set(nodes).isdisjoint(here):
                 longer = self._plan_of(at, [*here, *own])
                 if longer is not None:
-                    after = same | {at: self._timed(at, longer)}
-                    most = max(most, throughput(after.values(), others))
-        shared = throughput([*same.values(), self._timed(number, new)], others)
-        return shared > most * (1 + Fraction(GAIN))
+                    after = counted | {at: self._timed(at, longer)}
+                    least = max(least, throughput(after.values(), others) * (1 + Fraction(GAIN)))
+        return shared > least
+
+    def _limit(
+        self, number: int, nodes: Iterable[NodeId], counted: Mapping[int, TimedRing]
+    ) -> Fraction:
+        """Return what rings cannot exceed together if nodes make another one of a model."""
+        key, layers = self.keys[number], self.groups[number].charter.shape.layers
+        same = [ring for at, ring in counted.items() if self.keys[at] == key]
+        others = [ring for at, ring in counted.items() if self.keys[at] != key]
+        busy = {stage.node for ring in same for stage in ring.plan.stages}
+        known = [self._offer(node, number) for node in {*nodes, *busy}]
+        offers = [offer for offer in known if offer is not None]
+        unknown = len(known) - len(offers)  # their layers count as if they took no time
+        return limit(offers, layers) + throughput(others) + unknown
 
     def _plan_of(self, number: int, nodes: Iterable[NodeId]) -> Plan | None:
-        """Return the plan that nodes would make; None if they would not, or are not measured."""
-        nodes, charter = list(dict.fromkeys(nodes)), self.groups[number].charter
-        known = [self._offer(node, number) for node in nodes]
-        offers = [offer for offer in known if offer is not None]
+        """Return the plan that those of the nodes make that have measured layers, if any."""
+        charter, known = self.groups[number].charter, {at: self._offer(at, number) for at in nodes}
+        offers = [offer for offer in known.values() if offer is not None]
+        nodes = [offer.node for offer in offers]
         entries = [
             node
             for node in nodes
             if self._is_own(node, number) and (not charter.entries or node in charter.entries)
         ]
-        if len(offers) < len(nodes) or not entries:
+        if not entries:
             return None
         group = self.groups[number].id
         spans = {

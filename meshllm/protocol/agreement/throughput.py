@@ -68,6 +68,12 @@ def throughput(rings: Collection[TimedRing], others: Collection[TimedRing] = ())
     return sum((Fraction(1, max(1, each)) for each in slowest), Fraction(0))
 
 
+def limit(offers: Collection[Offer], layers: int) -> Fraction:
+    """Return the tokens per nanosecond that nodes cannot exceed together, whatever their rings."""
+    times = (max(1, round(offer.layer_seconds(1) * 10**9)) for offer in offers)
+    return sum((Fraction(1, each) for each in times), Fraction(0)) / layers
+
+
 def plan_ring(
     charter: Charter, offers: Sequence[Offer], links: Links, spans: Mapping[NodeId, Span]
 ) -> Plan | None:

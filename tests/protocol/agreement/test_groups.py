@@ -1,12 +1,13 @@
 """Which node takes part in which ring: filling groups, what they lack, and plans of each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId, Quant, Span
+from meshllm.protocol.agreement import groups
 from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.groups import (
@@ -24,9 +25,10 @@ from meshllm.protocol.agreement.groups import (
     shortage,
     used_models,
 )
+from meshllm.protocol.agreement.throughput import plan_ring
 from meshllm.protocol.membership.charter import Charter, Yielding
 from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, StateRecord
-from meshllm.protocol.planning.plan import Ends, ModelSizes, Plan, PlanStage
+from meshllm.protocol.planning.plan import Ends, ModelSizes, Offer, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS, with_fetched
 from tests.bench.turnover import SharedTurnover, SpanTurnover, Turnover
@@ -1051,6 +1053,97 @@ def test_no_node_is_shared_where_the_terms_forbid_its_ring(terms: dict[str, Any]
 
     assert 0 in spans_of(mesh)
     assert not any(part.further for part in mesh.parts.values())
+
+
+@pytest.mark.parametrize("unmeasured", [160, 560])
+def test_nodes_that_have_measured_no_layers_change_no_replica(unmeasured: int) -> None:
+    for memory, ms, count in (({0: 2000, 1: 550}, 10, 2), ({0: 2000, 1: 650}, 5, 1)):
+        mesh = speeds_of(shared_mesh(memory, served_model(0, 12, 2)), b=ms)
+        mesh.settle()
+        found = spans_of(mesh)
+        assert len(found) == count
+
+        mesh = speeds_of(shared_mesh({**memory, 2: unmeasured}, served_model(0, 12, 2)), b=ms)
+        mesh.unmeasured = {NODES[2]}
+        mesh.settle()
+
+        assert spans_of(mesh) == found
+
+
+def test_a_share_that_is_not_published_waits_until_the_own_node_has_measured_layers() -> None:
+    mesh = sharing()
+    replica = ids_of(mesh)[1]
+    before, mesh.unmeasured = dict(mesh.parts), {NODES[1]}
+    assert divide(mesh.view()) == before  # decided once
+
+    mesh.hidden = {(NODES[0], replica)}
+    assert divide(mesh.view())[NODES[0]] == NodeGroups(FIRST_GROUP)
+    mesh.unmeasured = set()
+    assert divide(mesh.view()) == before
+
+
+def test_a_longer_ring_counts_only_if_measured_nodes_can_make_it() -> None:
+    mesh = shared_mesh({0: 900, 1: 830, 2: 650, 3: 350}, served_model(0, 12, 2))
+    speeds_of(mesh, d=100)
+    first, replica = ids_of(mesh)
+    plan = ring("m0", (NODES[0], 0, 8), (NODES[1], 8, 10), (NODES[3], 10, 12))
+    mesh.parts = {at: NodeGroups(first) for at in mesh.memory}
+    mesh.followed = {(at, first): plan for at in mesh.memory}
+    mesh.unmeasured = {NODES[0]}
+
+    found = divide(mesh.view())
+
+    assert found[NODES[2]] == NodeGroups(replica)
+    assert list(found[NODES[1]].further) == [replica]
+    assert not found[NODES[0]].further
+
+
+def crowd(monkeypatch: pytest.MonkeyPatch, layer_s: float) -> list[int]:
+    """Return how many nodes were planned with, where two serve and 30 more hold a layer each."""
+    nodes = [NodeId(bytes([number + 1]) * 32) for number in range(32)]
+    mesh = SharedMesh(served_model(0, 40, 2), dict.fromkeys(nodes, 150))
+    mesh.memory |= dict.fromkeys(nodes[:2], 4500)
+    mesh.layer_s = dict.fromkeys(nodes[2:], layer_s)
+    plan = ring("m0", (nodes[0], 0, 20), (nodes[1], 20, 40))
+    for at in nodes:
+        mesh.parts[at], mesh.followed[at, FIRST_GROUP] = NodeGroups(FIRST_GROUP), plan
+    planned = list[int]()
+
+    def count(charter: Charter, offers: Sequence[Offer], *others: Any) -> Plan | None:
+        planned.append(len(offers))
+        return plan_ring(charter, offers, *others)
+
+    monkeypatch.setattr(groups, "plan_ring", count)
+    divide(mesh.view())
+    return planned
+
+
+def test_no_ring_is_planned_with_nodes_that_are_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert crowd(monkeypatch, 5.0) == []
+
+
+def test_few_rings_are_planned_with_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = crowd(monkeypatch, 0.05)
+
+    assert planned
+    assert len(planned) <= 2 * (30).bit_length()
+
+
+def test_a_model_that_nobody_uses_slows_no_model_in_use() -> None:
+    mesh = shared_mesh({0: 4200, 1: 650}, served_model(0, 12, 2), served_model(1, 12))
+    other = mesh.charter.models[0].key
+    mesh.used = (other,)
+
+    mesh.settle()
+
+    assert len(mesh.served()) == 2
+    assert spans_of(mesh).keys() == {0}
+    mesh.used = tuple(sorted((mesh.charter.key, other)))
+    mesh.settle()
+    assert spans_of(mesh).keys() == {0, 1}
+    mesh.used = (other,)
+    mesh.settle()
+    assert spans_of(mesh).keys() == {0, 1}  # decided once
 
 
 def test_the_node_that_computes_least_is_shared() -> None:

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from meshllm.names import NodeId, Span
-from meshllm.protocol.agreement.throughput import TimedRing, loads, plan_ring, throughput
+from meshllm.protocol.agreement.throughput import TimedRing, limit, loads, plan_ring, throughput
 from meshllm.protocol.planning.plan import Ends, Links, LinkSpeed, Offer, Plan, PlanStage
 from tests.builders.offers import A, B, C
 from tests.builders.sharing import served_model
@@ -49,6 +49,16 @@ def test_a_node_whose_speed_is_unknown_counts_as_fast() -> None:
         1, 30 * MS
     )
     assert throughput([TimedRing(known.plan, known.shape, {})]) == 1
+
+
+def test_no_rings_of_nodes_exceed_what_these_compute() -> None:
+    first, second = ring((A, 0, 12)), ring((B, 0, 6), (A, 6, 12))
+    most = limit([offer(A), offer(B)], 12)
+
+    assert most == Fraction(2, 120 * MS)
+    assert throughput([ring((A, 0, 6), (B, 6, 12))]) == most
+    assert throughput([first, second]) < most
+    assert limit([offer(A, layer_s=1e-12)], 1) == 1
 
 
 def test_nodes_plan_a_ring_of_their_own_whatever_the_order() -> None:
