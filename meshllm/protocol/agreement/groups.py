@@ -394,7 +394,8 @@ class _Table:
         wanted = min(charter.members or 1, charter.shape.layers) if strict else 1
         if len(able) < wanted or not any(self._is_own(node, number) for node in able):
             return False
-        return self._is_served(number, nodes) or self._lack(number, able) <= 0
+        allowed = [node for node in nodes if node not in self._excluded(number)]
+        return self._is_served(number, allowed) or self._lack(number, able) <= 0
 
     def lacking(self, number: int) -> int:
         """Return the bytes that a group lacks, at least a layer if it lacks an entry."""
@@ -428,6 +429,12 @@ class _Table:
         if profile.span and group.id not in shares:
             return min(plain, len(profile.span)), min(entry, len(profile.span))
         return plain, entry
+
+    def _excluded(self, number: int) -> frozenset[NodeId]:
+        """Return the nodes that may not be in a ring; the entry may be, if it holds no layers."""
+        plan, exclude = self.plans.get(self.groups[number].id), self.groups[number].charter.exclude
+        bare = {stage.node for stage in plan.stages if not stage.span} if plan else set()
+        return frozenset(exclude) - bare
 
     def _is_served(self, number: int, nodes: list[NodeId]) -> bool:
         plan = self.plans.get(self.groups[number].id)

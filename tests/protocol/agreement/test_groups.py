@@ -368,6 +368,33 @@ def test_exclusions_of_a_member_yield_for_the_models_that_need_it_alone() -> Non
     assert assign(view_of(nobody, {A: 4, B: 4})) == {A: UNASSIGNED, B: FIRST_GROUP}
 
 
+def test_a_node_that_no_member_excludes_does_not_move_between_rings_of_excluded_ones() -> None:
+    mesh = settled({0: 1600, 1: 1600, 2: 200}, served_model(1, 11), served_model(2, 12))
+    served = mesh.served()
+    assert len(served) == 2
+    exclude, yields = (NODES[0], NODES[1]), (Yielding("exclude", NODES[2], ()),)
+    models = [replace(each, exclude=exclude, yields=yields) for each in mesh.charter.models]
+
+    mesh.charter = replace(mesh.charter, exclude=exclude, yields=yields, models=tuple(models))
+    mesh.settle()
+
+    assert mesh.served() == served
+
+
+def test_a_plan_with_layers_on_excluded_nodes_does_not_make_a_ring_complete() -> None:
+    charter, places = model(1, 4, exclude=(A,)), dict.fromkeys((A, B), FIRST_GROUP)
+    layers = {A: 4, B: 3}
+
+    used = ring("m1", (A, 0, 1), (B, 1, 4))
+    view = view_of(charter, layers, places, {A: used, B: used})
+    assert shortage(view) == {FIRST_GROUP: LAYER}
+
+    stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))  # more than the estimate
+    used = Plan(1, "m1", Ends.CLIENT, stages)
+    view = view_of(replace(charter, ends=Ends.CLIENT), layers, places, {A: used, B: used})
+    assert shortage(view) == {}
+
+
 def test_a_member_does_not_leave_a_model_without_nodes() -> None:
     free = (Yielding("exclude", C, ()),)
     charter = mesh_of(model(1, 4), model(2, 4), exclude=(A, B), yields=free)
