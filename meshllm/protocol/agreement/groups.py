@@ -23,13 +23,12 @@ Where moves do not complete a group, it takes *shares* of nodes that keep their 
 left of their memory once each of their rings serves, at most what the whole model needs. A share
 has the workspace of its model too, as models are loaded between the steps of others. A node
 publishes the memory of each share, and the ring of its first group has the rest, so that no two
-rings plan with the same bytes. A share ends if its group
-is complete without it and does not use it; shares of later replicas, of models that nobody uses,
-and of groups that are not complete, end if another group becomes complete by it. Until then a group
-that lost a node keeps its shares, so that it serves soon after that node returned. Nodes join one
-further group at a time, and none while a ring of theirs is not whole: what such a ring needs next
-is not known yet. A share that a ring works with serves until a plan without it is in force; until
-then its memory is in use.
+rings plan with the same bytes. A share ends if its group is complete without it and does not use
+it; shares of later replicas, of models that nobody uses, and of groups that are not complete, end
+if another group becomes complete by it. Until then a group that lost a node keeps its shares, so
+that it serves soon after that node returned. Nodes join one further group at a time, and none while
+a ring of theirs is not whole: what such a ring needs next is not known yet. A share that a ring
+works with serves until a plan without it is in force; until then its memory is in use.
 
 If nothing else completes a group, it takes nodes that no ring uses, and shares of others. A later
 replica may then have shares of nodes in an earlier one, so that the layers of these are on several
@@ -357,9 +356,7 @@ class _Table:
         ]
         given = {share.group: share.memory_bytes for share in profile.shares}
         groups = list[GroupId]()
-        for (
-            group
-        ) in known:  # a share of a replica counts once it is published, see `_move_and_join`
+        for group in known:  # a share of a replica counts once published, see `_move_and_join`
             held = self._of_model(group, groups)
             if not held or (given.get(group) and self._is_last(group, held)):
                 groups.append(group)

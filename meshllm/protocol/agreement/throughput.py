@@ -81,9 +81,7 @@ def plan_ring(
 
     The model has its ends at the entry. ``spans`` are those that the owners of nodes fixed.
     """
-    assert (
-        charter.ends is Ends.ENTRY
-    )  # else the author counts, whether it is among the nodes or not
+    assert charter.ends is Ends.ENTRY  # else the author counts, among the nodes or not
     here = {offer.node for offer in offers}
     known = ((at, speed) for at, speed in links.wires.items() if here.issuperset(at))
     wires = tuple(sorted(known, key=lambda wire: wire[0]))
