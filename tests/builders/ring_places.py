@@ -9,6 +9,7 @@ from typing import Any, TypeVarTuple, cast
 from meshllm.names import Digest, GroupId, NodeId
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_directory import RingDirectory
+from meshllm.node.agreement.ring_member import RingMember
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.membership.charter import Charter
@@ -90,6 +91,16 @@ class Place:
         self.member.runtime = cast("Any", self.runtime)
         self.runtime.plan = plan
         self.own.publish()
+
+    def serve_two(self, further: GroupId) -> tuple[RingMember, SimpleNamespace]:
+        """Serve in the first ring, and in a further one of another model; return that one."""
+        self.machine.charter = several()[0]
+        self.serve()
+        member = self.own.begin_further(further, lambda: "")
+        runtime = self.fake_runtime(replace(ALONE, epoch=7, model="other"), sessions=2)
+        member.runtime = cast("Any", runtime)
+        member.loaded(True, None)
+        return member, runtime
 
     def work(self, entry: object = "entry") -> None:
         self.member.model = cast("Any", SimpleNamespace(worker="worker", text=text))

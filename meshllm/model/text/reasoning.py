@@ -108,7 +108,7 @@ class ReasoningParser:
 
 
 EFFORTS = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
-"""Share of the tokens of an answer that may be reasoning, as OpenRouter has it."""
+"""Share of the tokens of an answer that may be reasoning: the rest is for what follows."""
 
 
 def most_of_effort(effort: str | None, max_tokens: int) -> int | None:

@@ -1,6 +1,6 @@
 """The planner of a node: computes its groups, the agreement and what follows, off the event loop.
 
-Planning takes up to a second with many nodes, during which the event loop must keep serving tokens
+Planning takes about a second with many nodes, during which the event loop must keep serving tokens
 and heartbeats. Its input is the latest snapshot when it begins. A result is discarded if its input
 has changed meanwhile, but not twice in a row: a mesh whose records change faster than they can be
 planned with still gets an agreement.

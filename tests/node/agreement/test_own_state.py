@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import (
-    ALONE,
     LATER,
     PLAN,
     STAGE,
@@ -139,13 +137,9 @@ def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
     *_, third = (group.id for group in groups_of(whole) if not group.replica)
 
     async def story() -> None:
-        place, other = Place(), replace(ALONE, epoch=7, model="other")
-        place.machine.charter = whole
-        place.serve()
-        further = place.own.begin_further(third, lambda: "")
-        runtime = place.fake_runtime(other, sessions=2)
-        further.runtime = cast("Any", runtime)
-        further.loaded(True, None)
+        place = Place()
+        further, runtime = place.serve_two(third)
+        other = runtime.plan
 
         state = place.told[-1]
         assert (state.group, state.followed) == (FIRST_GROUP, PLAN.encode())

@@ -293,13 +293,9 @@ def test_a_node_in_two_rings_serves_requests_in_both() -> None:
     *_, third = (group.id for group in groups_of(whole) if not group.replica)
 
     async def story() -> None:
-        place, other = Place(), replace(ALONE, epoch=7, model="other")
-        place.machine.charter = whole
-        place.serve()
-        further = place.own.begin_further(third, lambda: "")
-        runtime = place.fake_runtime(other, sessions=2)
-        further.runtime = cast("Any", runtime)
-        further.loaded(True, None)
+        place = Place()
+        further, runtime = place.serve_two(third)
+        other = runtime.plan
         place.states[ENTRY] = place.told[-1]
         assert place.directory.plan_of(third) == other
         assert place.directory.reason("other") == "its nodes are loading and connecting"
