@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,16 @@ class Report:
             return
         from meshllm.bench.machine import machine  # imports torch
 
-        facts = {**about, "machine": machine(self._threads), "rows": [asdict(row) for row in rows]}
-        text = json.dumps(facts, indent=2)
+        facts = {**about, "machine": machine(self._threads), "rows": list(rows)}
+        text = json.dumps(facts, indent=2, default=_members)
         if self._where == STDOUT:
             print(text)
         else:
             Path(self._where).write_text(text + "\n", encoding="utf-8")
+
+
+def _members(value: object) -> dict[str, object]:
+    """Return the fields of a dataclass; `asdict` breaks a `Counter` before Python 3.12."""
+    if not is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"{value!r} is not JSON")
+    return {each.name: getattr(value, each.name) for each in fields(value)}
