@@ -154,6 +154,51 @@ def test_a_pause_shorter_than_the_silence_does_no_harm() -> None:
         assert all(len(node.mesh.alive) == 3 for node in world.living)
 
 
+@pytest.mark.parametrize("phase", range(8))
+@pytest.mark.parametrize("stopped_s", [2.0, 2.8, 3.3, 6.0])
+def test_a_node_that_was_stopped_blames_no_peer_and_is_gone_for_the_others(
+    stopped_s: float, phase: int
+) -> None:
+    world = settled(3)
+    world.run(phase * BEAT / 8)
+    node, *others = world.nodes[1], world.nodes[0], world.nodes[2]
+    slowest = max(us for at in world.living for _, us in at.mesh.links.round_trips())
+    is_long = stopped_s > SILENCE + BEAT
+
+    world.pause(node, stopped_s)
+    world.run(min(stopped_s, SILENCE + ON_THE_WAY))
+    seen = {node.id in other.mesh.alive for other in others}
+    for _ in range(60):
+        world.run(0.1)
+
+        assert node.mesh.silent == frozenset()
+        measured = (us for at in world.living for _, us in at.mesh.links.round_trips())
+        assert max(measured) <= 2 * slowest
+
+    assert seen == {False} if is_long else seen
+    assert is_long or stopped_s > SILENCE - BEAT or seen == {True}
+    assert disagreement(world) is None
+
+
+@pytest.mark.parametrize("phase", range(4))
+@pytest.mark.parametrize("stopped_s", [3.2, 20.0])
+def test_nodes_that_were_stopped_together_keep_their_link(stopped_s: float, phase: int) -> None:
+    world = settled(3)
+    world.run(phase * BEAT / 4)
+    one, two, other = world.nodes.values()
+    since = one.mesh.links[two.id].since, two.mesh.links[one.id].since
+
+    for node in (one, two):
+        world.pause(node, stopped_s)
+    world.run(stopped_s - 0.01)
+    is_gone = other.mesh.alive == {other.id}
+    world.run(10)
+
+    assert (one.mesh.links[two.id].since, two.mesh.links[one.id].since) == since
+    assert is_gone or stopped_s < SILENCE + BEAT
+    assert disagreement(world) is None
+
+
 def test_the_loss_of_one_link_leaves_all_alive() -> None:
     world = settled(3)
 

@@ -4,6 +4,9 @@ Races, and who wins:
   two dials cross                the link dialled by the lower id is kept, on both sides
   a second link to one peer      the old one if active within `FRESH`, else the new one
   this process was suspended     a peer that was silent meanwhile gets one more `BEAT`
+
+After a suspension, beats that have waited for it are read first: what they say of round trips and
+clocks is out of date, and is ignored.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,6 +70,8 @@ class Contact:
     """The peer's last stamp, and when it arrived."""
     probe_due: float = 0.0
     """Earliest time for the next beat ahead of time."""
+    awake: float = -inf
+    """When this process was last noticed to have been suspended."""
     host: str = ""
     """The IP address that the peer comes from; empty if it is unknown."""
     fallbacks: tuple[Fallback, ...] = ()
@@ -81,6 +86,8 @@ class Contact:
 
     def receive_beat(self, beat: MeshBeat, now: float, wall_s: float) -> None:
         """Handle a beat of the peer; measure the round trip and the clock offset."""
+        if now < self.awake + BEAT:  # it may have waited; an earlier echo stays right
+            return
         self.echo = (beat.stamp, now)
         self._measure(beat, now)
         # The beat was sent half a round trip ago.
@@ -107,6 +114,11 @@ class Contact:
         is_due = now >= self.probe_due
         self.probe_due = now + PROBE_PAUSE if is_due else self.probe_due
         return is_due
+
+    def wake(self, now: float) -> None:
+        """Give the peer one more beat, which may wait to be read, after a suspension."""
+        self.heard = max(self.heard, now + BEAT - SILENCE)
+        self.awake = now
 
     def is_fresh(self, now: float) -> bool:
         """Return whether a message arrived within `FRESH`."""
@@ -188,10 +200,7 @@ class LinkTable(Mapping[NodeId, Contact]):
         return self._contacts.pop(peer, None)
 
     def timed_out(self, now: float) -> list[NodeId]:
-        """Return the peers that timed out; a late call means that this process was suspended."""
-        if now > self.deadline + BEAT:
-            for contact in self._contacts.values():
-                contact.heard = max(contact.heard, now + BEAT - SILENCE)
+        """Return the peers that timed out."""
         return [peer for peer, contact in self._contacts.items() if now >= contact.heard + SILENCE]
 
     def round_trips(self) -> tuple[tuple[NodeId, int], ...]:

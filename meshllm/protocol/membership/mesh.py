@@ -81,6 +81,8 @@ class Mesh:
         """The open links, including those of clients."""
         self.heard = -inf
         """When a peer last sent a beat, and so accepted this process as the holder of its key."""
+        self.woke = -inf
+        """When this process was last noticed to have been suspended for longer than a beat."""
         self.silent = frozenset[NodeId]()
         """The nodes whose last link here ended because nothing arrived, rather than by closing."""
         self.fallbacks: tuple[Fallback, ...] = ()
@@ -258,6 +260,7 @@ class Mesh:
         contact = self.links.get(peer)
         if contact is None:
             return []
+        self._notice_suspension(now)
         contact.heard = now
         try:
             actions = self._read(peer, contact, message, now)
@@ -270,6 +273,7 @@ class Mesh:
         self._wall_s, self._origin = wall_s, now - wall_s
         if now < self.deadline:
             return []
+        self._notice_suspension(now)
         actions: list[Action] = [
             Dial(peer, self.profiles[peer].addresses) for peer in self._dials.due(now)
         ]
@@ -277,6 +281,13 @@ class Mesh:
         if now >= self._beat_due:
             actions += self._beat(now)
         return self._conclude(actions, now)
+
+    def _notice_suspension(self, now: float) -> None:
+        """Give peers time if this process was suspended: its next beat is late."""
+        if now > self._beat_due + BEAT:
+            self.woke = now
+            for contact in self.links.values():
+                contact.wake(now)
 
     def _beat(self, now: float) -> list[Action]:
         self._beat_due = now + BEAT

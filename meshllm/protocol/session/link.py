@@ -18,12 +18,13 @@ because only beats measure the round trip: the other side returns the last stamp
 held it (as RTP does, RFC 3550 section 6.4.1).
 
 `SILENCE` without a message is loss. A message that has arrived but was not read races with that
-deadline, and wins: when ``expire`` is called late, this side was suspended, and the neighbour gets
-one more `BEAT`.
+deadline, and wins: when a call is late, this side was suspended, and the neighbour gets one more
+`BEAT`. Beats that are read in that time may have waited, and measure no round trip.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 from typing import get_args
 
 from meshllm.errors import PeerFault
@@ -97,6 +98,7 @@ class NeighbourLink:
         self._hello = hello
         self._is_opened = False
         self._heard = self._sent = self._beaten = 0.0
+        self._awake = -inf  # when this side was last noticed to have been suspended
         self._echo: tuple[int, float] | None = None  # their last stamp, and when it was received
 
     def open(self, now: float) -> list[Action]:
@@ -111,6 +113,7 @@ class NeighbourLink:
         """Handle a message from the neighbour; raise `PeerFault` if it does not fit the state."""
         if self.state is LinkState.GONE:
             return []
+        self._notice_suspension(now)
         state, self.state = self.state, LinkState.GONE
         if type(message) not in _NEXT[state]:
             raise PeerFault(f"{type(message).__name__} while {state.name.lower()}")
@@ -145,12 +148,15 @@ class NeighbourLink:
         """Do what is due: a beat, or the end of a silent link."""
         if self.deadline is None or now < self.deadline:
             return []
-        if now > self.deadline + BEAT:
-            self._heard = max(self._heard, now + BEAT - SILENCE)
+        self._notice_suspension(now)
         if now >= self._heard + SILENCE:
             self.state = LinkState.GONE
             return [Lost(f"No message from the neighbour for {now - self._heard:.1f} s")]
         return [self._beat(now)] if self.state is LinkState.OPEN else []
+
+    def _notice_suspension(self, now: float) -> None:
+        if self.deadline is not None and now > self.deadline + BEAT:
+            self._heard, self._awake = max(self._heard, now + BEAT - SILENCE), now
 
     @property
     def _next_beat(self) -> float:
@@ -175,6 +181,8 @@ class NeighbourLink:
         self.peer = theirs.node
 
     def _measure(self, beat: Beat, now: float) -> None:
+        if now < self._awake + BEAT:
+            return  # it may have waited; an earlier echo stays right
         self._echo = (beat.stamp, now)
         sample = _micros(now) - beat.echo - beat.held
         # No echo yet, or of a stamp that is not ours: no beat takes longer than SILENCE.

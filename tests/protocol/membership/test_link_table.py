@@ -148,11 +148,31 @@ def test_only_the_silent_link_times_out() -> None:
 
 
 def test_after_a_suspension_peers_get_one_more_beat() -> None:
-    both = links(b=contact(), c=contact())
+    both = links(b=contact(), c=contact(59.9))
+
+    for each in both.values():
+        each.wake(60.0)
 
     assert both.timed_out(60.0) == []
     assert both.timed_out(60.0 + BEAT / 2) == []
-    assert both.timed_out(60.0 + BEAT) == [B, C]
+    assert both.timed_out(60.0 + BEAT) == [B]
+    assert both.deadline == 60.0 + BEAT
+    assert both[C].heard == 59.9
+
+
+def test_beats_that_may_have_waited_for_this_process_say_nothing_of_the_link() -> None:
+    at = contact()
+    at.receive_beat(MeshBeat(5, 1_000_000, 0, 1_000, b""), 1.01, 1.0)
+
+    at.wake(5.0)
+    at.receive_beat(MeshBeat(6, 1_500_000, 0, 1_500, b""), 5.01, 5.0)
+
+    assert (at.round_trip_us, at.echo) == (10_000, (5, 1.01))
+    assert at.ahead_s == pytest.approx(0.005)
+
+    at.receive_beat(MeshBeat(7, 5_500_000, 0, 5_500, b""), 5.0 + BEAT + 0.01, 5.5)
+
+    assert (at.round_trip_us, at.echo) == (10_000, (7, 5.51))
 
 
 def test_a_link_to_itself_is_refused() -> None:

@@ -19,6 +19,7 @@ from meshllm.protocol.membership.actions import (
 )
 from meshllm.protocol.membership.charter import Amendments, Term, Yielding
 from meshllm.protocol.membership.codec import (
+    MAX_HELD_US,
     Bye,
     CloseReason,
     FallbackList,
@@ -79,6 +80,7 @@ def link(
 
 def linked(*keys: NodeKey) -> Mesh:
     node = mesh()
+    tick(node, 1.0)
     for key in keys:
         link(node, key)
     tick(node, 1.0 + LINKS_INTERVAL)
@@ -170,6 +172,7 @@ def test_a_round_trip_is_published_when_measured_and_when_changed() -> None:
     node.receive(LAST.node, MeshBeat(5, 1_000_000, 0, 0, bytes(8)), 1.2)
     measured = node.states[MIDDLE.node].links
     for now in (2.0, 2.5, 3.0):
+        tick(node, now)
         node.receive(LAST.node, MeshBeat(5, round((now - 1.9) * 1e6), 0, 0, bytes(8)), now)
     waits = node.states[MIDDLE.node].links
     for now in (4.0, 6.0, 1.2 + ROUND_TRIPS_INTERVAL):
@@ -190,6 +193,43 @@ def test_all_links_beat_and_silent_ones_are_dropped() -> None:
     assert {action.peer for action in only(beats, SendToPeer)} == {FOUNDER.node, LAST.node}
     assert [action.why for action in only(tick(node, now), Drop)] == [CloseReason.SILENT] * 2
     assert node.links == {}
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+@pytest.mark.parametrize("stopped_s", [SILENCE - BEAT, SILENCE + BEAT / 5, 60.0])
+def test_a_node_that_was_stopped_reads_what_waits_before_it_drops_its_peers(
+    stopped_s: float, *, is_read_first: bool
+) -> None:
+    node = linked(FOUNDER, LAST)
+    tick(node, 1.5)
+    for peer in (FOUNDER, LAST):
+        node.receive(peer.node, MeshBeat(7, 1_500_000, 0, 0, bytes(8)), 1.51)
+    tick(node, 2.0)  # what is sent now is answered at once, but waits
+
+    woke = 2.01 + stopped_s
+    waits, late = MeshBeat(9, 2_000_000, 0, round(WALL * 1e3), bytes(8)), []
+    if is_read_first:
+        node.receive(LAST.node, waits, woke)
+    late += tick(node, woke)
+    node.receive(LAST.node, waits, woke + 0.01)
+    ends = tick(node, woke + BEAT)
+
+    assert only(late, Drop) == []
+    assert only(ends, Drop) == [Drop(FOUNDER.node, CloseReason.SILENT)]
+    assert node.woke == woke
+    assert node.links[LAST.node].round_trip_us == 10_000
+    (beat,) = [at for at in said(late, LAST) if isinstance(at, MeshBeat)]
+    assert (beat.echo, beat.held) == (7, min(round((woke - 1.51) * 1e6), MAX_HELD_US))
+    node.receive(LAST.node, MeshBeat(11, beat.stamp, 0, 0, bytes(8)), woke + BEAT + 0.01)
+    assert node.links[LAST.node].echo == (11, woke + BEAT + 0.01)
+
+
+def test_a_beat_that_is_a_little_late_is_no_suspension() -> None:
+    node = linked(LAST)
+
+    tick(node, 1.0 + 2 * BEAT)
+
+    assert node.woke < 1.0 + LINKS_INTERVAL
 
 
 def test_a_node_is_silent_until_it_links_again_unless_its_link_closed() -> None:

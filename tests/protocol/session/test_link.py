@@ -207,6 +207,27 @@ def test_a_suspended_side_reads_before_it_declares_loss() -> None:
     assert [type(action) for action in link.expire(60.0 + BEAT)] == [Lost]
 
 
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_beats_that_waited_for_a_suspended_side_measure_no_round_trip(
+    *, is_read_first: bool
+) -> None:
+    link = opened(now=10.0)
+    (first,) = link.expire(10.0 + BEAT)
+    link.receive(Beat(7, 10_500_000, 0), 10.51)
+    waits = Beat(9, 10_500_000, 0)
+
+    actions = link.receive(waits, 12.0) if is_read_first else []
+    actions += link.expire(12.0)
+    link.receive(waits, 12.01)
+
+    assert isinstance(first, Send)
+    assert link.round_trip_us == 10_000
+    assert actions == [Send(Beat(12_000_000, 7, 1_490_000))]
+    link.receive(Beat(11, 12_000_000, 490_000), 12.0 + BEAT)
+    assert link.round_trip_us == 10_000
+    assert link.expire(12.0 + BEAT) == [Send(Beat(12_500_000, 11, 0))]
+
+
 def test_a_side_suspended_while_dialing_waits_one_beat_more() -> None:
     link = NeighbourLink(OURS)
     link.open(10.0)
