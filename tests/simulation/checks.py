@@ -90,7 +90,7 @@ class Checks:
         charters = [node.machine.charter for node in self.here.values()]
         out = {each for charter in charters if charter for each in charter.exclude}
         usable = [number for number, node in self.here.items() if node.me not in out]
-        return sum(self._world.capacity[number] for number in usable) >= LAYERS
+        return sum(self._world.room(number) for number in usable) >= LAYERS
 
     def unsettled(self) -> str | None:
         """Return what is still wrong; None if all is well."""
@@ -106,7 +106,19 @@ class Checks:
                 return f"{number} knows that it is removed, and goes on"
         if any(not one.outcome for one in world.asked):
             return "requests are under way"
-        return self._strangers() or (self._no_ring() if self.fits else None) or self._left_over()
+        strangers = self._strangers() or self._oversized()
+        return strangers or (self._no_ring() if self.fits else None) or self._left_over()
+
+    def _oversized(self) -> str | None:
+        """Return which node follows a plan with more layers than it had memory for."""
+        for number, node in self.here.items():
+            plan, ran_out = node.ring_member.plan, self._world.running[number].process.ran_out
+            rank = plan.rank(node.me) if plan else None
+            if plan is None or rank is None or ran_out is None:
+                continue
+            if (held := len(plan.stages[rank].span)) >= ran_out:
+                return f"{number} is to hold {held} layers, without memory for {ran_out}"
+        return None
 
     def _strangers(self) -> str | None:
         here = {node.me for node in self.here.values()}
@@ -130,6 +142,8 @@ class Checks:
                 return f"{number} follows a plan with nodes that are not here"
             if node.ring_member.serving_entry() is None:
                 return f"{number} sees no ring"
+            if not node.machine.profiles[node.me].layer_s:
+                return f"{number} offers no layers"
             runtime = node.ring_member.runtime
             is_rank = plan.rank(node.me) is not None
             if not runtime or is_rank is not bool(runtime.entry or runtime.stage):

@@ -42,6 +42,8 @@ class Process:
     ends: set["End"] = field(default_factory=set)
     """Its ends of links."""
     begun: WeakSet[asyncio.Task[object]] = field(default_factory=WeakSet)
+    ran_out: int | None = None
+    """The fewest layers for which it ran out of memory; None if it never did."""
 
     def __post_init__(self) -> None:
         self.context.run(_OWNER.set, self)
@@ -67,6 +69,16 @@ def time_of_day() -> float:
     return START_S + loop.time() + loop.ahead_s[owner.number]
 
 
+def room_here() -> int | None:
+    """Return for how many layers the machine whose code is running has memory; None for any."""
+    owner = _OWNER.get()
+    if owner is None:
+        return None
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Machines)
+    return loop.room.get(owner.number)
+
+
 class Machines(VirtualLoop):
     """An event loop for several processes, each of which can be paused."""
 
@@ -76,6 +88,8 @@ class Machines(VirtualLoop):
         """Error of the wall clock of each machine."""
         self.most_ahead_s: defaultdict[int, float] = defaultdict(float)
         """Largest error so far of a clock that was ahead."""
+        self.room: dict[int, int] = {}
+        """Layers for which a machine has memory, where other programs use most of it."""
         self.tasks_begun = 0
         self.set_task_factory(_begin)
 

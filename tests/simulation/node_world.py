@@ -5,10 +5,11 @@
 A schedule starts some nodes, lets others join with tickets, sends requests at random times, and
 injects all kinds of faults for a while: nodes are killed, lose power, pause, leave, restart with
 their key, are partitioned in one direction or both, get long delays, see their wall clock jump, hit
-a bug, and are removed. Then all faults end, and within `schedule.BOUND` every request has ended in
-the right text or in a `MeshError`, all members follow one plan, its ring is formed, nothing old is
-left over, and each node answers a fresh request. Invariants at all times are in `plans` and
-`checks`. With ``--rings``, the mesh serves several models and replicas, see `several`.
+a bug, hang, run out of memory while they load a span, and are removed. Then all faults end, and
+within `schedule.BOUND` every request has ended in the right text or in a `MeshError`, all members
+follow one plan, its ring is formed, nothing old is left over, and each node answers a fresh
+request. Invariants at all times are in `plans` and `checks`. With ``--rings``, the mesh serves
+several models and replicas, see `several`.
 """
 
 import argparse

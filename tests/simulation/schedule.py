@@ -47,6 +47,8 @@ class Schedule:
         self.has_bug = self.has_hang = False
         if seed % 2 == 0:
             self._trouble(self.bugs)
+        self.memory = Random(f"{seed} memory")
+        self.has_shortage = self.memory.random() < 0.25
         self.is_healed = False
 
     def _trouble(self, bugs: Random) -> None:
@@ -75,6 +77,7 @@ class Schedule:
         for _ in range(random.randint(1, 6)):
             loop.call_later(random.uniform(1, end), self._ask)
         self._plan_people(end)
+        self._plan_shortages(end)
         await asyncio.sleep(end)
         self._heal()
         await self._settle()
@@ -105,6 +108,11 @@ class Schedule:
         for _ in range(ROUGH if self.is_rough else 0):
             loop.call_later(people.uniform(0.5, end), self._fault)
             loop.call_later(people.uniform(0.5, end), self._ask)
+
+    def _plan_shortages(self, end: float) -> None:
+        memory, loop = self.memory, self.world.loop
+        for _ in range(memory.randint(1, 3) if self.has_shortage else 0):
+            loop.call_later(memory.uniform(0, end), self._harm, self._starve, 0)
 
     async def _look(self) -> None:
         while True:
@@ -207,6 +215,14 @@ class Schedule:
             for later in (0.0, 2.0):  # a thread without a job cannot be seen to hang
                 self.world.loop.call_later(later, self._harm, self._ask_one, 0)
 
+    def _starve(self, _: int) -> None:
+        memory, running = self.memory, sorted(self.world.running)
+        number = memory.randrange(self.count)
+        self.world.starve(number, memory.choice((0, 1, 1, 2)), memory.choice((3.0, 30.0)))
+        others = [each for each in running if each != number]
+        if others and memory.random() < 0.7:  # so that it has to load more
+            self._crash(memory.choice(others))
+
     def _leave(self, number: int) -> None:
         self.world.leave(number)
         self._restart(number)
@@ -239,6 +255,8 @@ class Schedule:
         world.network.heal(*world.network.cuts)
         for at in world.running.values():
             world.resume(at.process)
+        for number in list(world.loop.room):
+            world.relieve(number)
         self._bring_back()
         if world.newcomers:
             world.loop.call_later(BEACON_S, self._tell_places)

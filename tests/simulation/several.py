@@ -80,7 +80,7 @@ class SeveralSchedule(Schedule):
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
-        world.plans.may_rejoin = True
+        world.plans.may_rejoin, self.has_shortage = True, False
         random = self.random
         self.checks = RingChecks(world)
         self.count = random.choice((3, 4, 5))

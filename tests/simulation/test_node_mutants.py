@@ -168,6 +168,12 @@ MUTANTS = {
         {"meshllm.node.agreement.charter_editor.resolve_names": one_node_for_each},
         "several nodes are called so",
     ),
+    "as much memory is offered again": Mutant(
+        {"meshllm.node.agreement.offer.SMALLER": 10.0}, "without memory for", 10
+    ),
+    "loading is not retried": Mutant(
+        {"meshllm.node.agreement.offer.NodeOffer._offer_again": nod}, "offers no layers", 14
+    ),
     "attempts are never given up": Mutant(
         {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},
         "is not at work",

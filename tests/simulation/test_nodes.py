@@ -36,6 +36,7 @@ FOUND = (
     392,  # a link for the last plan of a mesh that has none
     106452,  # an outdated plan, followed late by a node that was suspended
     24237,  # a deadline came a rounding error too early, and was never looked at again
+    43,  # a node ran out of memory, and offered as much again, as the plan changed at once
     102186,  # a suspended peer takes a restarted node for its former self, long after another did
 )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, OutOfMemory
 from meshllm.model.files.source import Source
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.sampling import pick
@@ -28,16 +28,18 @@ from meshllm.model.text.tokenizer import Text
 from meshllm.model.text.tool_format import Function
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import Digest, ModelKey, Quant, Span
+from meshllm.node.agreement.offer import SMALLER
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter
 from meshllm.node.options import NodeOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.span_loader import RankPart, SpanLoader
+from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.protocol.kv_cache.budget import BLOCK
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import DIGEST_PART_BYTES, ENDS, Profile
 from meshllm.request import Request, Turn
+from tests.simulation.machines import process_here, room_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,6 +49,7 @@ END = 0  # the token that ends an answer
 LAYER_BYTES = 1000
 END_BYTES = 10
 WORKSPACE_BYTES = 20
+MORE_BYTES = BLOCK + 2 * END_BYTES + 200  # that a node needs beside its layers
 PRIME = 4093  # products of two numbers below it are exact in float32, as is a mark above it
 
 SHAPE = ModelShape(
@@ -233,6 +236,15 @@ class ToyModel(ModelRuntime):
 class ToyLoader(SpanLoader):
     """Loads spans of the toy model."""
 
+    def load(self, part: RankPart) -> LoadedSpan:
+        """Load a part, and note for how many layers there is no memory."""
+        try:
+            return super().load(part)
+        except OutOfMemory:
+            if process := process_here():
+                process.ran_out = min(process.ran_out or LAYERS, len(part.span))
+            raise
+
     def _headroom(self, part: RankPart) -> int:
         """Return more than the rows sent to the next rank take, as rows take whole blocks."""
         return 1 << 20
@@ -240,7 +252,9 @@ class ToyLoader(SpanLoader):
     def _build(
         self, span: Span, *, embed: bool = False, head: bool = False, **_more: object
     ) -> Runner:
-        salt = SALTS[self._source.name]
+        salt, room = SALTS[self._source.name], room_here()
+        if room is not None and sum(len(each.span) for each in self.runners) + len(span) > room:
+            raise MemoryError
         return cast("Runner", ToyRunner(span, embed=embed, head=head, salt=salt))
 
 
@@ -289,7 +303,13 @@ def charter_of(options: NodeOptions, shape: ModelShape, config: Digest) -> Chart
 
 def memory_for(layers: int) -> int:
     """Return the bytes that a node needs to hold so many layers and the ends."""
-    return int((layers * (LAYER_BYTES + BLOCK) + BLOCK + 2 * END_BYTES + 200) / 0.8)
+    return int((layers * (LAYER_BYTES + BLOCK) + MORE_BYTES) / 0.8)
+
+
+def layers_after(ran_out: int) -> int:
+    """Return for how many layers a node has memory at least that ran out of it for so many."""
+    offered = ran_out * LAYER_BYTES * SMALLER
+    return max(0, int(offered * 0.8 - MORE_BYTES) // (LAYER_BYTES + BLOCK))
 
 
 @lru_cache(1024)

@@ -23,7 +23,7 @@ from tests.simulation.machines import Machines, Process
 from tests.simulation.members import Members, Ticket
 from tests.simulation.mesh_world import member
 from tests.simulation.plans import Plans
-from tests.simulation.toy import ToyPreparation, memory_for
+from tests.simulation.toy import ToyPreparation, layers_after, memory_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class World:
         self.coming = 0
         """Nodes that will be restarted."""
         self.is_calm = True
-        """No node has ended, hung or been removed, and no message was delayed."""
+        """No node has ended, hung, run out of memory or been removed; no message was delayed."""
         self.is_over = False
         """No more nodes are started."""
         self.wrong: list[str] = []
@@ -404,6 +404,24 @@ class World:
     def _mend(self, ways: list[tuple[int, int]]) -> None:
         self.note(f"mend {ways}")
         self.network.heal(*ways)
+
+    def starve(self, number: int, room: int, seconds: float) -> None:
+        """Let other programs of a machine leave memory for so many layers only, for a while."""
+        self.is_calm = False
+        self.note(f"{number} has memory for {room} layers, for {seconds:.1f} s")
+        self.loop.room[number] = room
+        self.loop.call_later(seconds, self.relieve, number)
+
+    def relieve(self, number: int) -> None:
+        """Let a machine have all of its memory again."""
+        if self.loop.room.pop(number, None) is not None:
+            self.note(f"{number} has its memory again")
+
+    def room(self, number: int) -> int:
+        """Return for how many layers a node that ran out of memory surely has some."""
+        at, capacity = self.running.get(number), self.capacity[number]
+        ran_out = at.process.ran_out if at else None
+        return capacity if ran_out is None else min(capacity, layers_after(ran_out))
 
     def jump(self, number: int, seconds: float) -> None:
         """Let the wall clock of a machine jump."""

@@ -64,6 +64,7 @@ class NodeOffer:
         self._member = member
         self._call_later = call_later
         self._retry_s = FIRST_RETRY_S
+        self._is_waiting = False  # a timer will publish the offer again
         self._is_over = False
         self._slow = 1.0  # times as slow as measured
         self._slow_since = 0.0  # when that was last seen
@@ -132,7 +133,7 @@ class NodeOffer:
 
     def end(self) -> None:
         """Retract the offer for the last model for good."""
-        self._retry_s = FIRST_RETRY_S
+        self._retry_s, self._is_waiting = FIRST_RETRY_S, False
         self.publish(weights=(), layer_s=(), model="")
         self.measured = self.profile
 
@@ -146,13 +147,16 @@ class NodeOffer:
 
         After running out of memory, the next offer is too small for that span.
         """
-        trouble = self._member.trouble
-        if trouble is None or not self.profile.layer_s:
+        failure, self._member.failure = self._member.failure, None
+        if failure is None:
             return
-        if isinstance(trouble, OutOfMemory):
-            less = self.measured.reserve_bytes + int(trouble.needed_bytes * SMALLER)
+        if isinstance(failure, OutOfMemory):
+            less = self.measured.reserve_bytes + int(failure.needed_bytes * SMALLER)
             memory = min(self.measured.memory_bytes, less + self.shared_bytes)
             self.measured = replace(self.measured, memory_bytes=memory)
+        if self._is_waiting:
+            return
+        self._is_waiting = True
         self._show(is_open=False)
         self._call_later(self._retry_s, self._offer_again)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
@@ -179,7 +183,7 @@ class NodeOffer:
             logger.warning("the compute thread responds again")
             own.is_hung = False
             own.publish()
-            if not self._member.trouble:
+            if not self._is_waiting:
                 self._show(is_open=True)
 
     async def refine(self) -> None:
@@ -219,6 +223,7 @@ class NodeOffer:
 
     def _offer_again(self) -> None:
         trouble, self._member.trouble = self._member.trouble, None
+        self._is_waiting = False
         self._show(is_open=not self.hang)
         if self._member.runtime and not isinstance(trouble, OutOfMemory):
             self._member.runtime.reload()  # the plan may still be the same

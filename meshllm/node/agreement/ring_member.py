@@ -89,6 +89,8 @@ class RingMember:
         """Why this node tells the others not to plan with it yet; empty if they may."""
         self.trouble: MeshError | None = None
         """The error that keeps this node from serving its span."""
+        self.failure: MeshError | None = None
+        """The same until the offer is retracted for it, also if the plan changes at once."""
         self.hold = PlanHold(host.publish, call_later)
         """Keeps the plan while requests are answered."""
         self._machine = machine
@@ -169,7 +171,8 @@ class RingMember:
         if self.model is not None:
             self.model.release()
         self._rows.end(self._all_rows)
-        self.model = self.runtime = self.agreement = self.trouble = self._loaded = None
+        self.model = self.runtime = self.agreement = self._loaded = None
+        self.trouble = self.failure = None
         self._watch.end()
         self.group = group
         self._host.publish()
@@ -242,6 +245,7 @@ class RingMember:
     def loaded(self, is_loaded: bool, trouble: MeshError | None) -> None:
         """Publish whether the span is loaded; ``trouble`` is why it cannot be."""
         self._loaded, self.trouble = self.plan if is_loaded else None, trouble
+        self.failure = trouble or self.failure
         self._host.publish()
 
     def at_work(self) -> None:

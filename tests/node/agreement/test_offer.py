@@ -34,7 +34,11 @@ class Case:
     def __init__(self) -> None:
         self.told: list[Profile] = []
         self.member = SimpleNamespace(
-            trouble=cast("MeshError | None", None), runtime=self, is_hung=False, publish=list
+            trouble=cast("MeshError | None", None),
+            failure=cast("MeshError | None", None),
+            runtime=self,
+            is_hung=False,
+            publish=list,
         )
         self.worker = SimpleNamespace(hung_s=0.0, hangs_in_s=None, excuse=lambda _: None)
         self.delays: list[float] = []
@@ -65,7 +69,7 @@ class Case:
         return bool(self.told[-1].layer_s and self.told[-1].weights)
 
     def fail(self, trouble: MeshError) -> None:
-        self.member.trouble = trouble
+        self.member.trouble = self.member.failure = trouble
         self.offer.withdraw()
 
 
@@ -108,6 +112,26 @@ def test_a_failure_while_it_is_retracted_changes_nothing(case: Case) -> None:
     case.fail(ModelError("damaged still"))
 
     assert (len(case.told), len(case.delays)) == (before, 1)
+
+
+def test_running_out_of_memory_again_while_it_is_retracted_offers_less_still(case: Case) -> None:
+    case.fail(OutOfMemory("no memory", needed_bytes=200))
+    case.fail(OutOfMemory("no memory", needed_bytes=100))
+
+    case.later.pop()()
+
+    assert (case.told[-1].memory_bytes, len(case.delays)) == (100 + int(100 * SMALLER), 1)
+
+
+def test_a_failure_counts_if_the_plan_changes_at_once(case: Case) -> None:
+    case.member.failure = OutOfMemory("no memory", needed_bytes=200)
+    case.member.trouble = None  # the span of the next plan is loading
+
+    case.offer.withdraw()
+    assert not case.is_open
+    case.later.pop()()
+
+    assert case.told[-1].memory_bytes == 100 + int(200 * SMALLER)
 
 
 def test_weights_that_arrive_while_it_is_retracted_are_published_with_the_next(case: Case) -> None:
@@ -214,6 +238,26 @@ def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
     case.later.pop()()
 
     assert not case.is_open
+
+
+def test_after_a_failure_during_a_hang_it_is_offered_again(case: Case) -> None:
+    async def story() -> None:
+        watching = asyncio.ensure_future(
+            case.offer.watch(cast("Any", case.worker), cast("Any", case.member))
+        )
+        case.worker.hung_s = 7.0
+        await asyncio.sleep(3)
+        case.fail(ModelError("damaged"))
+        case.worker.hung_s = 0.0
+        await asyncio.sleep(3)
+        watching.cancel()
+
+    run_virtual(story())
+    assert not case.is_open  # until the backoff ends
+
+    case.later.pop()()
+
+    assert case.told[-1].layer_s == MEASURED.layer_s
 
 
 ONE, OTHER = GroupId(b"1"), GroupId(b"2")
