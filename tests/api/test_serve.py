@@ -8,9 +8,13 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from meshllm.api.serve import HEADER_BYTES, serve
 from meshllm.api.unix import is_answered
@@ -98,28 +102,52 @@ async def test_a_disconnect_cancels_the_generation(
 async def test_a_disconnect_without_reading_cancels_too(
     door: FakeNode, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_waiting, pause = asyncio.Event(), FlowControl.pause_writing
+
+    def paused(flow: FlowControl) -> None:
+        pause(flow)
+        is_waiting.set()
+
+    monkeypatch.setattr(FlowControl, "pause_writing", paused)
     monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (8 << 20)))
     body = b'{"raw":"hi"}'
     async with serving(door, path), asyncio.timeout(60):
         _, writer = await asyncio.open_unix_connection(path)
         head = f"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        await door.begun.wait()
-        await asyncio.sleep(0.05)  # until the server waits for the client to read
+        await is_waiting.wait()  # for the client to read
+        assert not door.closed.is_set()
         writer.transport.abort()
 
         await door.closed.wait()
 
 
 async def test_a_disconnect_before_the_request_is_no_bug(
-    door: FakeNode, path: Path, caplog: pytest.LogCaptureFixture
+    door: FakeNode,
+    path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with serving(door, path):
+    is_reading, is_over = asyncio.Event(), asyncio.Event()
+    receive, run = RequestResponseCycle.receive, RequestResponseCycle.run_asgi
+
+    async def received(cycle: RequestResponseCycle) -> Any:
+        is_reading.set()
+        return await receive(cycle)
+
+    async def ran(cycle: RequestResponseCycle, application: ASGI3Application) -> None:
+        await run(cycle, application)
+        is_over.set()
+
+    monkeypatch.setattr(RequestResponseCycle, "receive", received)
+    monkeypatch.setattr(RequestResponseCycle, "run_asgi", ran)
+    async with serving(door, path), asyncio.timeout(60):
         _, writer = await asyncio.open_unix_connection(path)
         writer.write(b"POST /mesh/ask HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
-        await asyncio.sleep(0.05)  # until the server waits for the rest
+        await is_reading.wait()
+        assert not is_over.is_set()  # the server waits for the rest
         writer.transport.abort()
-        await asyncio.sleep(0.05)
+        await is_over.wait()
 
     assert (door.requests, caplog.records) == ([], [])
 
@@ -144,7 +172,7 @@ async def test_a_stopping_node_closes_connections_and_leaves_nothing(
         async with serving(door, path):
             asking = asyncio.ensure_future(_fetch(path))
             await door.begun.wait()
-            await asyncio.sleep(0.05)
+            assert not asking.done()
 
         with pytest.raises(httpx2.RemoteProtocolError):
             await asking
