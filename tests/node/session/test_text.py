@@ -9,6 +9,7 @@ from threading import Event as ThreadEvent
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM
@@ -60,11 +61,29 @@ WAIT: dict[str, Any] = {
 }
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PAIR = RingOptions(nodes=2, inference=InferenceConfig(threads=1))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ring() -> AsyncIterator[LocalRing]:
-    async with open_local_ring(
-        resolve("builtin"), RingOptions(nodes=2, inference=InferenceConfig(threads=1))
-    ) as ring:
+    async with open_local_ring(resolve("builtin"), PAIR) as ring:
+        yield ring
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone() -> AsyncIterator[LocalRing]:
+    """One node that does not speculate."""
+    plain = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
+    async with open_local_ring(resolve("builtin"), plain) as ring:
+        yield ring
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_ring() -> AsyncIterator[LocalRing]:
+    """For tests of what is cached or measured, and of what ends a ring."""
+    async with open_local_ring(resolve("builtin"), PAIR) as ring:
         yield ring
 
 
@@ -169,7 +188,7 @@ async def test_a_long_text_keeps_no_short_one_waiting(
     ("name", "asked"), [("encode_chat", ASKED), ("encode", Request(raw="Once"))]
 )
 async def test_a_panic_of_the_tokenizer_is_an_error(
-    ring: LocalRing, monkeypatch: pytest.MonkeyPatch, name: str, asked: Request
+    new_ring: LocalRing, monkeypatch: pytest.MonkeyPatch, name: str, asked: Request
 ) -> None:
     class PanicException(BaseException):
         pass
@@ -179,7 +198,7 @@ async def test_a_panic_of_the_tokenizer_is_an_error(
 
     monkeypatch.setattr(Text, name, fail)
     with pytest.raises(RuntimeError, match="PanicException: no"):
-        await events_of(ring, asked)
+        await events_of(new_ring, asked)
 
 
 async def test_the_pieces_are_the_text(ring: LocalRing) -> None:
@@ -242,14 +261,14 @@ async def test_the_model_recommends_what_the_request_does_not_set(
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_an_answer_follows_its_schema_on_every_ring(ring: LocalRing, seed: int) -> None:
+async def test_an_answer_follows_its_schema_on_every_ring(
+    ring: LocalRing, alone: LocalRing, seed: int
+) -> None:
     schema = json.dumps(draw_schema(Random(seed)))
     asked = replace(ASKED, schema=schema, sampling=Sampling(1.0, seed=seed), max_tokens=120)
-    plain = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
 
     _, answer = await events_of(ring, asked)
-    async with open_local_ring(resolve("builtin"), plain) as alone:
-        _, same = await events_of(alone, asked)
+    _, same = await events_of(alone, asked)
 
     assert answer.text == same.text
     if answer.finish_reason is FinishReason.STOP:
@@ -272,14 +291,14 @@ async def test_a_schema_that_is_not_supported_is_refused(ring: LocalRing) -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_required_call_is_the_same_on_every_ring(ring: LocalRing, seed: int) -> None:
+async def test_a_required_call_is_the_same_on_every_ring(
+    ring: LocalRing, alone: LocalRing, seed: int
+) -> None:
     tools = Tools(json.dumps([COUNT, WAIT]), is_required=True)
     asked = replace(ASKED, tools=tools, sampling=Sampling(1.0, seed=seed), max_tokens=80)
-    plain = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
 
     _, answer = await events_of(ring, asked)
-    async with open_local_ring(resolve("builtin"), plain) as alone:
-        _, same = await events_of(alone, asked)
+    _, same = await events_of(alone, asked)
 
     [call] = answer.calls
     schemas = {each["name"]: each["parameters"] for each in (COUNT, WAIT)}
@@ -392,18 +411,18 @@ async def test_a_stop_text_ends_the_answer_and_is_not_in_it(ring: LocalRing) -> 
     assert cut.finish_reason is FinishReason.STOP
 
 
-async def test_figures_come_with_the_answer(ring: LocalRing) -> None:
-    _, answer = await events_of(ring, ASKED)
+async def test_figures_come_with_the_answer(new_ring: LocalRing) -> None:
+    _, answer = await events_of(new_ring, ASKED)
 
     assert answer.ttft_ms > 0
     assert answer.ms_per_token > 0
     assert answer.tokens_per_second == pytest.approx(1e3 / answer.ms_per_token)
     assert [hop.rank for hop in answer.hops] == [0, 1]
-    assert [hop.span for hop in answer.hops] == [stage.span for stage in ring.plan.stages]
+    assert [hop.span for hop in answer.hops] == [stage.span for stage in new_ring.plan.stages]
 
 
-async def test_the_parts_of_a_token_sum_to_at_most_its_time(ring: LocalRing) -> None:
-    _, answer = await events_of(ring, ASKED)
+async def test_the_parts_of_a_token_sum_to_at_most_its_time(new_ring: LocalRing) -> None:
+    _, answer = await events_of(new_ring, ASKED)
 
     parts = [
         part
@@ -475,25 +494,29 @@ async def test_given_tokens_that_are_the_whole_answer_compute_nothing(ring: Loca
         assert not any(isinstance(event, Prefilled) for event in again)
 
 
-async def test_an_answer_that_goes_on_tells_what_was_cached_when_it_began(ring: LocalRing) -> None:
+async def test_an_answer_that_goes_on_tells_what_was_cached_when_it_began(
+    new_ring: LocalRing,
+) -> None:
     asked = replace(ASKED, turns=(Turn(role="user", content="Tell me a story about a fox. " * 4),))
     for is_cached in (False, True):
-        events, whole = await events_of(ring, asked)
+        events, whole = await events_of(new_ring, asked)
         *_, resume = (event for event in events if isinstance(event, Resumable))
         assert (whole.cached_tokens > 0) is is_cached
         for given in (9, len(whole.tokens)):
             goes_on = replace(asked, given=whole.tokens[:given], resume=resume)
-            again, rest = await events_of(ring, goes_on)
+            again, rest = await events_of(new_ring, goes_on)
 
             told = [event.cached for event in again if isinstance(event, Resumable)]
             assert {rest.cached_tokens, *told} == {whole.cached_tokens}
 
 
 @pytest.mark.parametrize("claimed", [-7, 10**9])
-async def test_a_claimed_number_of_cached_tokens_is_bounded(ring: LocalRing, claimed: int) -> None:
+async def test_a_claimed_number_of_cached_tokens_is_bounded(
+    new_ring: LocalRing, claimed: int
+) -> None:
     resume = Resumable("00", (), cached=claimed)
 
-    _, answer = await events_of(ring, replace(ASKED, resume=resume, max_tokens=2))
+    _, answer = await events_of(new_ring, replace(ASKED, resume=resume, max_tokens=2))
 
     assert answer.cached_tokens == (answer.prompt_tokens if claimed > 0 else 0)
 
@@ -519,7 +542,7 @@ async def test_given_tokens_outside_the_vocabulary_are_refused(ring: LocalRing, 
 
 
 async def test_log_probabilities_are_the_same_on_every_ring_and_with_speculation(
-    ring: LocalRing,
+    ring: LocalRing, alone: LocalRing
 ) -> None:
     asked = replace(SAMPLED, logprobs=3)
     events, answer = await events_of(ring, asked)
@@ -531,9 +554,7 @@ async def test_log_probabilities_are_the_same_on_every_ring_and_with_speculation
     for each in told:
         assert [top.logprob for top in each.top] == sorted(t.logprob for t in each.top)[::-1]
         assert each.chosen.logprob <= each.top[0].logprob
-    alone = RingOptions(inference=InferenceConfig(threads=1, speculation=False))
-    async with open_local_ring(resolve("builtin"), alone) as one:
-        again, _ = await events_of(one, asked)
+    again, _ = await events_of(alone, asked)
     others = [each for event in again if isinstance(event, Piece) for each in event.logprobs]
     assert [each.chosen.logprob for each in others] == pytest.approx(
         [each.chosen.logprob for each in told], abs=1e-3
@@ -651,9 +672,9 @@ async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
 
 @pytest.mark.parametrize("is_shared", [True, False])
 async def test_requests_that_share_a_text_continue_copies_of_its_cache(
-    ring: LocalRing, is_shared: bool
+    new_ring: LocalRing, is_shared: bool
 ) -> None:
-    _, first = await events_of(ring, ASKED)
+    _, first = await events_of(new_ring, ASKED)
     told = Turn(role="assistant", content=first.text)
     more = [
         replace(
@@ -664,7 +685,9 @@ async def test_requests_that_share_a_text_continue_copies_of_its_cache(
         for text in ("And then?", "Why is that?")
     ]
 
-    answers = [answer for _, answer in await asyncio.gather(*(events_of(ring, a) for a in more))]
+    answers = [
+        answer for _, answer in await asyncio.gather(*(events_of(new_ring, a) for a in more))
+    ]
 
     known = first.prompt_tokens + len(first.tokens) - 1
     assert [answer.cached_tokens >= known - 4 for answer in answers] == [True, is_shared]
