@@ -1,9 +1,9 @@
-"""Mutation testing: ``python -m tests.mutants --sample 60 'meshllm.protocol.*'``.
+"""Mutation testing: ``python -m tests.mutants --sample 10 'meshllm.protocol.*'``.
 
-Changes one expression at a time and prints the changes that no test notices. mutmut makes the
-mutants, and runs for each of them the tests that call its function; first it finds out which these
-are, which takes minutes. It knows one source folder, so packages and plugins are copied into one;
-the checkout does not change.
+Changes one expression at a time and prints the changes that no test notices, then a table of the
+areas. mutmut makes the mutants, and runs for each of them the tests that call its function; first
+it finds out which these are, which takes minutes. It knows one source folder, so packages and
+plugins are copied into one; the checkout does not change.
 
 Constants of modules and decorated functions, thus properties, are not mutated.
 """
@@ -13,51 +13,76 @@ import random
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 ROOT = Path(__file__).parents[1]
 QUIC = "tests/plugins/quic"
-SOURCES = (
-    "meshllm/protocol/*",
-    "meshllm/model/split/*",
-    "meshllm/model/steps/attention.py",  # with torch: the reference of the kernels
-    "meshllm_quic/base/congestion.py",
-    "meshllm_quic/path/*",
-    "meshllm_quic/wire/*",
-    *(f"meshllm_quic/relay/{name}.py" for name in ("registration", "relay", "relay_limiter")),
-    *(f"meshllm_quic/link/{name}.py" for name in ("admission", "machine", "table")),
-)
-TESTS = (
-    *("tests/protocol", "tests/model/split", "tests/model/steps/test_attention.py"),
-    *(f"{QUIC}/{name}" for name in ("base", "path", "wire", "link", "test_hostile.py")),
-    *(f"{QUIC}/relay/test_{name}.py" for name in ("registration", "relay", "relay_limiter")),
-)
+SPARE = ignore_patterns("__pycache__")
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Files of one row of the table."""
+
+    sources: tuple[str, ...]
+    """Patterns of the files whose functions are changed."""
+    tests: tuple[str, ...]
+    """What runs for them, if it calls the changed function."""
+
+
+AREAS = {
+    "protocol": Area(("meshllm/protocol/*",), ("tests/protocol",)),
+    "split": Area(("meshllm/model/split/*",), ("tests/model/split",)),
+    "kernels": Area(  # with torch: the reference of the kernels
+        ("meshllm/model/steps/attention.py",), ("tests/model/steps/test_attention.py",)
+    ),
+    "quic": Area(
+        (
+            "meshllm_quic/base/congestion.py",
+            "meshllm_quic/path/*",
+            "meshllm_quic/wire/*",
+            *(f"meshllm_quic/relay/{name}.py" for name in ("registration", "relay")),
+            "meshllm_quic/relay/relay_limiter.py",
+            *(f"meshllm_quic/link/{name}.py" for name in ("admission", "machine", "table")),
+        ),
+        (
+            *(f"{QUIC}/{name}" for name in ("base", "path", "wire", "link", "test_hostile.py")),
+            *(f"{QUIC}/relay/test_{name}.py" for name in ("registration", "relay")),
+            f"{QUIC}/relay/test_relay_limiter.py",
+        ),
+    ),
+}
 SETTINGS = {
     "source_paths": ["src"],
-    "only_mutate": [f"src/{pattern}" for pattern in SOURCES],
     "do_not_mutate_patterns": [r"(Error|Fault)\(", r"Reader\(.*\""],  # wording of errors
-    "pytest_add_cli_args_test_selection": TESTS,
     "pytest_add_cli_args": ["-p", "no:cacheprovider"],
     "process_isolation": "forkserver",  # threads of torch do not survive a fork
     "timeout_constant": 15.0,  # s; pytest takes some to start
     "timeout_multiplier": 3.0,
     "use_git_change_detection": False,
 }
-SURVIVED = {0, 5, 33}
-"""Exit codes of mutmut: the tests passed, none was found, none calls the function."""
+KILLED = {1, 3, -11}
+"""Exit codes of mutmut: a test failed, pytest did, the process did."""
+TIMEOUT = {24, 36, 152, 255, -24, -9}
+"""Exit codes of mutmut: the tests took too long. All others are survivors."""
 
 
-def copy_to(tree: Path) -> None:
+def copy_to(tree: Path, areas: Iterable[Area]) -> None:
     """Copy code and tests, with all packages in one folder, and configure mutmut."""
-    spare = ignore_patterns("__pycache__")
     for package in (ROOT / "meshllm", *(ROOT / "plugins").glob("meshllm_*")):
-        copytree(package, tree / "src" / package.name, ignore=spare)
-    copytree(ROOT / "tests", tree / "tests", ignore=spare)
-    lines = (f"{name} = {json.dumps(value)}\n" for name, value in SETTINGS.items())
+        copytree(package, tree / "src" / package.name, ignore=SPARE, dirs_exist_ok=True)
+    copytree(ROOT / "tests", tree / "tests", ignore=SPARE, dirs_exist_ok=True)
+    settings = SETTINGS | {
+        "only_mutate": [f"src/{pattern}" for area in areas for pattern in area.sources],
+        "pytest_add_cli_args_test_selection": [test for area in areas for test in area.tests],
+    }
+    lines = (f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
     project = (ROOT / "pyproject.toml").read_text()
     (tree / "pyproject.toml").write_text(f"{project}\n[tool.mutmut]\n{''.join(lines)}")
 
@@ -77,37 +102,92 @@ def results(tree: Path) -> Iterator[tuple[str, int | None]]:
         yield from json.loads(path.read_text())["exit_code_by_key"].items()
 
 
-def survey(tree: Path, names: Sequence[str], most: int | None, seed: int) -> int:
-    """Test mutants whose names match, at ``most`` a sample of them; print the survivors."""
-    said = mutmut(tree, "run", "none")  # makes all mutants, and finds the tests of each
-    found = [name for name, _ in results(tree) if any(fnmatch(name, each) for each in names)]
-    count = len(found) if most is None else min(most, len(found))
-    chosen = random.Random(seed).sample(found, count)
-    if chosen:
-        said = mutmut(tree, "run", *chosen)
+def area_of(mutant: str, areas: Mapping[str, Area]) -> str | None:
+    """Say which area the file of a mutant belongs to; ``meshllm.a.b.x_name__mutmut_1``."""
+    path = mutant.rpartition(".")[0].replace(".", "/") + ".py"
+    for name, area in areas.items():
+        if any(fnmatch(path, pattern) for pattern in area.sources):
+            return name
+    return None
+
+
+def draw(
+    mutants: Iterable[str], areas: Mapping[str, Area], most: int | None, seed: int
+) -> dict[str, list[str]]:
+    """Draw at ``most`` that many mutants of each area."""
+    found: dict[str, list[str]] = {name: [] for name in areas}
+    for mutant in mutants:
+        if name := area_of(mutant, areas):
+            found[name].append(mutant)
+    return {
+        name: random.Random(seed).sample(each, len(each) if most is None else min(most, len(each)))
+        for name, each in found.items()
+    }
+
+
+def verdict(code: int | None) -> str:
+    """Name an exit code of mutmut."""
+    if code in KILLED:
+        return "killed"
+    return "timeout" if code in TIMEOUT else "survived"
+
+
+def table(drawn: Mapping[str, Sequence[str]], codes: Mapping[str, int | None]) -> Iterator[str]:
+    """Yield a line for each area, and one for all."""
+    yield f"{'area':<10}{'mutants':>8}{'killed':>8}{'timeout':>9}{'survived':>10}{'percent':>9}"
+    whole = [mutant for mutants in drawn.values() for mutant in mutants]
+    for name, mutants in [*drawn.items(), ("all", whole)]:
+        count = Counter(verdict(codes[mutant]) for mutant in mutants)
+        figures = f"{count['killed']:>8}{count['timeout']:>9}{count['survived']:>10}"
+        share = count["survived"] / max(1, len(mutants))
+        yield f"{name:<10}{len(mutants):>8}{figures}{share:>9.1%}"
+
+
+def survey(tree: Path, drawn: Mapping[str, Sequence[str]], jobs: Sequence[str]) -> int:
+    """Test the mutants drawn; print the survivors and the table."""
+    chosen = [mutant for mutants in drawn.values() for mutant in mutants]
+    said = mutmut(tree, "run", *jobs, *chosen)
     codes = dict(results(tree))
-    if not chosen or any(codes[name] is None for name in chosen):
+    if any(codes[name] is None for name in chosen):
         print(said)
         return 1
-    survivors = sorted(name for name in chosen if codes[name] in SURVIVED)
-    for name in survivors:
-        print(mutmut(tree, "show", name))
-    print(f"{len(survivors)} of {count} mutants survived: {len(survivors) / count:.1%}")
+    for name in chosen:
+        if verdict(codes[name]) == "survived":
+            print(mutmut(tree, "show", name))
+    print("\n".join(table(drawn, codes)))
     return 0
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Parse the options and copy the code."""
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Read the options."""
     parser = ArgumentParser(
         "mutants", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", default=["*"], help="patterns of modules or functions")
-    parser.add_argument("--sample", type=int, help="mutants drawn at random; all if omitted")
+    parser.add_argument("--area", action="append", choices=AREAS, help="all areas if omitted")
+    parser.add_argument("--sample", type=int, help="mutants drawn from each area; all if omitted")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--jobs", type=int, help="mutants tested at a time; one per CPU if omitted")
+    parser.add_argument("--keep", type=Path, help="folder of the copy: a second run starts sooner")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Copy the code, and test a sample of its mutants."""
+    options = parse(arguments)
+    areas = {name: AREAS[name] for name in options.area or AREAS}
+    jobs = [] if options.jobs is None else ["--max-children", str(options.jobs)]
     with tempfile.TemporaryDirectory() as folder:
-        copy_to(Path(folder))
-        return survey(Path(folder), options.names, options.sample, options.seed)
+        tree = options.keep or Path(folder)
+        copy_to(tree, areas.values())
+        said = mutmut(tree, "run", *jobs, "none")  # makes all mutants, and finds their tests
+        mutants = (name for name, _ in results(tree))
+        wanted = [name for name in mutants if any(fnmatch(name, each) for each in options.names)]
+        drawn = draw(wanted, areas, options.sample, options.seed)
+        if not any(drawn.values()):
+            print(said, "no mutant matches", sep="\n")
+            return 1
+        return survey(tree, drawn, jobs)
 
 
 if __name__ == "__main__":
