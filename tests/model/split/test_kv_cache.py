@@ -182,6 +182,14 @@ def test_ends_without_layers_count_tokens_too() -> None:
     assert (cache.length, cache.bytes) == (4, 0)
 
 
+def test_ends_that_take_over_no_cache_start_at_0() -> None:
+    cache = SpanCache(llama(), Span(2, 2))
+
+    cache.take_over([])
+
+    assert cache.length == 0
+
+
 def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
     cache = SpanCache(llama(), Span(0, 2))
     for layer in (0, 1):

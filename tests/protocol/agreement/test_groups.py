@@ -765,6 +765,9 @@ def test_a_share_that_a_ring_does_not_use_ends_when_others_suffice() -> None:
     mesh.parts[NODES[1]] = NodeGroups(other)
 
     assert divide(mesh.view())[NODES[0]].further  # the ring works with it
+    of_other = ring_of(replace(mesh.view(), group=other))
+    assert of_other is not None
+    assert not of_other.ending
     mesh.plans[other] = mesh.followed[NODES[1], other] = ring("m1", (NODES[1], 0, 3), epoch=9)
     assert divide(mesh.view()) == {NODES[0]: NodeGroups(first), NODES[1]: NodeGroups(other)}
 

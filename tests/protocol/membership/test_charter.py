@@ -391,6 +391,13 @@ def test_another_form_of_a_term_of_models_is_unknown(name: str) -> None:
     assert f"term `{name}`" in merge(CHARTER, {A: found}, founder=A).obstacle
 
 
+def test_a_key_with_each_hexadecimal_digit_is_one() -> None:
+    name = "model.0123456789abcdef"
+    found = Amendments.decode(terms((name, 1, "")).encode())
+
+    assert merge(CHARTER, {A: found}, founder=A).obstacle == ""
+
+
 _WHAT = {"bfloat16": "dtype", "none": "quantisation", "auto": "policy"}
 
 

@@ -496,6 +496,16 @@ def test_datagrams_grow_to_the_path_mtu(locals_: list[str], size: int) -> None:
     assert RouteChanged() in side.actions
 
 
+def test_a_size_is_probed_again_after_two_round_trips() -> None:
+    side = direct(round_trip=0.5)
+    first = START + 0.5
+    assert 1452 in [probe.packet.length for probe in probes(side.paths.expire(first))]
+
+    sent = [probes(side.paths.expire(first + later)) for later in (0.9, 1.01)]
+
+    assert [1452 in [probe.packet.length for probe in each] for each in sent] == [False, True]
+
+
 def test_only_a_reply_to_the_whole_probe_proves_its_size() -> None:
     side = direct()
     (long,) = [p for p in probes(side.paths.expire(START + 0.01)) if p.packet.length == 1452]

@@ -286,6 +286,14 @@ def test_registrations_per_network_are_limited() -> None:
     assert len(settle(relay, C, OFFICE)) == 1
 
 
+def test_a_registration_that_expires_makes_room_in_its_network() -> None:
+    relay = make(RelayLimits(network_registrations=1))
+    settle(relay, A, HOME)
+
+    assert len(settle(relay, B, CAFE, LASTS_S + 1)) == 1
+    assert settle(relay, C, HOME, LASTS_S + 1) == []
+
+
 def test_a_full_relay_keeps_its_registrations() -> None:
     relay = make(RelayLimits(registrations=1))
     settle(relay, A, HOME)

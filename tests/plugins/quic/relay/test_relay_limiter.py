@@ -1,3 +1,5 @@
+from asyncio import Task, Transport, gather
+
 import pytest
 from websockets.datastructures import Headers
 from websockets.http11 import Request
@@ -110,6 +112,53 @@ def test_one_that_has_left_is_not_used() -> None:
     door.limiter.use(door.made[0])  # a stream notes it until it is closed
 
     assert door.limiter._used == set()
+
+
+def test_one_that_leaves_is_no_longer_used() -> None:
+    door = Door(ConnectionLimiter(most=1))
+    assert door.enter("192.0.2.1")
+    door.limiter.use(door.made[0])
+
+    door.leave(0)
+
+    assert door.limiter._used == set()
+
+
+class Wire(Transport):
+    """A connection from a host, as accepted."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__({"peername": (host, 40000)})
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Quiet:
+    """A server that does nothing with its connections."""
+
+    def __init__(self) -> None:
+        self.handler_tasks: set[Task[None]] = set()
+
+    async def handler(self, _: CountedConnection) -> None:
+        pass
+
+
+async def test_a_connection_counts_from_its_accept_on() -> None:
+    limiter, server = ConnectionLimiter(most_of_host=1), Quiet()
+    wires = [Wire(host) for host in ("192.0.2.1", "::ffff:192.0.2.1", "192.0.2.2")]
+    connections = [CountedConnection(limiter, ServerProtocol(), server) for _ in wires]
+
+    for connection, wire in zip(connections, wires, strict=True):
+        connection.connection_made(wire)
+    await gather(*server.handler_tasks)
+
+    assert [each.host for each in connections] == ["192.0.2.1", "192.0.2.1", "192.0.2.2"]
+    assert [wire.is_aborted for wire in wires] == [False, True, False]
 
 
 @pytest.mark.parametrize(
