@@ -608,10 +608,26 @@ class _Table:
         }
         if self.shares != before:
             any(self._move(number, donors, strict=False) for donors in moves)
-        has_moved = self.place != places
-        helped = self.nodes(number) if has_moved else ()
-        self.shares |= {node: shares for node, shares in before.items() if node not in helped}
-        return has_moved
+        if self.place == places:
+            self.shares = before
+            return False
+        for node in sorted(before.keys() - self.nodes(number)):
+            if self.shares[node] != before[node]:
+                self._restore(node, before[node])
+        return True
+
+    def _restore(self, node: NodeId, shares: dict[GroupId, int]) -> None:
+        """Give a node its shares again, unless its first ring needs their memory by now.
+
+        That ring may have given nodes away for it.
+        """
+        first, ended = self.numbers[self.place[node]], self.shares[node]
+        was_filled, self.shares[node] = self._is_filled(first), shares
+        if was_filled and not self._is_filled(first):
+            self.shares[node] = ended
+
+    def _is_filled(self, number: int) -> bool:
+        return self.is_complete(number, self.nodes(number), strict=False)
 
     def _yields(self, other: int, number: int) -> bool:
         """Return whether a group ends its shares if that completes another one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -826,6 +827,22 @@ def serve_also(mesh: SharedMesh, charter: Charter) -> GroupId:
     models = sorted((*mesh.charter.models, charter), key=lambda each: each.key)
     mesh.charter = replace(mesh.charter, models=tuple(models))
     return next(each.id for each in groups_of(mesh.charter) if each.charter.key == charter.key)
+
+
+@pytest.mark.parametrize("turns", range(3))
+def test_no_ring_gives_nodes_away_for_the_memory_of_shares_that_do_not_end(turns: int) -> None:
+    models = served_model(0, 3, members=3), served_model(1, 4, 3), served_model(2, 3, members=3)
+    mesh = shared_mesh({0: 262, 1: 254, 2: 182, 3: 614}, *models, served_model(3, 8))
+    wide, small, large = (group(mesh.charter, number) for number in (2, 1, 3))
+    places = {NODES[0]: wide, NODES[1]: large, NODES[2]: wide}
+    mesh.parts = {at: NodeGroups(place) for at, place in places.items()}
+    mesh.parts[NODES[3]] = NodeGroups(large, {small: 304})
+    mesh.used = tuple(each.key for each in mesh.charter.served if each.shape.name == "m3")
+    mesh.turns = Random(turns)
+
+    mesh.settle()
+
+    assert mesh.served() == {wide, large}
 
 
 def test_a_share_of_a_replica_ends_for_a_model_that_nobody_serves() -> None:
