@@ -95,7 +95,7 @@ class Settings:
     listen: str | None = None
     """Address to listen on; port 7700 when not set."""
     advertise: str | None = None
-    """More addresses of this node, such as a reverse proxy."""
+    """More addresses of this node, such as that of a proxy."""
     relay: str | None = None
     """Relays to register with, separated by commas."""
     join: str | None = None
@@ -115,11 +115,11 @@ class Settings:
     auto: bool = False
     """Hold whatever the mesh lacks most, whatever `model` says."""
     keep: str = "10m"
-    """Keep a model that long after a request if room is wanted."""
+    """Keep a model in memory this long after its last request."""
     exclude: str | None = None
     """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None
-    """Nodes to use if a layer fits: names or ids, with commas."""
+    """Nodes to use if any layer fits: names or ids, with commas."""
     entry: str | None = None
     """Who may read prompts: ids or names, with commas, or `self`."""
     trust: str | None = None

@@ -214,6 +214,54 @@ def test_a_planted_violation_is_found(plant: str) -> None:
     assert name in found[0]
 
 
+BROAD = {
+    "meshllm.cli.app.main": "the boundary: no traceback without --debug",
+    "meshllm.model.steps.replay._record": "model code; the step runs without a replay",
+    "meshllm.model.text.tokenizer._load": "the tokenizers library raises Exception itself",
+    "meshllm.node.compute.batcher._report": "handed to the supervisor of all sessions",
+    "meshllm.node.compute.warm_up.run": "model code; steps are recorded on first use, or never",
+    "meshllm.node.compute.worker._run_step": "handed to the caller on another thread",
+    "meshllm.node.compute.worker._timed": "raised again; panics of Rust code get a type",
+    "meshllm.node.net.dialer.attempt": "a third-party plugin, with an address of a peer",
+    "meshllm.node.net.mesh_link.supervised": "the supervisor of the links",
+    "meshllm.node.requests.peer_requests._serve": "the supervisor: a bug ends its request",
+    "meshllm.node.session.stage._adopt": "the supervisor: a bug only costs a prefix",
+    "meshllm.node.session.text._encode": "raised again; panics of Rust code get a type",
+    "meshllm.node.timer._fire": "raised again, once the timer is set",
+    "meshllm.traces.recorder.generate": "raised again, once it is noted",
+    "meshllm.transport.registry._make": "third-party code may raise anything at import",
+}
+"""The functions that may catch `Exception`, and why; elsewhere errors are named."""
+
+
+def catching_all(tree: ast.AST, inside: str = "") -> Iterator[str]:
+    """Yield the function of each handler of `Exception`."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(node, ast.ExceptHandler):
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(each is None or ast.unparse(each) == "Exception" for each in caught):
+                yield inside
+        yield from catching_all(node, node.name if is_function else inside)
+
+
+def test_exceptions_are_caught_by_name_but_in_listed_places() -> None:
+    found = {
+        f"{name}.{function}"
+        for name, module in modules().items()
+        for function in catching_all(module.tree)
+    }
+
+    assert found == BROAD.keys()
+
+
+@pytest.mark.parametrize("caught", ["", " Exception", " (OSError, Exception)"])
+def test_a_planted_handler_of_everything_is_found(caught: str) -> None:
+    tree = ast.parse(f"def f():\n    try:\n        g()\n    except{caught}:\n        pass\n")
+
+    assert list(catching_all(tree)) == ["f"]
+
+
 def test_a_room_uses_what_it_keeps() -> None:
     planted = Module(
         ast.parse("from meshllm.node.session.turns import Turns"), "meshllm.node.session"

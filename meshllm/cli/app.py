@@ -55,6 +55,7 @@ COMMANDS = (
 """Name, place in `meshllm.cli` and summary of each command, in the order of the help."""
 
 
+_TAKE_TEXT = (" chat", " ring trace")
 _OF_ALL = {"-v", "--verbose", "--debug"}
 _WORDING = {
     "Value error, ": "",
@@ -237,6 +238,10 @@ def _advice(error: typer.TyperException, command: str) -> str:
     option = getattr(error, "option_name", None)
     if option in _OF_ALL and error.format_message().startswith("No such option"):
         return f"write it before the command, as in `meshllm {option} ...`"
+    if option and option.removeprefix("-").replace(".", "", 1).isdigit():
+        return "write `--` before a negative number"
+    if "unexpected extra argument" in error.format_message() and command.endswith(_TAKE_TEXT):
+        return f"put a text of several words in quotes; see `{command} --help`"
     return f"see `{command} --help`"
 
 

@@ -37,6 +37,16 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
     )
 
 
+def refuse_layers(options: NodeOptions, shape: ModelShape) -> None:
+    """Raise `UserError` if this node is to hold layers that the model of its mesh lacks."""
+    span = options.layers
+    if span and span.stop > shape.layers:
+        raise UserError(
+            f"The layers `{span}` end above the {shape.layers} layers of `{shape.name}`",
+            hint=f"choose a span within `0:{shape.layers}`",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Node names resolved to ids."""

@@ -18,7 +18,7 @@ from meshllm.model.shape import process_memory, workspace_bytes
 from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
 from meshllm.node.compute.worker import Worker
-from meshllm.node.founding import amend, found_charter, refuse_other
+from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.membership.charter import Charter
@@ -46,9 +46,11 @@ class Preparation:
 
         Raises:
             ModelError: the model is not found locally, or cannot be run.
+            UserError: it has fewer layers than this node is to hold.
         """
         source = await self._resolve(self.options.model or FIRST_MODEL)
         model = await self._open(source, self.options.inference)
+        refuse_layers(self.options, model.shape)
         charter = found_charter(self.options, model.shape, await self._digest(source))
         return model, amend(charter, self.options, {}, model.shape.context)
 

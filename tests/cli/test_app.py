@@ -125,6 +125,16 @@ def test_version_with_v_lists_dependencies(meshllm: Invoke) -> None:
         (("cha",), "No such command 'cha'. Did you mean 'chat'?", "see `meshllm --help`"),
         (("chat", "--nods", "3"), "No such option: --nods", "see `meshllm chat --help`"),
         (
+            ("chat", "hi", "there"),
+            "Got unexpected extra argument(s) (there)",
+            "put a text of several words in quotes; see `meshllm chat --help`",
+        ),
+        (
+            ("config", "set", "presence-penalty", "-1"),
+            "No such option: -1",
+            "write `--` before a negative number",
+        ),
+        (
             ("serve", "-v"),
             "No such option: -v",
             "write it before the command, as in `meshllm -v ...`",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
 from meshllm.model.shape import process_memory
@@ -36,6 +36,16 @@ async def test_a_founder_creates_the_charter_of_its_model(llama: Path, tmp_path:
     assert charter.members == 2
     assert charter.shape.layers == engine.shape.layers == 6
     assert engine.source.folder == llama
+
+
+async def test_a_founder_cannot_hold_layers_that_its_model_lacks(
+    llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="layers `2:7` end above the 6 layers of") as refused:
+        await prepare(tmp_path, model=str(llama), layers=Span(2, 7)).found()
+
+    assert refused.value.hint == "choose a span within `0:6`"
+    await prepare(tmp_path, model=str(llama), layers=Span(2, 6)).found()
 
 
 async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_no_process_runs_out_of_the_memory_it_offered(pair: Fleet) -> None:
     assert [reply.status_code for reply in replies] == [200] * SESSIONS
     assert too_long.status_code == 400
     told = too_long.json()["error"]["message"]
-    assert re.search(r" has \d+ characters, more than they can have", told)
+    assert re.search(r" has \d+ characters, more than that many tokens can have", told)
     assert one.is_running
     assert two.is_running
     assert max(resident(one), resident(two)) <= OFFER

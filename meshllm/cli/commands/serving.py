@@ -60,9 +60,10 @@ def serve(
 ) -> None:
     """Serve a model in the mesh of the running node.
 
-    The node of this machine must have the model; other nodes hold layers of it if they have it in
-    their Hugging Face cache, or if their `--model` names it. Nodes that no ring needs form its
-    ring. Options of a model that is served already are changed, without `--quant`.
+    The node of this machine must have the model; other nodes hold layers of it if their
+    `--model` names it, or, without `--model`, if it is in their Hugging Face cache or another node
+    can send it. Nodes that no ring needs form its ring. Options of a model that is served already
+    are changed, without `--quant`.
 
     `--plan` takes the file of `meshllm ring plan --workload`. It serves each model of the best
     placement with its number of rings, and of machines in a ring; the mesh chooses the machines. It

@@ -332,7 +332,8 @@ def _check_length(request: Request, context: int) -> None:
     if chars > context * MAX_TOKEN_CHARS:
         raise ContextTooLong(
             f"This model's maximum context length is {context} tokens; the prompt has {chars}"
-            " characters, more than they can have"
+            " characters, more than that many tokens can have",
+            hint="shorten the prompt or the chat",
         )
 
 

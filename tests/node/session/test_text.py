@@ -663,6 +663,13 @@ async def test_penalties_do_not_count_a_scored_prompt(ring: LocalRing) -> None:
     assert scored.tokens[scored.prompt_tokens :] == plain.tokens
 
 
+async def test_a_prompt_of_too_many_characters_is_refused_with_a_hint(ring: LocalRing) -> None:
+    with pytest.raises(ContextTooLong, match="more than that many tokens can have") as refused:
+        await events_of(ring, Request(raw="a" * 64 * (ring.entry.context + 1)))
+
+    assert refused.value.hint == "shorten the prompt or the chat"
+
+
 async def test_a_prompt_to_score_must_fit(ring: LocalRing) -> None:
     longest = ring.entry.context
     for ids in ((5,) * longest, (5,) * (longest + 7)):
