@@ -623,8 +623,8 @@ class _Table:
         """
         first, ended = self.numbers[self.place[node]], self.shares[node]
         was_filled, self.shares[node] = self._is_filled(first), shares
-        is_short = was_filled and not self._is_filled(first)
-        self.shares[node] = ended if is_short else shares
+        if was_filled and not self._is_filled(first):
+            self.shares[node] = ended
 
     def _is_filled(self, number: int) -> bool:
         return self.is_complete(number, self.nodes(number), strict=False)

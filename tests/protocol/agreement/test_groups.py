@@ -845,6 +845,22 @@ def test_no_ring_gives_nodes_away_for_the_memory_of_shares_that_do_not_end(turns
     assert mesh.served() == {wide, large}
 
 
+def test_a_node_keeps_a_share_that_ended_while_others_moved() -> None:
+    memory = {0: 697, 1: 989, 2: 903, 3: 841, 4: 633}
+    pair, long = served_model(2, 8, members=2, workspace=40), served_model(3, 8, workspace=40)
+    mesh = settled(memory, served_model(0, 4, 3), served_model(1, 5, 3, workspace=40), pair, long)
+    replica = group(mesh.charter, 1, 1)
+    before = mesh.parts[NODES[0]]
+    assert (list(before.further), mesh.parts[NODES[3]].first) == ([replica], group(mesh.charter, 3))
+
+    mesh.used = tuple(sorted(each.key for each in mesh.charter.served if each.shape.layers == 8))
+    mesh.lose(NODES[3])
+    mesh.settle()
+
+    assert mesh.parts[NODES[2]].first == group(mesh.charter, 3)
+    assert mesh.parts[NODES[0]] == before
+
+
 def test_a_share_of_a_replica_ends_for_a_model_that_nobody_serves() -> None:
     mesh = settled({0: 410, 1: 720}, served_model(0, 4, replicas=2), served_model(1, 3))
     first, other, replica = ids_of(mesh)
