@@ -115,7 +115,7 @@ class Settings:
     auto: bool = False
     """Hold whatever the mesh lacks most, whatever `model` says."""
     keep: str = "10m"
-    """Keep a model in memory this long after its last request."""
+    """Keep a model in memory at least this long after a request."""
     exclude: str | None = None
     """Nodes to give no layers: names or ids, with commas."""
     prefer: str | None = None

@@ -96,7 +96,7 @@ class Worker:
             return
         try:
             result = self._timed(SHORT_HANG_S, step.work)
-        except Exception as error:  # goes to who submitted it
+        except Exception as error:  # handed to the caller
             step.outcome.set_exception(error)
         else:
             step.outcome.set_result(result)
