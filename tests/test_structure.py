@@ -237,12 +237,14 @@ BROAD = {
 def catching_all(tree: ast.AST, inside: str = "") -> Iterator[str]:
     """Yield the function of each handler of `Exception`."""
     for node in ast.iter_child_nodes(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(each is None or ast.unparse(each) == "Exception" for each in caught):
                 yield inside
-        yield from catching_all(node, node.name if is_function else inside)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from catching_all(node, node.name)
+        else:
+            yield from catching_all(node, inside)
 
 
 def test_exceptions_are_caught_by_name_but_in_listed_places() -> None:
