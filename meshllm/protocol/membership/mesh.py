@@ -330,7 +330,7 @@ class Mesh:
         self.heard = now
         contact.receive_beat(beat, now, now - self._origin)
         digest = self._replica.digest
-        if is_first:  # reply at once, so that both sides measure the round trip from the start
+        if is_first and contact.echo:  # reply at once: both sides measure from the start
             return [self._beat_for(peer, contact, digest, now)]
         differs = self._gossips(contact) and self.me < peer and beat.digest != digest
         if contact.wants_summary(differs=differs, now=now):

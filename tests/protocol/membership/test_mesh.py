@@ -224,6 +224,21 @@ def test_a_node_that_was_stopped_reads_what_waits_before_it_drops_its_peers(
     assert node.links[LAST.node].echo == (11, woke + BEAT + 0.01)
 
 
+def test_nodes_that_were_stopped_together_do_not_answer_each_beat_with_another() -> None:
+    node = mesh()
+    tick(node, 1.0)
+    link(node, LAST)
+
+    def beats(now: float) -> int:
+        answer = node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
+        return sum(isinstance(message, MeshBeat) for message in said(answer, LAST))
+
+    assert [beats(60.0), beats(60.0)] == [0, 0]
+
+    tick(node, 60.1)
+    assert [beats(60.1 + BEAT), beats(60.2 + BEAT)] == [1, 0]
+
+
 def test_a_beat_that_is_a_little_late_is_no_suspension() -> None:
     node = linked(LAST)
 
@@ -390,6 +405,7 @@ def test_a_client_takes_no_part_in_the_gossip(message: Message) -> None:
 
 def test_a_client_sends_beats_and_requests_only() -> None:
     node = Mesh(CLIENT, CREDENTIALS[CLIENT.node], 1, now=0.0, wall_s=WALL)
+    tick(node, 1.0)
 
     greeting = link(node, LAST)
     beat = node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), 1.1)
