@@ -1,7 +1,7 @@
 """One mesh of processes serves replicas, a second model and an engine; any of them is killed.
 
 The engine is a stand-in. With ``MESHLLM_LLAMA=FOLDER`` and the package ``gguf`` in the path of
-Python, `test_each_of_six_processes_may_die` also has the `llama-server` of that folder.
+Python, `test_each_of_five_processes_may_die` also has the `llama-server` of that folder.
 """
 
 import json
@@ -29,7 +29,6 @@ from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, o
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(600)]
 
 RING_NODES = ("attic", "bench", "cellar", "desk")
-SIXTH = "eaves"
 PROVIDER = "gpu"
 RINGS = {"builtin 0", "builtin 1", "random 0"}
 PROMPT = "A ring is"
@@ -141,9 +140,9 @@ class Load:
 
 @dataclass
 class Mesh:
-    """Five processes: two replicas, a model over two nodes, and an engine.
+    """Five processes: two replicas, a model over two or three nodes, and an engine.
 
-    A sixth one lets the model have three nodes: with four the third would serve the second replica.
+    If it has three, one of these serves a replica too.
     """
 
     fleet: Fleet
@@ -172,10 +171,10 @@ class Mesh:
         self.wait()
 
     def start_over_three(self) -> None:
-        """Split the second model over three of five nodes."""
+        """Split the second model over three of four nodes, one of which serves a replica too."""
         self.twelve, self.split = self.other, 3
         self.ticket = self.fleet.found(RING_NODES[0])
-        for name in (*RING_NODES, SIXTH, PROVIDER):
+        for name in (*RING_NODES, PROVIDER):
             self.start_node(name)
             until(self.node(name).is_up, self.fleet.told)
         self.wait({"random 0"})
@@ -307,7 +306,7 @@ def llama_server(folder: Path) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("engine", ["stand-in", "llama.cpp"])
-def test_each_of_six_processes_may_die(
+def test_each_of_five_processes_may_die(
     fleet: Fleet, other: str, engine: str, tmp_path: Path
 ) -> None:
     mesh = Mesh(fleet, other, STAND_IN if engine == "stand-in" else llama_server(tmp_path))
@@ -315,7 +314,7 @@ def test_each_of_six_processes_may_die(
     expected = answers_of(mesh)
     assert all(expected.values())
 
-    for victim in (*RING_NODES, SIXTH, PROVIDER):
+    for victim in (*RING_NODES, PROVIDER):
         lose(mesh, victim, expected)
         mesh.wait(stages=None)
         mesh.start_node(victim)

@@ -10,7 +10,8 @@ from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
 from tests.simulation.world import World
 
-TASKS, TASKS_OF_LINK, TASKS_OF_RING, TASKS_OF_DIAL = 18, 5, 11, 4  # of an idle node
+TASKS, TASKS_OF_LINK, TASKS_OF_DIAL = 18, 5, 4  # of an idle node
+TASKS_OF_RING, TASKS_OF_RING_LINK = 7, 4
 FOLLOW_S = 5  # s at most that a node follows a plan that it knows to be outdated
 WRITES = 4  # disk writes at most, before a node publishes which plan it follows
 
@@ -170,7 +171,7 @@ class Checks:
                 return f"{number} has {len(process.ends)} links, of the ring and others"
             dials = len(world.capacity) - 1 - links
             most = TASKS + TASKS_OF_LINK * links + TASKS_OF_DIAL * dials
-            most += TASKS_OF_RING * len(rings)
+            most += TASKS_OF_RING * len(rings) + TASKS_OF_RING_LINK * 2 * len(linked)
             if len(process.tasks) > most:
                 return f"{number} has {len(process.tasks)} tasks, more than {most}"
         return None

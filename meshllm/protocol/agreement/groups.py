@@ -23,12 +23,15 @@ Where moves do not complete a group, it takes *shares* of nodes that keep their 
 left of their memory once each of their rings serves, at most what the whole model needs. A share
 has the workspace of its model too, as models are loaded between the steps of others. A node
 publishes the memory of each share, and the ring of its first group has the rest, so that no two
-rings plan with the same bytes. A share ends if its group is complete without it and does not use
-it; shares of later replicas, of models that nobody uses, and of groups that are not complete, end
-if another group becomes complete by it. Until then a group that lost a node keeps its shares, so
-that it serves soon after that node returned. Nodes join one further group at a time, and none while
-a ring of theirs is not whole: what such a ring needs next is not known yet. A share that a ring
-works with serves until a plan without it is in force; until then its memory is in use.
+rings plan with the same bytes. A share ends if its group has as many nodes as requested without
+it, and does not use it. Other shares end if another group becomes complete by it: those of later
+replicas, of models that nobody uses, of groups that are complete with fewer nodes, and of groups
+that are not complete; only the last of these for a group that merely has fewer nodes than
+requested. Until then a group that lost a node keeps its shares, so that it serves soon after that
+node returned. Nodes join one further group at a time, and none while a ring of theirs is not whole:
+what such a ring needs next is not known yet. A share that a ring works with serves until a plan
+without it is in force; until then its memory is in use. If it ends for another group, its ring
+stops at once.
 
 If nothing else completes a group, it takes nodes that no ring uses, and shares of others. A later
 replica may then have shares of nodes in an earlier one, so that the layers of these are on several
@@ -465,9 +468,9 @@ class _Table:
             self._replace_shares(number)
             return
         moves = self._free, self._unneeded, self._incomplete
-        if any(self._move(number, donors, strict=strict) for donors in moves) or strict:
+        if any(self._move(number, donors, strict=strict) for donors in moves):
             return
-        if self._join(number) or self._join_instead(number):
+        if self._join(number, strict=strict) or self._join_instead(number, strict=strict) or strict:
             return
         later = self._replicas, self._unused
         if any(self._move(number, donors, strict=False) for donors in later):
@@ -520,7 +523,7 @@ class _Table:
             number = self.numbers[group]
             is_own, is_used = self._is_own(node, number), self._is_used(node, group)
             others = [each for each in self.nodes(number) if each != node]
-            is_over = self.is_complete(number, others, strict=False) and not (is_used and is_own)
+            is_over = self.is_complete(number, others, strict=is_own) and not (is_used and is_own)
             if is_over or not (is_own or self._has_own(number)):
                 self._end_share(node, group)
 
@@ -537,7 +540,7 @@ class _Table:
         plan = self.plans.get(group)
         return plan is not None and plan.rank(node) is not None
 
-    def _join(self, number: int, *, of_replicas: bool = False) -> bool:
+    def _join(self, number: int, *, strict: bool = False, of_replicas: bool = False) -> bool:
         """Complete a group with shares of nodes; return whether that is possible.
 
         If asked for, also with shares of nodes in earlier replicas, no larger than necessary.
@@ -559,36 +562,47 @@ class _Table:
         for node in sorted(able, key=order):
             self.shares[node][group] = min(able[node], self._needed_share(node, number))
             joined.append(node)
-            if self.is_complete(number, self.nodes(number), strict=False):
-                self._end_unneeded(number, joined, before)
+            if self.is_complete(number, self.nodes(number), strict=strict):
+                self._end_unneeded(number, joined, before, strict=strict)
                 return True
         self.shares = before
         return False
 
     def _end_unneeded(
-        self, number: int, joined: list[NodeId], before: dict[NodeId, dict[GroupId, int]]
-    ) -> None:
+        self, number: int, joined: list[NodeId], before: dict[NodeId, dict[GroupId, int]],
+        *, strict: bool,
+    ) -> None:  # fmt: skip
         """Undo the shares without which a group is complete too."""
         for node in joined[:-1]:
             now, self.shares[node] = self.shares[node], dict(before[node])
-            if not self.is_complete(number, self.nodes(number), strict=False):
+            if not self.is_complete(number, self.nodes(number), strict=strict):
                 self.shares[node] = now
 
-    def _join_instead(self, number: int) -> bool:
-        """Complete a group with shares in place of those of groups that yield to it."""
-        before = self._copied_shares()
-        yielding = [
-            (node, self.groups[other].id)
+    def _join_instead(self, number: int, *, strict: bool) -> bool:
+        """Complete a group with shares in place of those of groups that yield to it.
+
+        For more nodes than it needs, only groups that are not complete yield.
+        """
+        before, plans = self._copied_shares(), dict(self.plans)
+        shared = [
+            (node, other)
             for other in range(len(self.groups) - 1, -1, -1)
-            if self._yields(other, number)
             for node in self.nodes(other)
-            if self.groups[other].id in self.shares[node]
+            if other != number and self.groups[other].id in self.shares[node]
         ]
-        for node, group in yielding:
-            del self.shares[node][group]
-            if self.is_complete(number, self.nodes(number), strict=False) or self._join(number):
+        over = [] if strict else [share for share in shared if self._is_over(*share)]
+        yielding = [
+            (node, other)
+            for node, other in shared
+            if self._yields(other, number) and not (strict and self._is_filled(other))
+        ]
+        for node, other in dict.fromkeys((*over, *yielding)):
+            del self.shares[node][self.groups[other].id]
+            self._stop_rings(before)
+            is_complete = self.is_complete(number, self.nodes(number), strict=strict)
+            if is_complete or self._join(number, strict=strict):
                 return True
-        self.shares = before
+        self.shares, self.plans = before, plans
         return False
 
     def _move_instead(self, number: int, moves: Iterable[_Donors]) -> bool:
@@ -596,7 +610,7 @@ class _Table:
 
         Return whether nodes have moved.
         """
-        before, places = self._copied_shares(), dict(self.place)
+        before, places, plans = self._copied_shares(), dict(self.place), dict(self.plans)
         yielding = {
             self.groups[other].id
             for other in range(len(self.groups))
@@ -607,14 +621,24 @@ class _Table:
             for node, shares in before.items()
         }
         if self.shares != before:
+            self._stop_rings(before)
             any(self._move(number, donors, strict=False) for donors in moves)
+        self.plans = plans
         if self.place == places:
             self.shares = before
             return False
         for node in sorted(before.keys() - self.nodes(number)):
             if self.shares[node] != before[node]:
                 self._restore(node, before[node])
+        self._stop_rings(before)
         return True
+
+    def _stop_rings(self, before: dict[NodeId, dict[GroupId, int]]) -> None:
+        """Forget the plans of rings that worked with shares which are at an end."""
+        for node, shares in before.items():
+            for group in shares.keys() - {self.place[node], *self.shares[node]}:
+                if self._is_used(node, group):
+                    del self.plans[group]
 
     def _restore(self, node: NodeId, shares: dict[GroupId, int]) -> None:
         """Give a node its shares again, unless its first ring needs their memory by now.
@@ -625,6 +649,11 @@ class _Table:
         was_filled, self.shares[node] = self._is_filled(first), shares
         if was_filled and not self._is_filled(first):
             self.shares[node] = ended
+
+    def _is_over(self, node: NodeId, number: int) -> bool:
+        """Return whether a group is complete without a node, if with fewer than requested."""
+        others = (each for each in self.nodes(number) if each != node)
+        return self.is_complete(number, others, strict=False)
 
     def _is_filled(self, number: int) -> bool:
         return self.is_complete(number, self.nodes(number), strict=False)

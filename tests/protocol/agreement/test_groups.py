@@ -34,7 +34,7 @@ from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS, with_fetched
 from tests.bench.turnover import SharedTurnover, SpanTurnover, Turnover
 from tests.builders.offers import A, B, C, D, node
-from tests.builders.sharing import NODES, SharedMesh, served_model, shared_mesh
+from tests.builders.sharing import LAYER_S, NODES, SharedMesh, served_model, shared_mesh
 from tests.builders.snapshots import World, profile
 
 MOST_MOVES = 4  # the most in 10,000 changes by `tests.bench.turnover`
@@ -845,10 +845,73 @@ def test_no_ring_gives_nodes_away_for_the_memory_of_shares_that_do_not_end(turns
     assert mesh.served() == {wide, large}
 
 
+def stages(mesh: SharedMesh, number: int) -> int:
+    """Return how many nodes the ring of a model has."""
+    return len(mesh.plans[group(mesh.charter, number)].stages)
+
+
+@pytest.mark.parametrize("turns", [None, *range(3)])
+def test_a_group_takes_shares_for_as_many_nodes_as_requested(turns: int | None) -> None:
+    wide = served_model(0, 12, members=3)
+    mesh = shared_mesh(dict.fromkeys(range(4), 1000), wide, served_model(1, 2, replicas=2))
+    mesh.turns = None if turns is None else Random(turns)
+    mesh.settle()
+
+    assert mesh.served() == set(ids_of(mesh))
+    assert stages(mesh, 0) == 3
+    for lost in NODES[:2]:
+        mesh.lose(lost)
+        mesh.settle()
+        assert FIRST_GROUP in mesh.served()  # with fewer, if there are no more
+
+
+def test_a_share_that_is_only_for_a_requested_node_ends_for_another_model() -> None:
+    mesh = settled({0: 1000, 1: 320}, served_model(0, 3, members=2), served_model(1, 3))
+    first, other = ids_of(mesh)
+    assert (mesh.served(), stages(mesh, 0)) == ({first, other}, 2)
+    assert first in mesh.parts[NODES[0]].further
+
+    new = serve_also(mesh, served_model(2, 6))
+    mesh.settle()
+
+    assert (mesh.served(), stages(mesh, 0)) == ({first, other, new}, 1)
+
+
+def test_shares_that_no_ring_uses_end_for_requested_nodes() -> None:
+    wide, busy = served_model(2, 8, members=2), served_model(1, 4, workspace=150)
+    models = served_model(0, 4), busy, wide, served_model(3, 12)
+    mesh = shared_mesh({0: 816, 1: 857, 2: 656}, *models)
+    places = dict(zip(NODES, (group(mesh.charter, number) for number in (1, 2, 0)), strict=False))
+    waiting = group(mesh.charter, 3)
+    shares = {NODES[0]: {waiting: 406}, NODES[2]: {waiting: 246}}  # of a ring that lost a node
+    mesh.parts = {at: NodeGroups(place, shares.get(at, {})) for at, place in places.items()}
+    mesh.used = tuple(sorted((busy.key, wide.key)))
+
+    mesh.settle()
+
+    assert mesh.served() == set(places.values())
+    assert stages(mesh, 2) == 2
+
+
+@pytest.mark.parametrize("turns", [None, *range(3)])
+def test_a_ring_whose_share_ended_counts_as_served_no_more(turns: int | None) -> None:
+    wide = served_model(0, 7, members=3, workspace=150), served_model(2, 2, members=3)
+    mesh = shared_mesh({0: 647, 1: 594, 2: 494}, *wide, served_model(1, 1, 2, members=3))
+    mesh.layer_s = dict.fromkeys(NODES[:2], 3 * LAYER_S)
+    mesh.turns = None if turns is None else Random(turns)
+    mesh.settle()
+    mesh.used = tuple(sorted(each.key for each in wide))
+
+    mesh.lose(NODES[2])
+    mesh.settle()  # no node plans more than it offers
+
+    assert {group(mesh.charter, number) for number in (0, 2)} <= mesh.served()
+
+
 def test_a_node_keeps_a_share_that_ended_while_others_moved() -> None:
     memory = {0: 697, 1: 989, 2: 903, 3: 841, 4: 633}
-    pair, long = served_model(2, 8, members=2, workspace=40), served_model(3, 8, workspace=40)
-    mesh = settled(memory, served_model(0, 4, 3), served_model(1, 5, 3, workspace=40), pair, long)
+    long = [served_model(number, 8, workspace=40) for number in (2, 3)]
+    mesh = settled(memory, served_model(0, 4, 3), served_model(1, 5, 3, workspace=40), *long)
     replica = group(mesh.charter, 1, 1)
     before = mesh.parts[NODES[0]]
     assert (list(before.further), mesh.parts[NODES[3]].first) == ([replica], group(mesh.charter, 3))
