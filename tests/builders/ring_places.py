@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import Any, TypeVarTuple, cast
 
@@ -63,7 +64,7 @@ class Place:
         self.profiles: dict[bytes, Any] = {}
         self.machine = SimpleNamespace(
             me=me, states=self.states, publish=self._publish, alive=self.alive,
-            silent=self.silent, profiles=self.profiles, charter=None,
+            silent=self.silent, profiles=self.profiles, charter=None, woke=-inf,
         )  # fmt: skip
         self.probed: list[bytes] = []
         self.links = SimpleNamespace(

@@ -1,6 +1,7 @@
 """Watches that the nodes of a plan load their spans in time, and link to their neighbours.
 
-A plan with a node that only claims to take part would wait for it without end.
+A plan with a node that only claims to take part would wait for it without end. If this process was
+suspended, the others may have loaded and linked meanwhile: they get `LINK_S` to say so.
 """
 
 import logging
@@ -11,6 +12,7 @@ from meshllm.names import GroupId, NodeId
 from meshllm.node.founding import name_of
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.agreement.groups import find_group
+from meshllm.protocol.membership.link_table import BEAT
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import ENDS
 from meshllm.protocol.planning.plan import Plan
@@ -83,10 +85,10 @@ class LoadWatch:
             size = sum(shape.layer_bytes[stage.span.start : stage.span.stop]) + shape.ends_bytes
             is_slow = self._fetches(plan, stage.node, group)
             latest_s = LOAD_S + size / (FETCH_BYTES_PER_S if is_slow else LOAD_BYTES_PER_S)
-            self._until[stage.node] = loop_time() + latest_s
+            self._until[stage.node] = until = loop_time() + latest_s
             if stage.node != self._machine.me:
-                self._call_later(latest_s, self._check_loaded, plan, stage.node)
-        self._call_later(_CHECK_S, self._check_linked, plan)
+                self._call_later(latest_s, self._check_loaded, plan, stage.node, until)
+        self._call_later(_CHECK_S, self._check_linked, plan, loop_time())
 
     def end(self) -> None:
         """Watch no ring."""
@@ -102,17 +104,26 @@ class LoadWatch:
             return False
         return bool(missing_parts(profile.weights, needed_parts(plan, node)))
 
-    def _check_loaded(self, plan: Plan, node: NodeId) -> None:
-        if self._is_in_force(plan) and not has_loaded(self._machine, plan, node):
+    def _check_loaded(self, plan: Plan, node: NodeId, until: float) -> None:
+        if self._was_suspended(until):
+            now = loop_time()
+            self._call_later(LINK_S, self._check_loaded, plan, node, now + LINK_S)
+        elif self._is_in_force(plan) and not has_loaded(self._machine, plan, node):
             self._report(node, "did not load its layers in time")
 
-    def _check_linked(self, plan: Plan) -> None:
+    def _check_linked(self, plan: Plan, since: float) -> None:
         """Check that the neighbours link, as long as a plan is in force."""
         if self._ring is None or not self._is_in_force(plan):
             return
-        if node := self._ring.missing:
+        is_awake = self._machine.woke < since and not self._was_suspended(since + _CHECK_S)
+        if is_awake and (node := self._ring.missing):
             self._report(node, "does not link to its neighbour")
-        self._call_later(_CHECK_S, self._check_linked, plan)
+        self._call_later(_CHECK_S, self._check_linked, plan, loop_time())
+
+    def _was_suspended(self, due: float) -> bool:
+        """Return whether a check that was due is late, or was due while this process stood."""
+        now = loop_time()
+        return now > due + BEAT or now < self._machine.woke + BEAT
 
     def _is_in_force(self, plan: Plan) -> bool:
         return self._ring is not None and self._ring.plan == plan

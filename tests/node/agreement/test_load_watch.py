@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ class Watched:
         self.ring = SimpleNamespace(plan=None, missing=None)
         self.machine = cast("Any", SimpleNamespace(
             me=ENTRY, states=self.states, alive={ENTRY, STAGE}, profiles={}, charter=charter(),
+            woke=-inf,
         ))  # fmt: skip
         self.watch = LoadWatch(self.machine, self.late.append, call_later)
 
@@ -91,6 +93,56 @@ def test_a_neighbour_that_does_not_link_is_late() -> None:
         assert case.late == []
         case.ring.missing = STAGE
         await asyncio.sleep(LINK_S)
+        assert case.late == [STAGE]
+
+    run(story)
+
+
+class Suspended:
+    """Calls back, but what is due while the process is suspended only when it wakes."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self._begin, self._end = begin, end
+
+    def __call__(self, delay_s: float, callback: Callable[..., None], /, *args: object) -> None:
+        now = asyncio.get_running_loop().time()
+        due = now + delay_s
+        at = self._end if self._begin <= due < self._end else due
+        call_later(at - now, callback, *args)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_nodes_get_time_after_this_one_was_suspended_before_they_are_late(
+    *, comes_back: bool
+) -> None:
+    async def story() -> None:
+        case = Watched()
+        wakes_at = 3 * LOAD_S
+        case.watch = LoadWatch(case.machine, case.late.append, Suspended(LOAD_S / 2, wakes_at))
+        case.ring.missing = STAGE
+        case.follow()
+        await asyncio.sleep(wakes_at)
+        case.machine.woke = wakes_at
+        await asyncio.sleep(1)
+        assert case.late == []
+        if comes_back:
+            case.states[STAGE], case.ring.missing = loaded(), None
+        await asyncio.sleep(3 * LINK_S)
+        assert set(case.late) == (set() if comes_back else {STAGE})
+
+    run(story)
+
+
+def test_a_neighbour_is_not_late_because_this_node_was_suspended_between_two_checks() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.states[STAGE] = loaded()
+        case.follow()
+        case.ring.missing = STAGE
+        case.machine.woke = LINK_S / 2
+        await asyncio.sleep(LINK_S + 2)
+        assert case.late == []
+        await asyncio.sleep(LINK_S + 2)
         assert case.late == [STAGE]
 
     run(story)
