@@ -79,7 +79,7 @@ from meshllm.strict_json import WrongField
 
 MAX_COUNTED = 1 << 17  # tokens of one that waits: about the longest context, whatever it asks for
 MAX_WAITING = 256  # requests of the owner that wait here for their turn at one node
-QUIET_S = 60.0  # s without an event of any ring after which one that is lost is the last
+QUIET_S = 60.0  # s after the loss of a ring without an event of any: the next loss is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
 
@@ -190,16 +190,21 @@ class _Pause:
     ring: Ring
     model: str
     tried: Tried
-    heard: float
-    """When the request began, or the latest event of any ring came."""
     before: RingPlan | None = None
     """The ring of the attempt that was lost, or is under way."""
     since: float | None = None
+    quiet_since: float | None = None
+    """When the first ring was lost after the latest event of any."""
 
-    @property
-    def is_late(self) -> bool:
-        """Whether rings came and went without an event for too long; none loads now."""
-        return loop_time() - self.heard > QUIET_S and self.ring.loads_until <= loop_time()
+    def lost(self) -> bool:
+        """Note that an attempt was lost; return whether it was the last one.
+
+        Rings came and went without an event for too long, and none loads now. A ring that is lost
+        first may have computed a long prompt for as long.
+        """
+        now = loop_time()
+        self.quiet_since = now if self.quiet_since is None else self.quiet_since
+        return now - self.quiet_since > QUIET_S and self.ring.loads_until <= now
 
     @property
     def current(self) -> RingPlan | None:
@@ -295,7 +300,7 @@ class RequestRouter:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of an answer of the ring, and of the rings that follow it."""
         failover, tried = Failover(request), Tried()
-        pause = _Pause(self._ring, request.model, tried, loop_time())
+        pause = _Pause(self._ring, request.model, tried)
         while True:
             try:
                 wait_s = RING_S if failover.is_new else MAX_LOADING_S
@@ -303,12 +308,12 @@ class RequestRouter:
                 async with answering as events:
                     pause.attempt()
                     async for event in events:
-                        pause.heard = loop_time()
+                        pause.quiet_since = None
                         if new := failover.take(event):
                             for each in self._noted(new, pause, failover.resumed):
                                 yield each
             except (LinkLost, Busy) as error:
-                others, late = tried.has_other, pause.is_late
+                others, late = tried.has_other, pause.lost()
                 delay = failover.failed(error, has_other=others, is_late=late)
                 if not failover.is_new:
                     pause.begin()

@@ -31,7 +31,7 @@ from meshllm.node.requests.request_json import (
     event_to_json,
     request_to_json,
 )
-from meshllm.node.requests.router import MAX_WAITING, RING_S, Counts, RequestRouter
+from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S, Counts, RequestRouter
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
@@ -556,10 +556,10 @@ def test_the_number_of_retries_is_limited(world: World) -> None:
 
 @pytest.mark.parametrize("loads_until", [0.0, 1e9])
 def test_rings_that_come_and_go_without_an_event_do_not_hold_a_request(
-    world: World, monkeypatch: pytest.MonkeyPatch, loads_until: float
+    world: World, loads_until: float
 ) -> None:
-    monkeypatch.setattr("meshllm.node.requests.router.QUIET_S", -1.0)
-    ring = FakeRing(attempts=[[LinkLost("gone")], answer()], loads_until=loads_until)
+    lost = [LinkLost("gone")]
+    ring = FakeRing(attempts=[lost, lost, answer()], loads_until=loads_until, frees_s=QUIET_S + 1.0)
     router = world.add(ME, ring)
 
     async def story() -> None:
@@ -568,8 +568,36 @@ def test_rings_that_come_and_go_without_an_event_do_not_hold_a_request(
             return
         with pytest.raises(LinkLost, match="gone"):
             await all_of(router)
+        assert len(ring.asked) == 2
 
     world.run(story)
+
+
+@pytest.mark.parametrize("first", [[], [Piece(TEXT[:3], (0,))]])
+def test_a_ring_that_is_lost_after_a_long_time_without_an_event_is_followed_by_another(
+    world: World, first: list[Event]
+) -> None:
+    ring = FakeRing(attempts=[[*first, LinkLost("gone")], answer()], frees_s=QUIET_S + 1.0)
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        assert text_of(await all_of(router)) == TEXT
+
+    world.run(story)
+    assert len(ring.asked) == 2
+
+
+def test_an_event_between_two_losses_begins_the_time_of_a_request_anew(world: World) -> None:
+    lost: list[Event | Exception | None] = [Piece(TEXT[:3], (0,)), LinkLost("gone")]
+    again: list[Event | Exception | None] = [Prefilled(1, 1), LinkLost("gone")]
+    ring = FakeRing(attempts=[lost, again, again, answer()], frees_s=QUIET_S + 1.0)
+    router = world.add(ME, ring)
+
+    async def story() -> None:
+        assert text_of(await all_of(router)) == TEXT
+
+    world.run(story)
+    assert len(ring.asked) == 4
 
 
 def test_a_client_does_not_retry_after_its_ingress(world: World) -> None:
