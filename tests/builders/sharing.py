@@ -7,13 +7,8 @@ from random import Random
 from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.groups import (
-    UNASSIGNED,
-    NodeGroups,
-    divide,
-    groups_of,
-    ring_of,
-)
+from meshllm.protocol.agreement.division import divide, ring_of
+from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, groups_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,

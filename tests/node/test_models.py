@@ -24,7 +24,7 @@ from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
-from meshllm.protocol.agreement import groups
+from meshllm.protocol.agreement import filling
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.node.test_node import PATIENCE_S, Mesh, until
@@ -178,7 +178,7 @@ def _weights(member: RingMember) -> int:
 async def test_a_model_that_nobody_uses_makes_room_for_one_that_somebody_asks_for(
     mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "MAX_RINGS", 1)  # as if there were no memory for both
+    monkeypatch.setattr(filling, "MAX_RINGS", 1)  # as if there were no memory for both
     a = await mesh.start("a", model="builtin", more_models=(random,), keep_s=0.5)
     await until(lambda: serving(a) == {("builtin", 0)}, a)
     await control_of(a).serve(ModelOptions(random))

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from meshllm.names import GroupId
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.options import ModelOptions
-from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, divide, groups_of, shortage
+from meshllm.protocol.agreement.division import divide, shortage
+from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups, groups_of
 from tests.simulation.checks import Checks
 from tests.simulation.schedule import Schedule
 from tests.simulation.toy import LAYERS

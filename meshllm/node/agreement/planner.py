@@ -14,7 +14,8 @@ from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.groups import NodeGroups, divide, has_several, ring_of
+from meshllm.protocol.agreement.division import divide, has_several, ring_of
+from meshllm.protocol.agreement.groups import NodeGroups
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 

@@ -23,13 +23,8 @@ from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
-from meshllm.protocol.agreement.groups import (
-    UNASSIGNED,
-    groups_of,
-    has_several,
-    shortage,
-    used_models,
-)
+from meshllm.protocol.agreement.division import has_several, shortage
+from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of, used_models
 from meshllm.protocol.membership.charter import Charter
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch

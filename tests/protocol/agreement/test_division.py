@@ -8,22 +8,18 @@ from typing import Any
 import pytest
 
 from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId, Quant, Span
-from meshllm.protocol.agreement import groups
+from meshllm.protocol.agreement import replica_gain
 from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.division import assign, divide, has_several, ring_of, shortage
 from meshllm.protocol.agreement.groups import (
     UNASSIGNED,
     NodeGroups,
-    assign,
-    divide,
     find_group,
     groups_of,
-    has_several,
     holds,
     is_exact,
     plans_in_force,
-    ring_of,
-    shortage,
     used_models,
 )
 from meshllm.protocol.agreement.throughput import plan_ring
@@ -1239,7 +1235,7 @@ def crowd(monkeypatch: pytest.MonkeyPatch, layer_s: float) -> list[int]:
         planned.append(len(offers))
         return plan_ring(charter, offers, *others)
 
-    monkeypatch.setattr(groups, "plan_ring", count)
+    monkeypatch.setattr(replica_gain, "plan_ring", count)
     divide(mesh.view())
     return planned
 
