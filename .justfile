@@ -21,9 +21,10 @@ quick:
     ruff check .
     pytest -q -n 2 --dist worksteal {{quick}}
 
-# long schedules, whole prompts sets, training, processes in namespaces
+# long schedules, whole prompts sets, training, processes in namespaces, parity on emulated processors
 slow:
     pytest -n 2 --dist worksteal -m slow
+    python -m tests.bench.parity_processors
 
 # changes of the code that no test notices, in a random sample of each area: survivors, then a table;
 # half an hour

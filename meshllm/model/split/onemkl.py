@@ -4,7 +4,8 @@ oneMKL sums the products of a small float32 matrix in an order that depends on t
 operands (modulo 16 bytes with AVX2). Weights are stored at any offset of their file, keys at any
 stride of a cache: shards and the whole model would differ in their last bits. With
 ``MKL_CBWR=AUTO`` (conditional numerical reproducibility) addresses do not matter, and no product
-takes longer. The library reads that variable on its first call.
+takes longer. The library reads that variable on its first call. It is not a setting of a user, so
+it is set here, beside that call, and not in `config`.
 
 torch computes functions like the cosine with oneMKL, on several threads. The library selects the
 code for the CPU when a function is first called; if several threads do that at once, one of them
