@@ -17,6 +17,7 @@ from meshllm.protocol.membership.charter import (
     Charter,
 )
 from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
+from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import find_policy
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
@@ -37,7 +38,7 @@ def found_charter(options: NodeOptions, shape: ModelShape, config_digest: Digest
     )
 
 
-def refuse_layers(options: NodeOptions, shape: ModelShape) -> None:
+def refuse_layers(options: NodeOptions, shape: ModelShape | ModelSizes) -> None:
     """Raise `UserError` if this node is to hold layers that the model of its mesh lacks."""
     span = options.layers
     if span and span.stop > shape.layers:

@@ -288,6 +288,16 @@ async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
         await ask(control_of(b))
 
 
+async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    await until(lambda: bool(spans(a)), a)
+    b = await mesh.start("b", join=a.ticket, layers=Span(2, 9))
+
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(UserError, match="layers `2:9` end above the 8 layers of `builtin`"):
+            await b.stopped
+
+
 async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     other = mesh.folder / "other"
     shutil.copytree(resolve("builtin").folder, other)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshllm.errors import LinkLost, MeshError, UserError
 from meshllm.names import Quant
-from meshllm.node.founding import amend, names_in, resolve_names, serve, stop
+from meshllm.node.founding import amend, names_in, refuse_layers, resolve_names, serve, stop
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT
@@ -71,6 +71,11 @@ class CharterEditor:
         for name in self._kept:
             if name not in before:
                 logger.warning("the mesh keeps its `%s`: the change cannot be published", name)
+
+    def check_layers(self) -> None:
+        """Raise `UserError` if every model of the mesh lacks layers that this node is to hold."""
+        deepest = max(self._known().served, key=lambda each: each.shape.layers)
+        refuse_layers(self._options, deepest.shape)
 
     def amend_nodes(self) -> None:
         """Amend the charter by the nodes that the options name: these terms hold for all models.

@@ -90,6 +90,7 @@ class RingService:
         else:
             await self._charter_known.wait()
             assert parts.machine.charter is not None  # never unset
+            parts.editor.check_layers()
             if len(groups_of(parts.machine.charter)) > 1:
                 self._regroup(UNASSIGNED)
         parts.editor.amend_nodes()

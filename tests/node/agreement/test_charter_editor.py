@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError, UserError
-from meshllm.names import Digest
+from meshllm.names import Digest, Span
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
@@ -83,6 +83,23 @@ async def test_without_contact_nothing_is_changed() -> None:
 
     with pytest.raises(LinkLost):
         mesh.editor.stop_model("other")
+
+
+def test_layers_that_no_model_of_the_mesh_has_are_refused() -> None:
+    layers = charter().shape.layers
+    sizes = (1,) * (layers + 1)
+    shape = replace(OTHER.shape, layer_bytes=sizes, kv_bytes_per_token=sizes)
+    deep = replace(OTHER, shape=shape)
+    mesh = FakeMesh(layers=Span(1, layers + 1))
+    fits = FakeMesh(layers=Span(1, layers))
+
+    with pytest.raises(UserError, match=f"layers `1:{layers + 1}` end above the {layers}") as error:
+        mesh.editor.check_layers()
+
+    assert error.value.hint == f"choose a span within `0:{layers}`"
+    fits.editor.check_layers()
+    mesh.charter = replace(charter(), models=(deep,))
+    mesh.editor.check_layers()
 
 
 async def test_names_are_resolved_once_their_nodes_are_known(
