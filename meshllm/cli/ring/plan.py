@@ -71,7 +71,8 @@ def plan(
 
     It shows the layers of each node, the predicted times, and why a node would be on standby.
     Without `--nodes`, `--spec` and `--model` it plans for the nodes of the running mesh, with the
-    times that they measured, and without a mesh for this machine alone. It changes nothing.
+    times that they measured, and without a mesh for this machine alone; its first line says which.
+    It changes nothing.
     A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
 
     `--workload` places several models as replicas. It searches placements, simulates thousands of
@@ -95,23 +96,18 @@ def plan(
         raise UserError("`--trace` needs `--workload`", hint="the file names models and machines")
     with render.Status(sys.stderr) as status:
         status.show("reading the model")
-        from meshllm.cli.ring.spec import running_spec
         from meshllm.protocol.planning.policies import make_plan
         from meshllm.protocol.planning.prediction import compare, predict
 
-        chosen = settings(flags)
-        mesh = None if sources or flags["model"] is not None else _running(chosen)
-        if mesh is not None and mesh.model is not None:
-            policy = chosen.policy if flags["policy"] is not None else mesh.ring.policy
-            chosen = change(chosen, {"model": mesh.model.name, "policy": policy})
-        shape = _shape(chosen, context)
-        given = running_spec(mesh, shape) if mesh else _nodes(nodes, spec, shape)
-        found = make_plan(given.offers, given.links, shape, policy=chosen.policy)
+        given = _subject(flags, nodes, spec, context)
+        offers, links, shape = given.spec.offers, given.spec.links, given.shape
+        found = make_plan(offers, links, shape, policy=given.policy)
         report = _PlanReport(
+            subject=given.text,
             plan=found,
-            prediction=predict(found, given.offers, given.links, shape, prompt_tokens=PROMPT),
-            others=compare(given.offers, given.links, shape),
-            spec=given,
+            prediction=predict(found, offers, links, shape, prompt_tokens=PROMPT),
+            others=compare(offers, links, shape),
+            spec=given.spec,
             shape=shape,
             acceptance=acceptance,
         )
@@ -121,17 +117,51 @@ def plan(
         render.out(report.text())
 
 
-def _running(chosen: Settings) -> "MeshStatus | None":
-    """Return the status of the running mesh; None if there is none with a ring."""
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What a plan is made for."""
+
+    text: str
+    """The nodes, and why these."""
+    spec: "Spec"
+    shape: "ModelSizes"
+    policy: str
+
+
+def _subject(
+    flags: dict[str, Scalar], path: Path | None, nodes: str | None, context: int
+) -> _Subject:
+    """Choose the nodes of a plan: given ones, those of the running mesh, or this machine."""
+    from meshllm.cli.ring.spec import own_spec, parse_spec, read_spec, running_spec
+
+    chosen = settings(flags)
+    if path is not None or nodes is not None:
+        shape = _shape(chosen, context)
+        if path is not None:
+            return _Subject(f"the nodes of `{path}`", read_spec(path, shape), shape, chosen.policy)
+        given = parse_spec(nodes or "", shape)
+        return _Subject("the nodes of `--spec`", given, shape, chosen.policy)
+    mesh, why = (None, "`--model` is given") if flags["model"] is not None else _running(chosen)
+    if mesh is None or mesh.model is None:
+        shape = _shape(chosen, context)
+        return _Subject(f"this machine alone: {why}", own_spec(shape), shape, chosen.policy)
+    policy = chosen.policy if flags["policy"] is not None else mesh.ring.policy
+    shape = _shape(change(chosen, {"model": mesh.model.name}), context)
+    return _Subject("the nodes of the running mesh", running_spec(mesh, shape), shape, policy)
+
+
+def _running(chosen: Settings) -> "tuple[MeshStatus | None, str]":
+    """Return the status of the running mesh; None, and why, if there is none with a ring."""
     import asyncio
 
     from meshllm.cli.ring.status import clean
     from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 
     if not is_running(chosen):
-        return None
+        return None, "no node runs here"
     status = clean(asyncio.run(NodeClient(socket_path(chosen)).status()))
-    return status if status.ring.predicted and status.model else None
+    has_ring = status.ring.predicted and status.model
+    return (status, "") if has_ring else (None, "the node here has no ring yet")
 
 
 def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "WorkloadReport":
@@ -170,19 +200,12 @@ def _shape(chosen: Settings, context: int) -> "ModelSizes":
     return plan_shape(shape, context)
 
 
-def _nodes(path: Path | None, text: str | None, shape: "ModelSizes") -> "Spec":
-    from meshllm.cli.ring.spec import parse_spec, read_spec
-    from meshllm.model.shape import free_memory
-
-    if path is not None:
-        return read_spec(path, shape)
-    return parse_spec(text if text is not None else f"{free_memory()}B", shape)
-
-
 @dataclass(frozen=True, slots=True)
 class _PlanReport:
     """A plan and its predictions."""
 
+    subject: str
+    """The nodes of the plan, and why these."""
     plan: "Plan"
     prediction: "Prediction"
     others: "tuple[Alternative, ...]"
@@ -193,6 +216,7 @@ class _PlanReport:
     def fields(self) -> dict[str, Any]:
         """Lay it out for ``--json``."""
         return {
+            "planned_for": self.subject,
             "model": self.plan.model,
             "context": self.shape.context,
             "digest": self.plan.digest.hex(),
@@ -230,6 +254,7 @@ class _PlanReport:
                 for each in self.others
                 for forecast in [each.prediction]
             ],
+            "measured": list(self.spec.measured),
             "assumed": self._assumed(),
         }
 
@@ -243,6 +268,8 @@ class _PlanReport:
         token_s, guessed = self.prediction.seconds_per_token, self._guessing
         return "\n".join(
             [
+                f"`{self.plan.model}` on {self.subject}",
+                "",
                 render.table(_STAGES, ranks),
                 *(f"standby {each['node']}: {each['reason']}" for each in self._standbys()),
                 "",
@@ -254,6 +281,7 @@ class _PlanReport:
                 "",
                 render.table(_POLICIES, self._policies()),
                 *(f"{each.policy}: {each.reason}" for each in self.others if each.plan is None),
+                *(f"measured: {each}" for each in self.spec.measured),
                 *(f"assumed: {each}" for each in self._assumed()),
             ]
         )
@@ -283,8 +311,15 @@ class _PlanReport:
         return self.prediction.guessing(self.acceptance)
 
     def _assumed(self) -> list[str]:
+        from meshllm.cli.ring.spec import ROWS
+
+        rows, times = ROWS[-1]
         share = f"a draft is accepted with probability {self.acceptance:g} if those before it are"
-        return [*self.spec.assumed, share]
+        return [
+            *self.spec.assumed,
+            f"{rows} rows take {times:g} times as long as one row",
+            share,
+        ]
 
     def _policies(self) -> list[tuple[object, ...]]:
         """Return a row per policy; figures are None if it finds no ring."""

@@ -30,6 +30,7 @@ from typing import Any
 from meshllm.cli.ring.toml_fields import check_keys, number, read_toml, tables, text
 from meshllm.cli.shared.units import MAX_MS, parse_memory, parse_time
 from meshllm.errors import UserError
+from meshllm.model.shape import free_memory
 from meshllm.names import NODE_ID_BYTES, NodeId
 from meshllm.protocol.planning.plan import Links, LinkSpeed, ModelSizes, Offer
 from meshllm.status import MeshStatus, NodeState
@@ -39,8 +40,10 @@ MAX_MBIT_S = 1e6
 MEMORY_BYTES_PER_S = 20e9  # two channels of DDR4; decode reads each weight once per token
 LAN_S = 0.0005  # one way, wired, at home
 
-_ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
+ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
 """Relative time of a layer by number of rows: Qwen3-0.6B in bf16 on one CPU core."""
+
+MEASURED = "the time per layer of each node of the ring, its head, and the links between them"
 
 _READY = {NodeState.SERVING, NodeState.STANDBY, NodeState.LOADING}
 
@@ -57,6 +60,8 @@ class Spec:
     names: Mapping[NodeId, str]
     assumed: tuple[str, ...]
     """Assumptions for what the spec omits."""
+    measured: tuple[str, ...] = ()
+    """What nodes of the running mesh have measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,12 @@ def running_spec(status: MeshStatus, shape: ModelSizes) -> Spec:
     assumed = [each for each in found.assumed if "without a time" not in each]
     if others := [names[each.node] for each in known if each.node not in layer_s]:
         assumed.append(f"{', '.join(others)}: as fast as the nodes of the ring")
-    return replace(found, assumed=("times of the running mesh", *assumed))
+    return replace(found, assumed=tuple(assumed), measured=(MEASURED,))
+
+
+def own_spec(shape: ModelSizes) -> Spec:
+    """Describe this machine, by its free memory."""
+    return _spec([_Node("this machine", free_memory(), None)], {}, shape)
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:
@@ -151,7 +161,7 @@ def _offer(node: _Node, node_id: NodeId, shape: ModelSizes) -> Offer:
     mean = sum(shape.layer_bytes) / shape.layers
     layer_s = mean / MEMORY_BYTES_PER_S if node.layer_s is None else node.layer_s
     head_s = layer_s * shape.head_read_bytes / mean if node.head_s is None else node.head_s
-    table = tuple((rows, layer_s * times) for rows, times in _ROWS)
+    table = tuple((rows, layer_s * times) for rows, times in ROWS)
     return Offer(node_id, node.memory, table, head_s)
 
 

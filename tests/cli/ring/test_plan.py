@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.cli.ring.spec import MEASURED
 from meshllm.names import Span
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of, waiting, with_ring
@@ -15,6 +16,8 @@ def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
 
     assert [stage["layers"] for stage in plan["stages"]] == ["0:8"]
     assert (plan["schema"], plan["model"], plan["standbys"]) == (1, "builtin", [])
+    assert plan["stages"][0]["node"] == "this machine"
+    assert plan["planned_for"] == "this machine alone: no node runs here"
     assert plan["stages"][0]["wire_ms"] == 0
     assert plan["stages"][0]["room_tokens"] >= plan["context"]
 
@@ -22,11 +25,13 @@ def test_without_nodes_the_plan_is_for_this_machine(meshllm: Invoke) -> None:
 def test_a_plan_shows_layers_and_reasons(meshllm: Invoke) -> None:
     text = meshllm("ring", "plan", "--spec", "8GiB,4GiB@20ms").stdout
 
+    assert text.startswith("`builtin` on the nodes of `--spec`\n\n")
     assert "   0  n1    0:8 " in text
     assert "\nstandby n2: its link adds 40.0 ms" in text
     assert " ms per token, " in text
     assert "\nproportional      2 " in text
-    assert "\nassumed: " in text
+    assert "\nassumed: 256 rows take 4.24 times as long as one row\n" in text
+    assert "\nmeasured: " not in text
 
 
 def test_a_policy_may_be_chosen(meshllm: Invoke) -> None:
@@ -112,18 +117,29 @@ def test_without_nodes_the_plan_is_for_the_running_mesh(
 
     assert [stage["node"] for stage in plan["stages"]] == ["attic", "desk"]
     assert plan["model"] == "builtin"
-    assert "times of the running mesh" in plan["assumed"]
+    assert plan["planned_for"] == "the nodes of the running mesh"
+    assert plan["measured"] == [MEASURED]
+    assert not any("time per layer" in each for each in plan["assumed"])
+    text = meshllm("ring", "plan").stdout
+    assert text.startswith("`builtin` on the nodes of the running mesh\n\n")
+    assert f"\nmeasured: {MEASURED}\nassumed: " in text
     fastest = json.loads(meshllm("ring", "plan", "--policy", "fastest", "--json").stdout)
     assert len(fastest["stages"]) == 1
 
 
-@pytest.mark.parametrize("words", [("--model", "builtin"), ("--spec", "8GiB")])
+@pytest.mark.parametrize(
+    ("words", "subject"),
+    [
+        (("--model", "builtin"), "this machine alone: `--model` is given"),
+        (("--spec", "8GiB"), "the nodes of `--spec`"),
+    ],
+)
 def test_other_nodes_or_models_are_not_those_of_the_mesh(
-    meshllm: Invoke, running: FakeClient, words: tuple[str, ...]
+    meshllm: Invoke, running: FakeClient, words: tuple[str, ...], subject: str
 ) -> None:
     plan = json.loads(meshllm("ring", "plan", *words, "--json").stdout)
 
-    assert "times of the running mesh" not in plan["assumed"]
+    assert (plan["planned_for"], plan["measured"]) == (subject, [])
 
 
 def test_a_mesh_without_a_ring_is_planned_for_this_machine(
@@ -133,4 +149,5 @@ def test_a_mesh_without_a_ring_is_planned_for_this_machine(
 
     plan = json.loads(meshllm("ring", "plan", "--json").stdout)
 
-    assert "times of the running mesh" not in plan["assumed"]
+    assert plan["planned_for"] == "this machine alone: the node here has no ring yet"
+    assert plan["measured"] == []

@@ -6,6 +6,7 @@ import pytest
 from meshllm.cli.ring.spec import (
     LAN_S,
     MAX_NODES,
+    MEASURED,
     MEMORY_BYTES_PER_S,
     parse_spec,
     read_spec,
@@ -260,6 +261,6 @@ def test_a_running_mesh_is_described_by_its_predicted_times() -> None:
     a, b, c = spec.names
     assert spec.links.between(a, b).latency_s == pytest.approx(0.00042)
     assert spec.links.between(a, c).latency_s == LAN_S
-    assert spec.assumed[0] == "times of the running mesh"
+    assert spec.measured == (MEASURED,)
     assert spec.assumed[-1] == f"{names[2]}: as fast as the nodes of the ring"
     assert not any("without a time" in each for each in spec.assumed)
