@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args, get_type_hints
 from platformdirs import user_cache_path, user_config_path, user_state_path
 
 from meshllm.errors import UserError
-from meshllm.local_files import read_regular
+from meshllm.local_files import hint_of, read_regular, reason_of
 from meshllm.request import MODEL_SAMPLING, Request, Sampling
 
 Ends: TypeAlias = Literal["entry", "client"]
@@ -293,7 +293,8 @@ def read_file(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):  # as below a home of `/dev/null`
         return {}
     except OSError as error:
-        raise UserError(f"Cannot read `{path}`: {error}") from None
+        text = f"Cannot read `{path}`: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
 
 
 def check_file(path: Path, text: str) -> None:
@@ -338,7 +339,8 @@ def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"Cannot read `{path}`: {error}") from None
+        text = f"Cannot read `{path}`: {error}"
+        raise UserError(text, hint="repair it with `meshllm config edit`") from None
 
 
 def _check_place(name: str, path: Path) -> None:

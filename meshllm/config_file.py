@@ -10,6 +10,7 @@ import tomli_w
 
 from meshllm.config import Scalar, check_file, files, keys, parse, read_file
 from meshllm.errors import UserError
+from meshllm.local_files import hint_of
 
 
 def user_file() -> Path:
@@ -72,7 +73,10 @@ def write(path: Path, text: str) -> None:
                 Path(draft.name).unlink()
                 raise
     except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"`{path}` cannot be written: {error.strerror}",
+            hint=f"{hint_of(error)}; flags and variables such as `MESHLLM_MODEL` need no file",
+        ) from None
 
 
 def template(meanings: Mapping[str, str]) -> str:

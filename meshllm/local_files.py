@@ -12,6 +12,17 @@ import stat
 import tempfile
 from pathlib import Path
 
+_HINTS = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "give a file, not a folder",
+    errno.EACCES: "check who may use it with `ls -ld`, or choose another path",
+    errno.EPERM: "check who may use it with `ls -ld`, or choose another path",
+    errno.EROFS: "choose a path on a disk that can be written",
+    errno.ENOSPC: "free space on the disk, or choose a path on another one",
+    errno.EDQUOT: "free space on the disk, or choose a path on another one",
+}
+
 
 def read_regular(path: Path, limit: int) -> bytes:
     """Read a file that others may have written; links to regular files are followed.
@@ -128,6 +139,12 @@ def reason_of(error: OSError | ValueError) -> str:
             return plain if plain[1:2].isupper() else plain[:1].lower() + plain[1:]
         case _:
             return str(error)
+
+
+def hint_of(error: OSError | ValueError) -> str:
+    """Return what a user can do about a file that cannot be used."""
+    number = error.errno if isinstance(error, OSError) else None
+    return _HINTS.get(number or 0, "check the file, or choose another one")
 
 
 def _read(path: Path, descriptor: int, limit: int) -> bytes:

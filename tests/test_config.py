@@ -98,7 +98,7 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ('ends = "last"', "Invalid value 'last' for `ends`", "one of `entry`, `client`"),
         ("history = 1", "`history` is 1, not true or false", None),
         ("[model]\nname = 1", "`model` is {'name': 1}, not text", None),
-        ("nodes = ", "Cannot read", None),
+        ("nodes = ", "Cannot read", "repair it with `meshllm config edit`"),
     ],
 )
 def test_an_invalid_file_is_reported(

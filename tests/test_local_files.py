@@ -1,5 +1,6 @@
 """Files that others prepared: pipes, devices, links, wrong owners and modes."""
 
+import errno
 import os
 import ssl
 import stat
@@ -13,6 +14,7 @@ import pytest
 from meshllm.local_files import (
     check_regular,
     check_within,
+    hint_of,
     is_own,
     keep_temporary_files,
     make_private,
@@ -178,6 +180,20 @@ def test_a_file_in_place_of_a_folder_is_refused(file: Path) -> None:
 )
 def test_a_reason_is_for_people(error: OSError | ValueError, reason: str) -> None:
     assert reason_of(error) == reason
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "keys"), "check the path"),
+        (OSError(errno.EROFS, "Read-only file system"), "choose a path on a disk that can be"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free space on the disk"),
+        (UnicodeDecodeError("ascii", b"\xff", 0, 1, "ordinal not in range"), "check the file"),
+        (OSError("odd"), "check the file"),
+    ],
+)
+def test_a_hint_says_what_to_do_about_a_file(error: OSError | ValueError, hint: str) -> None:
+    assert hint_of(error).startswith(hint)
 
 
 SNAPSHOT = "models--org--name/snapshots/0123"

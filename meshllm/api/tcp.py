@@ -20,7 +20,7 @@ from meshllm.api.page.owner import owner_views
 from meshllm.api.port import DoorPort
 from meshllm.api.serve import run_server
 from meshllm.errors import UserError, cannot_listen
-from meshllm.local_files import reason_of
+from meshllm.local_files import hint_of, reason_of
 from meshllm.traces.recorder import Recorder
 
 MIN_KEY_CHARS = 16
@@ -136,16 +136,18 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         mode, text = path.stat().st_mode, path.read_text("ascii")
     except (OSError, ValueError) as error:
-        raise UserError(f"Cannot read the key file `{path}`: {reason_of(error)}") from None
+        text = f"Cannot read the key file `{path}`: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(f"Other users can read the key file `{path}`", hint=f"`chmod 600 {path}`")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     keys = tuple(filter(None, lines))
     if not 0 < len(keys) <= MAX_FILE_KEYS:
-        raise UserError(f"The key file `{path}` has {len(keys)} keys, not 1 to {MAX_FILE_KEYS}")
+        text = f"The key file `{path}` has {len(keys)} keys, not 1 to {MAX_FILE_KEYS}"
+        raise UserError(text, hint="write one key on a line")
     if any(not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS for key in keys):
         text = f"A key in `{path}` does not have {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters"
-        raise UserError(text)
+        raise UserError(text, hint="make one with `openssl rand -hex 24`")
     return keys
 
 
@@ -157,7 +159,7 @@ def _has_key(accounts: Accounts) -> bool:
 def _tls(options: DoorOptions) -> dict[str, Path | None]:
     if options.tls_cert is None:
         if options.tls_key is not None:
-            raise UserError("`--tls-key` needs `--tls-cert`")
+            raise UserError("`--tls-key` needs `--tls-cert`", hint="add `--tls-cert FILE`")
         return {}
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -165,7 +167,8 @@ def _tls(options: DoorOptions) -> dict[str, Path | None]:
     except (OSError, ValueError) as error:  # SSLError is an OSError
         files = f"`{options.tls_cert}`, `{options.tls_key or options.tls_cert}`"
         raise UserError(
-            f"Cannot use the certificate and its key ({files}): {reason_of(error)}"
+            f"Cannot use the certificate and its key ({files}): {reason_of(error)}",
+            hint="give PEM files that belong together, with a key without a password",
         ) from None
     return {"cert": options.tls_cert, "key": options.tls_key}
 

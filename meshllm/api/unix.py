@@ -54,7 +54,8 @@ def _bind(bound: socket.socket, path: Path) -> None:
         bound.bind(os.fsencode(path))
         path.chmod(0o600)
     except OSError as error:
-        raise UserError(f"Cannot create the socket `{path}`: {error.strerror}") from None
+        text = f"Cannot create the socket `{path}`: {error.strerror}"
+        raise UserError(text, hint="choose another folder with `--state`") from None
 
 
 def _make_private(folder: Path) -> None:
@@ -62,7 +63,8 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise UserError(f"Cannot use the folder `{folder}`: {error.strerror}") from None
+        text = f"Cannot use the folder `{folder}`: {error.strerror}"
+        raise UserError(text, hint="choose another folder with `--state`") from None
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         mode = stat.filemode(found.st_mode)
         message = f"Folder `{folder}` is accessible to other users ({mode})"

@@ -14,6 +14,7 @@ from meshllm.strict_json import build, parse
 
 _EVENT = "data: "
 _DONE = "[DONE]"
+_URL_HINT = "give the base URL that `meshllm serve` prints, with `/v1`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +133,22 @@ async def open_door_target(
         ) as client:
             yield DoorTarget(client, model or await _first_model(client))
     except httpx2.InvalidURL as error:
-        raise UserError(f"Invalid URL `{url}`: {error}") from None
+        raise UserError(f"Invalid URL `{url}`: {error}", hint=_URL_HINT) from None
 
 
 async def _first_model(client: httpx2.AsyncClient) -> str:
     try:
         response = await client.get("models")
     except httpx2.TransportError as error:
-        raise LinkLost(f"Nothing answers at `{client.base_url}`: {error}") from None
+        raise LinkLost(f"Nothing answers at `{client.base_url}`: {error}", hint=_URL_HINT) from None
     if response.status_code == httpx2.codes.UNAUTHORIZED:
         reason = f"`{client.base_url}` requires a valid API key"
         raise NotAuthorised(reason, hint="`--key-file FILE` reads one")
     found = build(_Models, _object(response.text), strict=False).data
     if not found:
-        raise ModelError(f"No model is served at `{client.base_url}`")
+        raise ModelError(
+            f"No model is served at `{client.base_url}`", hint="wait until its ring serves"
+        )
     return found[0].id
 
 

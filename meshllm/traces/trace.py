@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshllm.errors import UserError
-from meshllm.local_files import read_regular
+from meshllm.local_files import hint_of, read_regular, reason_of
 from meshllm.request import Sampling
 from meshllm.strict_json import WrongField, build, lay_out, parse
 from meshllm.traces.buckets import BUCKET, MAX_BUCKETS
@@ -75,7 +75,11 @@ def read_trace(path: Path) -> list[TraceLine]:
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise UserError(f"Cannot read the trace `{path}`: {error.strerror}") from None
+        is_missing = isinstance(error, FileNotFoundError)
+        raise UserError(
+            f"Cannot read the trace `{path}`: {reason_of(error)}",
+            hint="record one with `meshllm serve --trace FILE`" if is_missing else hint_of(error),
+        ) from None
     return sorted(_lines(path, data), key=lambda line: line.at)
 
 

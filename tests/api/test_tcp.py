@@ -190,8 +190,10 @@ def test_loopback_needs_a_key_on_request(accounts: Accounts, tmp_path: Path) -> 
     ids=["none", "short", "long", "many", "text"],
 )
 def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told) as raised:
         read_keys(_file(tmp_path, text))
+
+    assert raised.value.hint
 
 
 def test_a_key_file_has_comments_and_is_private(tmp_path: Path) -> None:
@@ -223,8 +225,9 @@ def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> No
         (replace(LOCAL, tls_cert=_file(tmp_path, "no PEM")), "Cannot use the certificate"),
         (replace(LOCAL, key_file=tmp_path / "none"), r"key file `.*`: no such file or directory$"),
     ):
-        with pytest.raises(UserError, match=told), open_door(options, accounts):
+        with pytest.raises(UserError, match=told) as raised, open_door(options, accounts):
             pass
+        assert raised.value.hint
 
 
 def test_the_first_address_that_this_machine_has_is_bound(

@@ -59,7 +59,7 @@ def test_an_invalid_line_is_named(tmp_path: Path, line: bytes, message: str) -> 
 
 
 def test_a_missing_trace_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Cannot read the trace .*/trace`: No such file"):
+    with pytest.raises(UserError, match=r"Cannot read the trace .*/trace`: no such file"):
         read_trace(tmp_path / "trace")
 
 

@@ -41,6 +41,7 @@ Grouping: TypeAlias = Literal["key", "model", "day"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _CONTEXT = "meshllm 2026-11-25 API keys"  # of blake3's key derivation; changing it voids all keys
 _TAG_CONTEXT = "meshllm 2026-11-26 tags of API keys"
+_HINT = "check the disk and who may write there, or choose another folder with `--state`"
 _OWN = ""  # the owner of this node, as the one who revoked
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS keys (
@@ -299,7 +300,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"`{path}` cannot be used: {error}") from None
+        raise UserError(f"`{path}` cannot be used: {error}", hint=_HINT) from None
     try:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -308,7 +309,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             _add_column(database, name, kind)
     except sqlite3.Error as error:
         database.close()
-        raise UserError(f"`{path}` cannot be used: {error}") from None
+        raise UserError(f"`{path}` cannot be used: {error}", hint=_HINT) from None
     return database
 
 

@@ -134,12 +134,13 @@ def chat(
 
 
 def _read_schema(path: Path) -> str:
-    from meshllm.local_files import read_regular, reason_of
+    from meshllm.local_files import hint_of, read_regular, reason_of
 
     try:
         return read_regular(path, MAX_SCHEMA_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the JSON schema `{path}`: {reason_of(error)}") from None
+        text = f"Cannot read the JSON schema `{path}`: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
 
 
 def _request(text: str, chosen: Settings, stop: tuple[str, ...], *, raw: bool) -> Request:

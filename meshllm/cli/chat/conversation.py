@@ -12,6 +12,7 @@ from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, keys, parse
 from meshllm.errors import UserError
+from meshllm.local_files import hint_of
 from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
 
 _SEEDS = 2**31
@@ -59,7 +60,7 @@ class Conversation:
             UserError: there is none.
         """
         if not self.turns:
-            raise UserError("There is no question yet")
+            raise UserError("There is no question yet", hint="ask something first")
         question = self.turns[-2]["content"]
         del self.turns[-2:]
         return question
@@ -184,7 +185,7 @@ def _clear(conversation: Conversation, _: str) -> str:
 
 def _stats(conversation: Conversation, _: str) -> str:
     if conversation.answer is None:
-        raise UserError("No complete answer yet")
+        raise UserError("No complete answer yet", hint="ask something first")
     return f"{render.statistics(conversation.answer)}\nseed {conversation.seed}"
 
 
@@ -199,10 +200,10 @@ def _edit(conversation: Conversation, argument: str) -> Question:
 
 def _copy(conversation: Conversation, _: str) -> str:
     if not conversation.turns:
-        raise UserError("There is no answer yet")
+        raise UserError("There is no answer yet", hint="ask something first")
     text = conversation.turns[-1]["content"]
     if not render.copy(text):
-        raise UserError("Only a terminal can copy")
+        raise UserError("Only a terminal can copy", hint="`/save FILE` writes a file")
     return f"sent {len(text)} characters to the clipboard of the terminal"
 
 
@@ -216,7 +217,9 @@ def _save(conversation: Conversation, argument: str) -> str:
         path.touch(mode=0o600)
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)
+        ) from None
     return f"saved {len(conversation.turns)} messages in `{path}`"
 
 
@@ -246,11 +249,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}") from None
+        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=hint_of(error)) from None
     except ValueError:
         content = None
     if not _is_conversation(content):
-        raise UserError(f"`{path}` is not a saved conversation")
+        raise UserError(
+            f"`{path}` is not a saved conversation", hint="give a file that `/save` wrote"
+        )
     return dict(content)
 
 

@@ -16,6 +16,7 @@ from meshllm.cli.shared.options import settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import MeshError, UserError
+from meshllm.local_files import hint_of
 from meshllm.names import Quant
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ def bench(
         return
     for name in _REPLAY_OPTIONS:
         if _is_given(invocation, name):
-            raise UserError(f"`--{name.replace('_', '-')}` needs `--replay`")
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"`{option}` needs `--replay`", hint="add `--replay FILE`, or omit it")
     threads = chosen.threads
     quants = _quants(quant or Quant.NONE)
     about: dict[str, Any] = {"model": model, "rounds": rounds}
@@ -169,9 +171,9 @@ def _device(wanted: str, quants: Sequence[Quant]) -> str:
 def _replay(options: ReplayOptions, chosen: Settings, json: Path | None) -> None:
     """Replay a trace, and show its figures; requests without an answer are told on stderr."""
     if options.url is not None and options.nodes is not None:
-        raise UserError("`--nodes` cannot be combined with `--url`")
+        raise UserError("`--nodes` cannot be combined with `--url`", hint="omit one of them")
     if options.key_file is not None and options.url is None:
-        raise UserError("`--key-file` needs `--url`")
+        raise UserError("`--key-file` needs `--url`", hint="add `--url URL`, or omit it")
     with render.Status(sys.stderr) as status:
         found = measure_replay(options, chosen, status.show)
     for reason, count in found.errors.items():
@@ -184,7 +186,9 @@ def _refuse(invocation: typer.Context, names: Sequence[str], other: str) -> None
     for name in names:
         if _is_given(invocation, name):
             option = name.replace("_", "-")
-            raise UserError(f"`--{option}` cannot be combined with `--{other}`")
+            raise UserError(
+                f"`--{option}` cannot be combined with `--{other}`", hint="omit one of them"
+            )
 
 
 def _is_given(invocation: typer.Context, name: str) -> bool:
@@ -250,7 +254,9 @@ def _save(path: Path, fields: dict[str, Any]) -> None:
     try:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)
+        ) from None
 
 
 def _ring_table(rows: "Sequence[ring_table.RingRow]") -> str:

@@ -23,6 +23,7 @@ from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import ModelMissing, UserError
+from meshllm.local_files import hint_of
 from meshllm.log import event, setup
 from meshllm.names import Span
 
@@ -362,7 +363,9 @@ def _write_private(path: Path, text: str) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(text)
     except OSError as error:
-        raise UserError(f"`{path}` cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)
+        ) from None
 
 
 def _say(notice: Notice) -> None:

@@ -81,7 +81,7 @@ def provide(
         raise UserError(f"`{url}` is not an HTTP URL", hint="such as http://127.0.0.1:11434/v1")
     key = os.environ.get(key_env or "", "")
     if key_env and not key:
-        raise UserError(f"The variable `{key_env}` is not set")
+        raise UserError(f"The variable `{key_env}` is not set", hint="export it with the key")
     names = _names(models) if models else None
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})

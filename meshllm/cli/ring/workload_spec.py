@@ -64,7 +64,7 @@ from meshllm.cli.ring.toml_fields import (
 )
 from meshllm.cli.shared.units import MAX_MS, parse_memory
 from meshllm.errors import PeerFault, UserError
-from meshllm.local_files import read_regular
+from meshllm.local_files import hint_of, read_regular
 from meshllm.model.locate import CONFIG, MAX_CONFIG_BYTES, find_folder
 from meshllm.names import Quant
 from meshllm.protocol.planning.plan import LinkSpeed
@@ -89,6 +89,7 @@ MAX_TABLE = 64  # entries of a cost table
 MAX_CACHED = 0.99  # of a prompt
 
 _LOAD = ("rate", "prompt", "answer", "cached")
+_CONFIG_HINT = "give the `config.json` of a model, or its folder"
 _HINT = "write tables `[[model]]` and `[[machine]]`; see `meshllm help scheduling`"
 
 
@@ -228,11 +229,11 @@ def _config(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(read_regular(path, MAX_CONFIG_BYTES))
     except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}") from None
+        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=hint_of(error)) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"Invalid JSON in `{path}`: {error}") from None
+        raise UserError(f"Invalid JSON in `{path}`: {error}", hint=_CONFIG_HINT) from None
     if not isinstance(found, dict):
-        raise UserError(f"`{path}` is not the config of a model")
+        raise UserError(f"`{path}` is not the config of a model", hint=_CONFIG_HINT)
     return found
 
 
@@ -301,7 +302,7 @@ def _with_costs(table: Mapping[str, Any], models: Sequence[ServedModel], path: P
     try:
         status = from_json(MeshStatus, json.loads(read_regular(path, MAX_STATUS_BYTES)))
     except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}") from None
+        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=hint_of(error)) from None
     except (ValueError, RecursionError, PeerFault):
         hint = "write it with `meshllm ring status --json`"
         raise UserError(f"`{path}` is not the status of a mesh", hint=hint) from None

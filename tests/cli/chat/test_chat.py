@@ -78,6 +78,16 @@ def test_a_cut_answer_is_noted_on_stderr_unless_quiet(meshllm: Invoke) -> None:
     assert (said.exit_code, quiet.exit_code, quiet.stderr) == (0, 0, "")
 
 
+def test_a_schema_that_cannot_be_read_is_named(meshllm: Invoke) -> None:
+    result = meshllm("chat", "--schema", "gone.json", "hello")
+
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: Cannot read the JSON schema `gone.json`: no such file or directory\n"
+        "hint: check the path\n"
+    )
+
+
 def test_json_is_one_object(meshllm: Invoke) -> None:
     result = meshllm("chat", "--json", "--nodes", "2", "hello")
 

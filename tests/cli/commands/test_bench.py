@@ -162,6 +162,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
 
     assert result.exit_code == 2
     assert result.stderr.startswith("error: `no/such/folder.json` cannot be written")
+    assert result.stderr.endswith("\nhint: check the path\n")
 
 
 @pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
@@ -263,7 +264,8 @@ def test_a_trace_is_replayed_on_a_ring_of_this_process(meshllm: Invoke, trace: P
         ("--replay TRACE --key-file k", "`--key-file` needs `--url`"),
         ("--replay TRACE --nodes 1,2", "Invalid ring size `1,2`"),
         ("--replay TRACE", "There is no running node"),
-        ("--replay missing", "Cannot read the trace"),
+        ("--replay missing", "record one with `meshllm serve --trace FILE`"),
+        ("--replay .", "Cannot read the trace `.`: is a directory"),
         ("--replay TRACE --url http://127.0.0.1:9/v1", "Nothing answers at"),
         ("--replay TRACE --url ftp://a/v1", "Nothing answers at"),
         ("--replay TRACE --url http://127.0.0.1:x", "Invalid URL"),
@@ -276,6 +278,7 @@ def test_a_replay_that_cannot_be_is_refused(
 
     assert result.exit_code != 0
     assert told in result.stderr
+    assert "\nhint: " in result.stderr
 
 
 @pytest.mark.socket

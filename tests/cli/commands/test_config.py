@@ -36,6 +36,20 @@ def test_a_new_file_is_private_and_an_old_one_keeps_its_mode(meshllm: Invoke, us
     assert list(user.parent.iterdir()) == [user]
 
 
+def test_a_file_that_cannot_be_written_need_not_be(
+    meshllm: Invoke, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "file"))
+
+    result = meshllm("config", "set", "members", "3")
+
+    assert result.exit_code == 2
+    assert "config.toml` cannot be written: Not a directory\n" in result.stderr
+    hint = "check the path; flags and variables such as `MESHLLM_MODEL` need no file"
+    assert result.stderr.endswith(f"\nhint: {hint}\n")
+
+
 def test_a_link_to_the_file_stays_a_link(meshllm: Invoke, user: Path, home: Path) -> None:
     user.parent.mkdir(parents=True)
     user.symlink_to(home / "dotfiles.toml")

@@ -319,6 +319,7 @@ def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
 
     assert result.exit_code == 2
     assert "error: `nowhere/ticket` cannot be written: No such file" in result.stderr
+    assert result.stderr.endswith("\nhint: check the path\n")
 
 
 def test_unset_options_are_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
