@@ -70,7 +70,8 @@ class _Repl:
         told = self.conversation
         who = told.where and f", answered by {told.where}"
         if not self.quiet:
-            _note(f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits")
+            about = f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits"
+            _note(render.wrapped(about))
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():

@@ -87,6 +87,15 @@ def dump(fields: Mapping[str, object]) -> None:
     out(json.dumps({"schema": SCHEMA, **fields}, indent=2 if sys.stdout.isatty() else None))
 
 
+def wrapped(text: str) -> str:
+    """Break a message for a terminal between words, where a terminal would break it anywhere."""
+    if not sys.stderr.isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    wrap = Wrap(columns)
+    return wrap.feed(text) + wrap.flush()
+
+
 def copy(text: str) -> bool:
     """Send a text to the clipboard of the terminal by OSC 52; return False if there is none."""
     if not sys.stderr.isatty():

@@ -115,6 +115,20 @@ def test_a_quiet_conversation_has_no_notes() -> None:
     assert "was cut" not in said
 
 
+@pytest.mark.parametrize("columns", [40, 24])
+def test_the_first_line_breaks_between_words(columns: int) -> None:
+    with Terminal(COLUMNS=str(columns)) as terminal:
+        greeted = terminal.wait_for(PROMPT)
+        terminal.press("\x04")
+
+        assert terminal.wait() == 0
+    note, exits, _ = greeted.partition("exits")
+    lines = [line.strip() for line in (note + exits).split("\r\n") if line.strip()]
+    assert " ".join(lines) == "builtin; /help lists commands, Ctrl-D exits"
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= columns
+
+
 def test_a_conversation_notes_that_an_answer_was_cut() -> None:
     with Terminal("--max-tokens", "2") as terminal:
         assert "/help" in terminal.wait_for(PROMPT)
