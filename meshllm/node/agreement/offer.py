@@ -38,8 +38,7 @@ FAST = 1.4  # change of the speed, as a factor, up to which it is as measured
 STILL_FAST = 0.85  # times as slow as measured, and less: as fast as before, if that was faster
 MOST_SLOW = 64.0  # times as slow as measured that are published
 RESTORE_S, LAST_RESTORE_S = 600.0, 6 * 3600.0  # s; then a slow node may get layers again
-WATCH_S = 1.0  # s between two checks of the speed, and of the compute thread,
-WATCH_LEAST_S = 0.05  # or less, if the limit of what it runs comes first
+WATCH_S = 1.0  # s between two checks of the speed, and of a compute thread that hangs
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ class NodeOffer:
         The event loop still sends heartbeats, so peers cannot tell a hung node from a busy one.
         """
         while True:
-            await _sleep(worker)
+            await worker.sleep()
             if not (hung_s := worker.hung_s) or not self.profile.layer_s:
                 continue
             self.hang = f"the compute thread has hung for {hung_s:.0f} s"
@@ -240,15 +239,3 @@ class NodeOffer:
             )
         else:
             self.publish(weights=(), layer_s=())
-
-
-async def _sleep(worker: "Worker") -> None:
-    """Sleep until a hang may have begun; excuse the worker for the time that is slept more.
-
-    This process may have been stopped meanwhile.
-    """
-    loop, hangs_in_s = asyncio.get_running_loop(), worker.hangs_in_s
-    sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
-    until = loop.time() + sleep_s
-    await asyncio.sleep(sleep_s)
-    worker.excuse(max(0.0, loop.time() - until))

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
@@ -28,6 +29,8 @@ from meshllm.protocol.ring.hang import HangLimits
 
 SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says more exactly
 LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow disk takes half of it
+WATCH_S = 1.0  # s between two looks at the running function,
+WATCH_LEAST_S = 0.05  # or less, if it reaches its limit before
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
@@ -73,6 +76,7 @@ class Worker:
         self._idle_lock = asyncio.Lock()
         self._running: tuple[float, float] | None = None  # start and limit of the running function
         self._excused = 0.0, 0.0  # the start of a function, and seconds to add to its limit
+        self._wakes_at = inf  # when `sleep` returns; later if this process is stopped
 
     def start(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Submit a step: a function that reports its outcome by itself, exceptions included."""
@@ -132,7 +136,8 @@ class Worker:
         begin = self._now()
         self._running = begin, begin + limits.begin(rows, before, is_step=is_step)
         yield
-        limits.ended(rows, before, self._now() - begin, is_step=is_step)
+        took_s = self._now() - begin - self._stopped_s(begin)
+        limits.ended(rows, before, max(0.0, took_s), is_step=is_step)
 
     @property
     def hung_s(self) -> float:
@@ -149,15 +154,38 @@ class Worker:
         """Seconds until the running function exceeds its limit; None if none runs."""
         if (running := self._running) is None:
             return None
-        begin, excused_s = self._excused
-        extra_s = excused_s if begin == running[0] else 0.0
-        return running[1] + extra_s - self._now()
+        return running[1] + self._excused_s(running[0]) - self._now()
+
+    async def sleep(self) -> None:
+        """Sleep for `WATCH_S`, or until the running function reaches its limit.
+
+        If that takes longer, this process was stopped, and the limit is later: by that time, and by
+        what the function may not have had of the sleep before.
+        """
+        hangs_in_s = self.hangs_in_s
+        sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
+        self._wakes_at = until = self._now() + sleep_s
+        try:
+            await asyncio.sleep(sleep_s)
+            late_s = max(0.0, self._now() - until)
+            self.excuse(late_s + min(late_s, sleep_s))
+        finally:
+            self._wakes_at = inf
 
     def excuse(self, seconds: float) -> None:
         """Extend the limit of the running function by a time in which this process was stopped."""
         if running := self._running:
-            begin, before_s = self._excused
-            self._excused = running[0], seconds + (before_s if begin == running[0] else 0.0)
+            self._excused = running[0], seconds + self._excused_s(running[0])
+
+    def _excused_s(self, begin: float) -> float:
+        """Return by how much the limit of a function was extended."""
+        excused, seconds = self._excused
+        return seconds if excused == begin else 0.0
+
+    def _stopped_s(self, begin: float) -> float:
+        """Return for how long this process was stopped since a function began, noticed or not."""
+        unnoticed_s = max(0.0, self._now() - self._wakes_at)
+        return unnoticed_s + self._excused_s(begin)
 
     def _timed(self, hang_s: float, function: Callable[..., T], *args: Any) -> T:
         begin = self._now()

@@ -40,7 +40,7 @@ class Case:
             is_hung=False,
             publish=list,
         )
-        self.worker = SimpleNamespace(hung_s=0.0, hangs_in_s=None, excuse=lambda _: None)
+        self.worker = SimpleNamespace(hung_s=0.0, sleep=partial(asyncio.sleep, WATCH_S))
         self.delays: list[float] = []
         self.later: list[Callable[[], None]] = []
         self.reloads = 0

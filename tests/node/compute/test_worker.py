@@ -7,7 +7,13 @@ import torch
 from meshllm.model.pauses import pause
 from meshllm.names import NodeId
 from meshllm.node.compute import worker as module
-from meshllm.node.compute.worker import LOAD_HANG_S, SHORT_HANG_S, calibrate, compute_thread
+from meshllm.node.compute.worker import (
+    LOAD_HANG_S,
+    SHORT_HANG_S,
+    WATCH_LEAST_S,
+    calibrate,
+    compute_thread,
+)
 from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import FIRST_STEPS, TIMES, HangLimits
@@ -137,6 +143,60 @@ async def test_the_limit_of_a_step_is_a_multiple_of_its_planned_time(clock: Cloc
         assert await asyncio.wrap_future(worker.start(take, 10.0 * TIMES)) == 10.0 * TIMES
         longer = 2 * 10.0 * TIMES  # the last one took four times as long as planned
         assert await asyncio.wrap_future(worker.start(take, longer)) == 0
+
+
+async def test_a_function_has_the_rest_of_its_time_after_this_process_was_stopped(
+    clock: Clock,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+
+    async with compute_thread() as worker:
+        future = worker.start(work)
+        await asyncio.to_thread(begun.wait)
+        clock.now += SHORT_HANG_S - WATCH_LEAST_S
+        watching = asyncio.ensure_future(worker.sleep())
+        await asyncio.sleep(0)
+        clock.now += 60.0  # at the begin of the sleep, so that the function did not run in it
+        await watching
+
+        awake_s, left_s = worker.hung_s, worker.hangs_in_s
+        clock.now += 2 * WATCH_LEAST_S
+        later_s = worker.hung_s
+        go_on.set()
+        await asyncio.wrap_future(future)
+
+    assert left_s == pytest.approx(WATCH_LEAST_S)
+    assert later_s > awake_s == 0
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_a_job_in_which_this_process_was_stopped_raises_no_limits(
+    clock: Clock, *, is_noticed: bool
+) -> None:
+    limits, begun, go_on = planned(), threading.Event(), threading.Event()
+
+    def take() -> None:
+        with worker.expected(limits, 1, 0, is_step=True):
+            begun.set()
+            go_on.wait()
+
+    async with compute_thread() as worker:
+        future = worker.start(take)
+        await asyncio.to_thread(begun.wait)
+        watching = asyncio.ensure_future(worker.sleep())
+        await asyncio.sleep(0)
+        clock.now += 1000.0
+        if is_noticed:
+            await watching
+        go_on.set()
+        await asyncio.wrap_future(future)
+        watching.cancel()
+
+    assert limits.begin(1, 0, is_step=True) == 10.0 * TIMES
 
 
 async def test_a_time_is_excused_only_for_what_ran_in_it(clock: Clock) -> None:
