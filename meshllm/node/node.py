@@ -18,7 +18,7 @@ from collections.abc import (
     Awaitable,
     Callable,
 )
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -78,6 +78,7 @@ REQUEST_HEAD_BYTES = 64 * 1024  # of a request beside its text
 TOKEN_BYTES = 64  # of one token as JSON: a word of ten letters, each escaped
 DRAIN_S = 60.0  # s to finish running requests before the node leaves,
 IDLE_DRAIN_S = 4.0  # and without any, for others to load its layers
+HEAR_S = 1.0  # s; a member tells what it knows in one round trip
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
 Ts = TypeVarTuple("Ts")
@@ -188,13 +189,28 @@ class MeshNode:
 
     @property
     def ticket(self) -> str:
-        """A new ticket for `ticket_uses` nodes."""
-        return self.invite(Role.NODE, TICKET_S, self.ticket_uses)
+        """A new ticket for `ticket_uses` nodes, or for one."""
+        return self.invite(Role.NODE, TICKET_S, max(1, self.ticket_uses))
 
     @property
     def ticket_uses(self) -> int:
-        """The number of other nodes of `--members`, else one."""
-        return max(1, (self._options.members or 1) - 1)
+        """The number of nodes of `--members` that are not known here, 0 if all are; else one."""
+        charter = self.machine.charter
+        members = self._options.members or (charter and charter.members) or 0
+        provide = {node for node, state in self.machine.states.items() if state.offers}
+        gone = {self.me, *self.machine.removals, *provide}
+        others = {*self.machine.profiles, *self.store.peers} - gone
+        if members > 1 and others:
+            return max(0, members - 1 - len(others))
+        return max(1, members - 1)
+
+    async def hear(self) -> None:
+        """Wait a moment for the charter of the mesh, which comes after the records of its nodes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEAR_S), aclosing(self.state.changes()) as changes:
+                async for _ in changes:
+                    if self.machine.charter is not None:
+                        return
 
     @property
     def mesh(self) -> MeshId:

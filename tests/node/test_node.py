@@ -288,6 +288,24 @@ async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
         await ask(control_of(b))
 
 
+async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> None:
+    a = await mesh.start("a", members=3)
+    alone = a.ticket_uses
+    await until(lambda: a.machine.charter is not None, a)
+    b = await mesh.start("b", join=a.ticket)
+    await b.hear()
+    second = b.ticket_uses
+    await until(lambda: b.me in a.machine.alive, a)
+    c = await mesh.start("c", join=a.ticket)
+    await c.hear()
+    whole = c.ticket_uses, bool(c.ticket)
+    await mesh.kill("c")
+    again = await mesh.start("c")
+
+    assert (alone, second, *whole) == (2, 1, 0, True)
+    assert again.ticket_uses == 0
+
+
 async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: Mesh) -> None:
     a = await mesh.start("a")
     await until(lambda: bool(spans(a)), a)

@@ -30,6 +30,7 @@ from meshllm.names import Span
 if TYPE_CHECKING:
     from meshllm.api.port import NodePort
     from meshllm.api.tcp import Door
+    from meshllm.node.node import MeshNode
     from meshllm.node.options import NodeOptions
     from meshllm.node.provider import Provider
     from meshllm.status import MeshStatus, RingStatus
@@ -91,10 +92,9 @@ def node(
     Without `--join` it returns to its last mesh, or founds one. `--model A,B` names the models that
     this node can hold; a new mesh serves the first of them. With `--auto`, or without a model, it
     holds layers of the model that lacks nodes most, if it is on this machine or another node can
-    send it. It prints a ticket and the command
-    for the next machine to stdout, and logs to stderr. The first Ctrl-C or SIGTERM lets the other
-    nodes take its layers over, finishes the requests of its clients and leaves the mesh; the
-    second exits at once.
+    send it. It prints a ticket and the command for the next machine to stdout, unless it knows all
+    `--members`, and logs to stderr. The first Ctrl-C or SIGTERM lets the other nodes take its
+    layers over, finishes the requests of its clients and leaves the mesh; the second exits at once.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
@@ -256,14 +256,11 @@ async def _run(
             tasks.append(group.create_task(share_revocations(control, accounts)))
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_POLL_S)
-            count = opened.ticket_uses
-            text = f"ticket for {count} more machine{'s' if count > 1 else ''}, and the command:"
             if door is not None:
                 tasks.append(group.create_task(door.serve(control)))
             if provider is None:
-                ticket = opened.ticket
-                _print_ticket(ticket, Notice("ready", text), notify, file)
-                if options.relays:
+                ticket = await _invite(opened, notify, file, is_new=options.join is not None)
+                if options.relays and ticket:
                     again = _print_with_relay(control, ticket, notify, file)
                     tasks.append(group.create_task(again))
             else:
@@ -321,6 +318,22 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
         await asyncio.sleep(1)
         waited = int(asyncio.get_running_loop().time() - since)
         line.show(f"{ring.reason or ring.state}, {waited} s")
+
+
+async def _invite(
+    opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None, *, is_new: bool
+) -> str:
+    """Print a ticket if the mesh lacks nodes, or a file is to get one; return it, or nothing."""
+    if is_new:
+        await opened.hear()
+    count = opened.ticket_uses
+    if not count and file is None:
+        text = "all members are known; `meshllm ring ticket` makes a ticket for another one"
+        notify(Notice("ready", text))
+        return ""
+    ticket, more = opened.ticket, f"{count} more machines" if count > 1 else "1 more machine"
+    _print_ticket(ticket, Notice("ready", f"ticket for {more}, and the command:"), notify, file)
+    return ticket
 
 
 def _print_ticket(

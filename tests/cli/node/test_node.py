@@ -49,6 +49,7 @@ class FakeNode:
     ticket_uses: int = 2
     asked: int = 0
     is_open: bool = False
+    has_heard: bool = False
     is_over: bool = False
     """The reports are at an end, and ``last`` is called."""
 
@@ -73,6 +74,9 @@ class FakeNode:
             self.is_over = True
             self.last()
         await asyncio.Event().wait()
+
+    async def hear(self) -> None:
+        self.has_heard = True
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         assert not tags
@@ -312,6 +316,22 @@ def test_the_ticket_file_is_private(meshllm: Invoke, node: FakeNode, home: Path)
 
     assert path.read_text() == "meshllm1abc\n"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("options", [(), ("--join", TICKET)])
+def test_no_ticket_is_printed_if_all_members_are_known(
+    meshllm: Invoke, node: FakeNode, home: Path, options: tuple[str, ...]
+) -> None:
+    node.ticket_uses = 0
+
+    result = meshllm("node", *options)
+    asked = meshllm("node", "--ticket-file", "ticket", *options)
+
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "all members are known; `meshllm ring ticket` makes a ticket" in result.stderr
+    assert (home / "ticket").read_text() == "meshllm1abc\n"
+    assert asked.stdout.startswith("meshllm1abc\n")
+    assert node.has_heard is bool(options)
 
 
 def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
