@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 An engine that refuses a look at its models, or a connection, serves none: its offers end at once.
 One that sends nothing may be busy, as with a long prompt, and requests wait for it: its offers end
-after `SILENT_S`.
+after `SILENT_S`, of which a look counts as at most one that times out: in a longer one this process
+was stopped, and what the engine sent meanwhile was not read.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
 from meshllm.errors import LinkLost, MeshError, TimedOut
-from meshllm.node.provider.engine import EngineClient
+from meshllm.node.provider.engine import LIST_S, EngineClient
 from meshllm.node.provider.process import EngineProcess
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.records import ModelOffer
@@ -38,7 +39,8 @@ class Provider:
         """Requests in progress."""
         self._process = process
         self._trouble = ""
-        self._heard_at = -math.inf  # when the engine sent something last, in loop time
+        self._looked_at = 0.0  # when a look ended last, or the engine sent something
+        self._silent_s = math.inf  # since it sent something
         self._is_suspect = asyncio.Event()
         """Its process ended or a request failed: look at once."""
 
@@ -73,7 +75,7 @@ class Provider:
         try:
             async with aclosing(self.engine.generate(request)) as events:
                 async for event in events:
-                    self._heard_at = loop_time()
+                    self._heard()
                     yield event
         except LinkLost:
             self._is_suspect.set()
@@ -88,10 +90,20 @@ class Provider:
             if str(error) != self._trouble:
                 logger.warning("%s", error)
             self._trouble = str(error)
-            is_busy = isinstance(error, TimedOut) and loop_time() < self._heard_at + SILENT_S
+            is_busy = isinstance(error, TimedOut) and self._is_silent_for() < SILENT_S
             return self.offers if is_busy else ()
-        self._heard_at = loop_time()
+        self._heard()
         if self._trouble:
             logger.warning("the engine answers again")
         self._trouble = ""
         return offers
+
+    def _heard(self) -> None:
+        self._looked_at, self._silent_s = loop_time(), 0.0
+
+    def _is_silent_for(self) -> float:
+        """Return for how many seconds the engine has sent nothing, after another such look."""
+        now = loop_time()
+        self._silent_s += min(now - self._looked_at, LIST_S + POLL_S)
+        self._looked_at = now
+        return self._silent_s

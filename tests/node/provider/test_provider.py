@@ -9,8 +9,10 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, TimedOut
 from meshllm.node.provider import EngineClient, EngineProcess, Provider, process, provider
+from meshllm.node.provider.engine import LIST_S
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Request
+from meshllm.testing.clock import run_virtual
 from tests.builders.fake_engine import FakeEngine, serving
 
 pytestmark = pytest.mark.socket
@@ -106,6 +108,30 @@ async def test_an_engine_that_is_silent_is_busy_for_a_while(
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+@pytest.mark.parametrize(("looks", "offers"), [(4, (FOX,)), (5, ())])
+def test_a_look_in_which_this_process_was_stopped_counts_as_any_other(
+    looks: int, offers: tuple[ModelOffer, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "POLL_S", 2.0)
+
+    class Stopped(Looked):
+        async def models(self) -> tuple[ModelOffer, ...]:
+            stops_s = 10 * provider.SILENT_S if len(self._looks) == looks else LIST_S
+            await asyncio.sleep(stops_s)  # in virtual time
+            return await super().models()
+
+    async def story() -> None:
+        looked = Stopped((FOX,), *[SILENT] * looks)
+        watched = Provider(looked)
+        running = asyncio.ensure_future(watched.run(lambda: None))
+        await looked.at_end.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        assert watched.offers == offers
+
+    run_virtual(story())
 
 
 async def test_an_engine_that_answers_a_request_is_heard_of(
