@@ -161,7 +161,7 @@ def _answer_once(
     as_json: bool,
     quiet: bool,
 ) -> Answer:
-    import asyncio
+    from meshllm.node import event_loop
 
     with render.Status(sys.stderr, is_quiet=quiet) as status, render.answering() as write:
         status.show(f"waiting for {chosen.model}")
@@ -174,7 +174,7 @@ def _answer_once(
                 shown = _nowhere if as_json else write
                 return await stream(ring, request, status, shown, may_outline=mode is not None)
 
-        return asyncio.run(once())
+        return event_loop.run(once())
 
 
 def _nowhere(_: str) -> None:

@@ -27,6 +27,7 @@ from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
 from meshllm.local_files import make_private, open_own
+from meshllm.node import event_loop
 from meshllm.request import Answer, Backend, Request
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def converse(
     """Run a conversation until the user exits."""
     repl = _Repl(conversation, outlined(opener, mode), stats=stats, quiet=quiet)
     repl.may_outline = mode is not None
-    asyncio.run(repl.run())
+    event_loop.run(repl.run())
 
 
 class _Repl:

@@ -69,13 +69,12 @@ def relay(
     setup(max(verbosity, 1) if is_json else verbosity, json=is_json)
     host, port = _parse_listen(listen)
     allowed, limits = _admission(allow), _limits(rate)
-    import asyncio
-
+    from meshllm.node import event_loop
     from meshllm_quic.net.udp import UdpNetwork
     from meshllm_quic.relay.relay_server import open_relay
 
     opening = open_relay(UdpNetwork(), host, port, allow=allowed, limits=limits)
-    asyncio.run(_run(opening, listen, _log if is_json else _say, as_json=as_json))
+    event_loop.run(_run(opening, listen, _log if is_json else _say, as_json=as_json))
 
 
 async def _run(

@@ -131,10 +131,10 @@ def run_node(
                 status.show("loading torch")
                 import_heavy("meshllm.node.preparation", "meshllm.node.ring.runtime")
         _log_all()
-        import asyncio
+        from meshllm.node import event_loop
 
         provider = make_provider() if make_provider else None
-        asyncio.run(_run(options, notify, ticket_file, door or None, provider))
+        event_loop.run(_run(options, notify, ticket_file, door or None, provider))
 
 
 def set_up(invocation: typer.Context, config: Config) -> None:

@@ -87,10 +87,10 @@ def serve(
         hint = "omit it" if ticket else "omit it, or choose another folder with `--state`"
         _refuse(given, [each for each in _OF_NODE if each != "join" or not ticket], why, hint)
         set_up(invocation, config)
-        import asyncio
+        from meshllm.node import event_loop
 
         serving = _serve_mesh(config.settings, ticket, address) if ticket else None
-        asyncio.run(serving or _serve_running(config.settings, address))
+        event_loop.run(serving or _serve_running(config.settings, address))
     else:
         run_node(invocation, config)
 
