@@ -61,7 +61,7 @@ from meshllm.protocol.agreement.relaxation import (
 )
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
-from meshllm.protocol.planning.policies import POLICIES
+from meshllm.protocol.planning.policies import POLICIES, SLACK
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
@@ -188,7 +188,9 @@ def _decide(
 def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) -> Plan:
     """Return a plan in which the nodes that stay keep their layers, unless it is too slow.
 
-    It would be kept as an incumbent just so: the ``new`` plan gains too little for a change.
+    It would be kept as an incumbent just so: the ``new`` plan gains too little for a change. Of
+    those with about the least objective, one is chosen that nobody lacks weights for, and whose
+    slowest node computes the caches of its new layers soonest: sessions wait for that.
     """
     policy, numbers = POLICIES[case.view.charter.policy], to_numbers(case.problem)
     is_same = (incumbent.model, incumbent.layers) == (new.model, new.layers)
@@ -203,10 +205,25 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
         and _satisfies(best, plan)
         and _gain(case, plan, new) <= GAIN
     ]
-    return min(
-        plans,
-        key=lambda plan: policy.objective(case.problem, to_division(case.problem, plan)),
-        default=new,
+    costs = [policy.objective(case.problem, to_division(case.problem, plan)) for plan in plans]
+    most = (1 + SLACK) * min(costs, default=0)
+
+    def rank(found: tuple[Plan, int]) -> tuple[bool, int, int]:
+        plan, cost = found
+        lacks = any(_lacks_weights(case, plan, node) for node in nodes_of(plan))
+        return lacks, _takeover_time(case.problem, incumbent, plan), cost
+
+    near = [each for each in zip(plans, costs, strict=True) if SLACK * each[1] <= most]
+    return min(near, key=rank, default=(new, 0))[0]
+
+
+def _takeover_time(problem: Problem, incumbent: Plan, plan: Plan) -> int:
+    """Return the time of the layers that are new to a node, for one row, on the slowest node."""
+    numbers = to_numbers(problem)
+    held = {stage.node: stage.span for stage in incumbent.stages}
+    return max(
+        problem.time(number, stage.span) - problem.time(number, held.get(stage.node, Span(0, 0)))
+        for stage, number in ((stage, numbers[stage.node]) for stage in plan.stages)
     )
 
 

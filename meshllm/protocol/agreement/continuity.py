@@ -1,17 +1,20 @@
 """Plans after a loss in which every node that stays keeps its layers, and with them its KV caches.
 
-What lost nodes held goes to the rank before, to the rank behind, or to a node without layers. In a
-plan that moves other layers too, sessions compute those again as well.
+What lost nodes held goes to the rank before, to the rank behind, to both of them, or to a node
+without layers. Two neighbours compute the lost caches at the same time, as a pipeline. In a plan
+that moves other layers too, sessions compute those again as well.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby, islice, product
+from itertools import chain, groupby, islice, product
 
 from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import Plan, PlanStage
 
 MOST_SPARE = 3
 """Nodes without layers that are tried for each gap."""
+CUTS = 4
+"""Parts of a gap, behind each of which it may be divided between its neighbours."""
 MOST_TRIED = 64
 """Plans."""
 
@@ -33,22 +36,33 @@ def continuations(
     if not kept or len(kept) == len(plan.stages):
         return
     options = [
-        [None] if stays else [*_neighbours(stages, kept), *spare[:MOST_SPARE]]
+        [stages] if stays else [*_filled(stages, kept, spare[:MOST_SPARE])]
         for stays, stages in groups
     ]
     for chosen in islice(product(*options), MOST_TRIED):
-        stages = _merged(
-            PlanStage(heir or stage.node, stage.span)
-            for heir, (_, stages) in zip(chosen, groups, strict=True)
-            for stage in stages
-        )
+        stages = _merged(chain.from_iterable(chosen))
         nodes = [stage.node for stage in stages]
         if len(set(nodes)) == len(nodes):
             yield stages
 
 
+def _filled(
+    gap: Sequence[PlanStage], kept: Sequence[PlanStage], spare: Sequence[NodeId]
+) -> Iterator[list[PlanStage]]:
+    """Iterate over the stages that may take the place of a gap, those of one node first."""
+    start, stop = gap[0].span.start, gap[-1].span.stop
+    neighbours = _neighbours(gap, kept)
+    for heir in (*neighbours, *spare):
+        yield [PlanStage(heir, Span(start, stop))]
+    if len(neighbours) == 2:
+        before, behind = neighbours
+        cuts = {start + (stop - start) * part // CUTS for part in range(1, CUTS)}
+        for cut in sorted(cuts - {start}):
+            yield [PlanStage(before, Span(start, cut)), PlanStage(behind, Span(cut, stop))]
+
+
 def _neighbours(gap: Sequence[PlanStage], kept: Sequence[PlanStage]) -> list[NodeId]:
-    """Return who holds the layers next to a gap; a client's entry without layers stays so."""
+    """Return who holds the layers next to a gap, in order; a client's entry stays without."""
     start, stop = gap[0].span.start, gap[-1].span.stop
     return [
         stage.node

@@ -123,7 +123,8 @@ def test_a_better_ring_waits_for_the_sessions_of_the_entry() -> None:
 
 
 def without(found: Profile, *parts: int) -> Profile:
-    return replace(found, weights=weights(changed=dict.fromkeys(parts, bytes(16))))
+    kept = enumerate(found.weights)
+    return replace(found, weights=tuple(bytes(16) if at in parts else each for at, each in kept))
 
 
 def test_a_better_ring_waits_for_the_weights_of_its_nodes() -> None:
@@ -846,7 +847,7 @@ def wide(ms: float = 1.0) -> Profile:
 
 @pytest.mark.parametrize(
     ("lost", "after"),
-    [(A, {B: "0:8", C: "8:12"}), (B, {A: "0:8", C: "8:12"}), (C, {A: "0:4", B: "4:12"})],
+    [(A, {B: "0:8", C: "8:12"}), (B, {A: "0:6", C: "6:12"}), (C, {A: "0:4", B: "4:12"})],
 )
 @pytest.mark.parametrize("leaves", [False, True])
 def test_nodes_that_stay_keep_their_layers_if_that_is_about_as_fast(
@@ -878,6 +879,29 @@ def test_nodes_that_stay_keep_their_layers_at_the_limit(
     world = World(profiles, WIDE, followed=dict.fromkeys(profiles, FOURS))
 
     assert spans(planned(replace(world, gone={C}).agree(A))) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "after"),
+    [
+        (wide(), wide(ms=1.2), {A: "0:6", C: "6:12"}),
+        (wide(), wide(ms=1.4), {A: "0:7", C: "7:12"}),
+        (wide(), wide(ms=1.7), {A: "0:8", C: "8:12"}),
+        (wide(ms=1.4), wide(), {A: "0:5", C: "5:12"}),
+        (wide(ms=1.7), wide(), {A: "0:4", C: "4:12"}),
+        (without(wide(), 5), wide(), {A: "0:5", C: "5:12"}),
+        (without(wide(), 4), wide(), {A: "0:4", C: "4:12"}),
+        (wide(), without(wide(), 7), {A: "0:8", C: "8:12"}),
+        (without(wide(), 4), without(wide(), 7), {A: "0:6", C: "6:12"}),
+    ],
+)
+def test_neighbours_share_lost_layers_unless_steps_get_slower_or_weights_are_missing(
+    before: Profile, behind: Profile, after: dict[NodeId, str]
+) -> None:
+    profiles = {A: before, B: wide(), C: behind}
+    world = World(profiles, replace(WIDE, members=2), followed=dict.fromkeys(profiles, FOURS))
+
+    assert spans(planned(replace(world, gone={B}).agree(A))) == after
 
 
 def test_a_node_without_layers_takes_those_of_a_lost_one() -> None:

@@ -30,11 +30,19 @@ THREE = plan_of((A, "0:4"), (B, "4:8"), (C, "8:12"))
     ("lost", "found"),
     [
         (A, ["B0:8 C8:12", "D0:4 B4:8 C8:12"]),
-        (B, ["A0:8 C8:12", "A0:4 C4:12", "A0:4 D4:8 C8:12"]),
+        (
+            B,
+            [
+                *("A0:8 C8:12", "A0:4 C4:12", "A0:4 D4:8 C8:12"),
+                *("A0:5 C5:12", "A0:6 C6:12", "A0:7 C7:12"),
+            ],
+        ),
         (C, ["A0:4 B4:12", "A0:4 B4:8 D8:12"]),
     ],
 )
-def test_a_neighbour_or_a_spare_node_takes_what_is_lost(lost: NodeId, found: list[str]) -> None:
+def test_a_neighbour_or_a_spare_node_or_both_neighbours_take_what_is_lost(
+    lost: NodeId, found: list[str]
+) -> None:
     assert told(THREE, {A, B, C} - {lost}, D) == found
 
 
@@ -48,7 +56,21 @@ def test_no_node_takes_two_gaps_around_another() -> None:
 
     found = told(four, {B, D}, E)
 
-    assert found == ["B0:6 D6:8", "B0:4 D4:8", "B0:4 E4:6 D6:8", "E0:2 B2:6 D6:8", "E0:2 B2:4 D4:8"]
+    assert found == [
+        *("B0:6 D6:8", "B0:4 D4:8", "B0:4 E4:6 D6:8", "B0:5 D5:8"),
+        *("E0:2 B2:6 D6:8", "E0:2 B2:4 D4:8", "E0:2 B2:5 D5:8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "cuts"), [(1, []), (2, [5]), (3, [5, 6]), (5, [5, 6, 7]), (40, [14, 24, 34])]
+)
+def test_a_gap_is_divided_at_a_few_layers(layers: int, cuts: list[int]) -> None:
+    stop = 4 + layers
+    three = plan_of((A, "0:4"), (B, f"4:{stop}"), (C, f"{stop}:64"))
+
+    divided = [f"A0:{cut} C{cut}:64" for cut in cuts]
+    assert told(three, {A, C}) == [f"A0:{stop} C{stop}:64", "A0:4 C4:64", *divided]
 
 
 def test_an_entry_without_layers_gets_none() -> None:
