@@ -11,6 +11,9 @@ import pytest
 
 import tests.hypothesis_settings  # noqa: F401
 
+RINGS = "api", "cli", "integration", "node"
+"""The folders of tests that form rings."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import the model as the command line does, before a test imports transformers whole.
@@ -74,6 +77,23 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
         patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trials(request: pytest.FixtureRequest, _state: None) -> Iterator[None]:
+    """Let rings try the kernels of each kind of layer once for all workers.
+
+    What a trial finds is tested in `tests/model`, where each load runs one.
+    """
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in RINGS:
+        yield
+        return
+    from meshllm.config import cache_path
+    from meshllm.model.steps.trial import CachedTrial
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshllm.model.steps.runner.try_steps", CachedTrial(cache_path()))
         yield
 
 

@@ -108,7 +108,8 @@ provider = true
 
 
 @pytest.fixture
-def workload(home: Path) -> Path:
+def workload(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("meshllm.scheduler.schedule.REQUESTS", 500)  # simulated
     (home / "big.json").write_text(json.dumps(LLAMA_8B))
     path = home / "office.toml"
     path.write_text(WORKLOAD)

@@ -45,6 +45,14 @@ mbit_s = 100
 """
 
 
+REQUESTS = 500  # simulated; the placements are those of the 4000 that the command has
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshllm.scheduler.schedule.REQUESTS", REQUESTS)
+
+
 @pytest.fixture
 def pair(home: Path) -> Path:
     (home / "big.json").write_text(json.dumps(LLAMA_8B))

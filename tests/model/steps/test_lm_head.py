@@ -56,13 +56,24 @@ def test_a_large_head_is_split_into_whole_blocks(
     assert parts_of(outputs, inputs) == parts
 
 
-@pytest.mark.parametrize(
-    ("quant", "dtype"),
-    [(Quant.NONE, torch.float32), (Quant.NONE, torch.bfloat16), (Quant.INT8, torch.bfloat16)],
-    ids=["f32", "bf16", "int8"],
+FAMILIES = "llama", "gemma2", "cohere", "granite", "gpt2", "phi", "mamba2"
+FORMATS = (
+    (Quant.NONE, torch.float32),
+    (Quant.NONE, torch.bfloat16),
+    (Quant.INT8, torch.bfloat16),
 )
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "cohere", "granite", "gpt2", "phi", "mamba2"]
+    ("family", "quant", "dtype"),
+    [
+        pytest.param(
+            *(family, *each),
+            marks=[] if at == 0 or each == FORMATS[at % 3] else [pytest.mark.slow],
+        )
+        for at, family in enumerate(FAMILIES)
+        for each in FORMATS
+    ],
 )
 def test_parts_have_the_logits_of_the_whole(
     family: str, dtype: torch.dtype, quant: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

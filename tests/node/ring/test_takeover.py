@@ -216,8 +216,17 @@ LONG, CHUNK = tuple((7 * i + 3) % 61 for i in range(90)), 4
 UNDER_WAY = 4 * CHUNK  # rows of chunks that had not been all round the ring
 
 
-@pytest.mark.parametrize("prefix_bytes", [None, 0], ids=["prefix cache", "none"])
-@pytest.mark.parametrize("name", TAKEOVERS)
+PREFIXES = None, 0  # bytes: what remains free, or no prefix cache
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix_bytes"),
+    [
+        pytest.param(name, size, marks=[] if size == PREFIXES[at % 2] else [pytest.mark.slow])
+        for at, name in enumerate(TAKEOVERS)
+        for size in PREFIXES
+    ],
+)
 def test_a_loss_within_the_prompt_costs_the_lost_layers_and_chunks_under_way(
     llama: Path, rows: Rows, name: str, prefix_bytes: int | None
 ) -> None:
