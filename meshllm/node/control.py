@@ -12,6 +12,7 @@ from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.report import (
+    by_name,
     change,
     members,
     mesh_status,
@@ -76,7 +77,9 @@ class NodeControl:
         """Return the ring, with the reason for its plan."""
         view = self.snapshot()
         ring = ring_status(view)
-        return replace(ring, reason=view.agreement.reason) if view.agreement else ring
+        if view.agreement is None:
+            return ring
+        return replace(ring, reason=by_name(view, view.agreement.reason))
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms, off the event loop; nothing moves."""

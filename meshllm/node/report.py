@@ -1,12 +1,14 @@
 """The status that a node reports, from a snapshot of it."""
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from blake3 import blake3
 
 from meshllm.errors import UserError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, short
+from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import is_exact
 from meshllm.protocol.agreement.trial import Trial
@@ -50,6 +52,7 @@ from meshllm.status import (
     Unplaced,
 )
 
+_SHORT = re.compile(rf"`([a-z2-7]{{{SHORT_LETTERS}}})`")
 _UNKNOWN = Profile("", "", (), 0)
 
 
@@ -120,7 +123,7 @@ def ring_status(view: NodeView) -> RingStatus:
     plan, agreement = view.plan, view.agreement
     return RingStatus(
         state=_ring_state(view),
-        reason="" if view.is_served else view.reason,
+        reason="" if view.is_served else by_name(view, view.reason),
         epoch=plan.epoch if plan else 0,
         digest=_digest(view),
         policy=str(view.charter.policy) if view.charter else "auto",
@@ -133,15 +136,15 @@ def ring_status(view: NodeView) -> RingStatus:
         ),
         predicted=_predicted(view),
         measured=_measured(view),
-        advice=view.advice,
+        advice=by_name(view, view.advice),
         execution=view.execution,
         history=tuple(PastState(*each) for each in view.history),
         standbys=tuple(
-            Unplaced(*named(view, each.node), each.reason)
+            Unplaced(*named(view, each.node), by_name(view, each.reason))
             for each in (agreement.standbys if agreement else ())
         ),
         refused=tuple(
-            Unplaced(*named(view, each), why)
+            Unplaced(*named(view, each), by_name(view, why))
             for each, why in (agreement.refused if agreement else {}).items()
         ),
     )
@@ -150,6 +153,18 @@ def ring_status(view: NodeView) -> RingStatus:
 def named(view: NodeView, node: NodeId) -> tuple[str, str]:
     """Return the id and the name of a node."""
     return show(node), _name(view, node)
+
+
+def by_name(view: NodeView, text: str) -> str:
+    """Replace the ids in a reason or an advice by names, where no other node has the same."""
+    names = Counter(each.name for each in view.profiles.values())
+    known = {short(node): each.name for node, each in view.profiles.items()}
+
+    def replaced(found: re.Match[str]) -> str:
+        name = known.get(found[1], "")
+        return f"`{name}`" if names[name] == 1 and name else found[0]
+
+    return _SHORT.sub(replaced, text)
 
 
 def _name(view: NodeView, node: NodeId) -> str:
@@ -192,7 +207,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.charter.shape.name,
         group.replica,
         RingState.SERVING if ring.is_served else state,
-        "" if ring.is_served else _waits_for(ring, standbys),
+        "" if ring.is_served else by_name(view, _waits_for(ring, standbys)),
         own is not None,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
@@ -306,6 +321,7 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
     plan = _plan_of(view, node)
     rank = plan.rank(node) if plan else None
     state, reason = _state(view, node)
+    reason = by_name(view, reason)
     is_self = node == view.me
     return NodeStatus(
         node=show(node),
@@ -421,7 +437,9 @@ def planned_ring(view: NodeView, found: Trial) -> PlannedRing:
             for rank, stage in enumerate(stages)
         ),
         _planned(found.prediction) if found.prediction else None,
-        tuple(Unplaced(*named(view, node), why) for node, why in found.standbys.items()),
+        tuple(
+            Unplaced(*named(view, node), by_name(view, why)) for node, why in found.standbys.items()
+        ),
     )
 
 

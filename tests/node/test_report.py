@@ -197,6 +197,23 @@ def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
     assert [(each.node, each.name) for each in plan.standbys] == [(show(C), "spare")]
 
 
+def test_reasons_and_advice_name_nodes(node: Owned) -> None:
+    assert node.view.agreement
+    told = f"`{short(B)}` and `{short(D)}`"
+    refused = replace(node.view.agreement, refused={C: told}, reason=told)
+    node.see(agreement=refused, advice=told, reason=told, is_served=False)
+
+    named = f"`there` and `{short(D)}`"
+    status, plan = node.control.status(), node.control.plan()
+    assert (status.ring.advice, status.ring.reason, plan.reason) == (named, named, named)
+    assert [each.reason for each in plan.refused] == [named]
+    assert node.state(C) == (NodeState.REFUSED, named)
+
+    same = replace(node.view.profiles[C], name="there")
+    node.see(profiles={**node.view.profiles, C: same})
+    assert node.control.status().ring.advice == told
+
+
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
     node.see(
         counts=Counts(

@@ -44,6 +44,7 @@ ROWS = ((1, 1.0), (8, 1.17), (32, 1.35), (64, 1.93), (128, 2.74), (256, 4.24))
 """Relative time of a layer by number of rows: Qwen3-0.6B in bf16 on one CPU core."""
 
 MEASURED = "the time per layer of each node of the ring, its head, and the links between them"
+FREE = "no limits on the nodes, such as `--members` of the mesh"
 
 _READY = {NodeState.SERVING, NodeState.STANDBY, NodeState.LOADING}
 
@@ -125,7 +126,7 @@ def running_spec(status: MeshStatus, shape: ModelSizes) -> Spec:
     assumed = [each for each in found.assumed if "without a time" not in each]
     if others := [names[each.node] for each in known if each.node not in layer_s]:
         assumed.append(f"{', '.join(others)}: as fast as the nodes of the ring")
-    return replace(found, assumed=tuple(assumed), measured=(MEASURED,))
+    return replace(found, assumed=(FREE, *assumed), measured=(MEASURED,))
 
 
 def own_spec(shape: ModelSizes) -> Spec:

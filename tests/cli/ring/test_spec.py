@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.cli.ring.spec import (
+    FREE,
     LAN_S,
     MAX_NODES,
     MEASURED,
@@ -261,6 +262,6 @@ def test_a_running_mesh_is_described_by_its_predicted_times() -> None:
     a, b, c = spec.names
     assert spec.links.between(a, b).latency_s == pytest.approx(0.00042)
     assert spec.links.between(a, c).latency_s == LAN_S
-    assert spec.measured == (MEASURED,)
+    assert (spec.measured, spec.assumed[0]) == ((MEASURED,), FREE)
     assert spec.assumed[-1] == f"{names[2]}: as fast as the nodes of the ring"
     assert not any("without a time" in each for each in spec.assumed)
