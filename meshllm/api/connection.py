@@ -9,21 +9,37 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 HEADERS_S = 20.0  # s from the connection, or the last response, to the end of the next headers
 STALL_S = 30.0  # s in which a client must read what is buffered for it
+LATE_S = 1.0  # s by which a timer is late only if this process was stopped, or hung
 MAX_OPEN = 512  # connections; more close the one that has been idle longest
 
 
-class StallTimer:
-    """Ends a connection whose client does not read."""
+class ClientTimer:
+    """Ends a connection whose client is slow.
+
+    If it fires late, this process was stopped, and has not read or sent anything meanwhile: the
+    client gets the time again.
+    """
 
     def __init__(self) -> None:
         self._end: asyncio.TimerHandle | None = None
 
-    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        """Give the client time to read what is buffered for it."""
-        self._end = loop.call_later(STALL_S, transport.abort)
+    def start(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, seconds: float
+    ) -> None:
+        """Give the client some time from now."""
+        self.stop()
+
+        def fire() -> None:
+            if loop.time() > due + LATE_S:
+                self.start(loop, transport, seconds)
+            else:
+                transport.abort()
+
+        due = loop.time() + seconds
+        self._end = loop.call_at(due, fire)
 
     def stop(self) -> None:
-        """Note that the client has read, or is gone."""
+        """Note that the client was fast enough, or is gone."""
         if self._end is not None:
             self._end.cancel()
             self._end = None
@@ -34,11 +50,10 @@ class PublicProtocol(H11Protocol):
 
     since = 0.0
     """When it was opened, or sent its last response."""
-    _headers: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._stall = StallTimer()
+        self._stall, self._headers = ClientTimer(), ClientTimer()
 
     @property
     def is_idle(self) -> bool:
@@ -55,24 +70,24 @@ class PublicProtocol(H11Protocol):
         """Stop waiting once the headers are complete."""
         super().data_received(data)
         if not self.is_idle:
-            self._cancel()
+            self._headers.stop()
 
     def on_response_complete(self) -> None:
         """Await the next headers; a rest of the last body does not count."""
         self._await_headers()
         super().on_response_complete()  # may begin the next request
         if not self.is_idle:
-            self._cancel()
+            self._headers.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
-        self._cancel()
+        self._headers.stop()
         self.resume_writing()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Give the client time to read."""
-        self._stall.start(self.loop, self.transport)
+        self._stall.start(self.loop, self.transport, STALL_S)
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -83,17 +98,11 @@ class PublicProtocol(H11Protocol):
     def handle_websocket_upgrade(self, event: Request) -> None:
         """Leave the connection to the protocol of WebSockets, which has no next headers."""
         super().handle_websocket_upgrade(event)
-        self._cancel()
+        self._headers.stop()
 
     def _await_headers(self) -> None:
-        self._cancel()
         self.since = self.loop.time()
-        self._headers = self.loop.call_later(HEADERS_S, self.transport.abort)
-
-    def _cancel(self) -> None:
-        if self._headers is not None:
-            self._headers.cancel()
-            self._headers = None
+        self._headers.start(self.loop, self.transport, HEADERS_S)
 
     def _evict(self) -> None:
         """Close the connection that has been idle longest, if there are too many.
@@ -119,7 +128,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._stall = StallTimer()
+        self._stall = ClientTimer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
@@ -128,7 +137,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def pause_writing(self) -> None:
         """Give the client time to read."""
-        self._stall.start(self.loop, self.transport)
+        self._stall.start(self.loop, self.transport, STALL_S)
         self.transport.pause_reading()
         super().pause_writing()
 

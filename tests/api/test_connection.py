@@ -1,6 +1,7 @@
 """What a WebSocket does with a client that does not read; HTTP is in `test_tcp`."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from uvicorn import Config
@@ -69,6 +70,33 @@ async def test_a_client_that_never_reads_is_dropped(
     protocol.pause_writing()
 
     await asyncio.wait_for(wire_of(protocol).aborted.wait(), 5)
+
+
+async def test_a_client_has_its_time_again_after_this_process_was_stopped(
+    protocol: SocketProtocol, advance: Callable[[float], None]
+) -> None:
+    protocol.pause_writing()
+    advance(3 * connection.STALL_S)
+    await asyncio.sleep(0.01)  # the timer fires
+    advance(connection.STALL_S / 2)
+    await asyncio.sleep(0.01)
+    assert not wire_of(protocol).aborted.is_set()
+
+    advance(connection.STALL_S / 2)
+    await asyncio.wait_for(wire_of(protocol).aborted.wait(), 5)
+
+
+async def test_a_client_that_reads_after_a_stop_of_this_process_is_kept(
+    protocol: SocketProtocol, advance: Callable[[float], None]
+) -> None:
+    protocol.pause_writing()
+    advance(3 * connection.STALL_S)
+    await asyncio.sleep(0.01)
+    protocol.resume_writing()
+    advance(connection.STALL_S)
+    await asyncio.sleep(0.01)
+
+    assert not wire_of(protocol).aborted.is_set()
 
 
 async def test_a_client_that_has_read_is_kept(

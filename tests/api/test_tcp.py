@@ -290,6 +290,21 @@ async def test_a_rest_of_headers_after_a_response_counts_too(
     assert head.startswith(b"HTTP/1.1 200 ")
 
 
+async def test_headers_have_their_time_again_after_this_process_was_stopped(
+    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(b"GET /v1/models HTTP/1.1\r\n")
+        await asyncio.sleep(0.01)
+        advance(1.5 * connection.HEADERS_S)
+        await asyncio.sleep(0.01)  # the timer fires
+        writer.write(b"host: localhost\r\n\r\n")
+
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+
+
 async def test_a_request_in_progress_is_not_idle(
     door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
 ) -> None:
