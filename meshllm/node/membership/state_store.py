@@ -36,7 +36,7 @@ SALT_BYTES = 16
 SEED_BYTES = 32
 MAX_FILE_BYTES = 64 << 20  # thousands of members with every record
 MAX_GUESTS = 1024  # of one ticket; more than a mesh has members and clients
-MAX_INVITATIONS = 256  # more than a mesh has members; the oldest are dropped
+MAX_INVITATIONS = 256  # more than a mesh has members; expired ones and the oldest are dropped
 
 Content: TypeAlias = dict[str, Any]
 """The JSON fields of the file; fields unknown to this module are bytes in hexadecimal."""
@@ -67,10 +67,14 @@ class Invitation:
         """Return whether the ticket has expired."""
         return 0 < self.expires_s <= now_s
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether the ticket admits no new key."""
+        return len(self.guests) >= (MAX_GUESTS if self.uses is None else self.uses)
+
     def is_open(self, now_s: float, guest: NodeId | None = None) -> bool:
         """Return whether the ticket still admits this key; None is any new key."""
-        is_full = len(self.guests) >= (MAX_GUESTS if self.uses is None else self.uses)
-        return (not is_full or guest in self.guests) and not self.is_late(now_s)
+        return (not self.is_full or guest in self.guests) and not self.is_late(now_s)
 
 
 class StateStore:
@@ -199,8 +203,12 @@ class StateStore:
 
         def change(content: Content) -> Content:
             known = [_invitation(each) for each in content.get("invitations", [])]
-            kept = [*(each for each in known if each.is_open(now)), invitation]
-            return {**content, "invitations": _lines(kept[-MAX_INVITATIONS:])}
+            kept = [each for each in known if not each.is_full]
+            # The clock may be wrong now: one that has expired is dropped only for want of space.
+            late_first = sorted(kept, key=lambda each: not each.is_late(now))
+            dropped = late_first[: max(0, len(kept) + 1 - MAX_INVITATIONS)]
+            left = [each for each in kept if each not in dropped]
+            return {**content, "invitations": _lines([*left, invitation])}
 
         self._change(change)
         places = tuple(addresses[:MAX_ADDRESSES])

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -379,12 +380,43 @@ def test_a_ticket_has_a_limited_number_of_addresses(store: StateStore) -> None:
 def test_closed_invitations_are_dropped(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.found()
     monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
-    store.invite([], Role.NODE, lasts_s=-5, uses=None)
+    store.invite([], Role.NODE, lasts_s=99, uses=0)
     tickets = [store.invite([], Role.NODE, lasts_s=99, uses=None) for _ in range(4)]
 
     kept = [invitation.secret for invitation in store.invitations()]
 
     assert kept == [ticket.secret for ticket in tickets[1:]]
+
+
+def test_a_ticket_that_has_expired_is_dropped_before_an_older_one(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.found()
+    monkeypatch.setattr(module, "MAX_INVITATIONS", 3)
+    lasts_s = [99, -5, 99, 99]
+    tickets = [store.invite([], Role.NODE, lasts_s=each, uses=None) for each in lasts_s]
+
+    kept = [invitation.secret for invitation in store.invitations()]
+
+    assert kept == [tickets[at].secret for at in (0, 2, 3)]
+
+
+def test_a_clock_that_was_ahead_for_a_while_closes_no_ticket(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.found()
+    now = time.time()
+    ticket = store.invite([], Role.NODE, lasts_s=99, uses=1)
+    with monkeypatch.context() as ahead:
+        ahead.setattr(module.time, "time", lambda: now + 1e6)
+        assert not store.invitations()[0].is_open(time.time())
+        store.invite([], Role.NODE, lasts_s=99, uses=1)
+
+    first, _ = store.invitations()
+
+    assert first.secret == ticket.secret
+    assert first.is_open(time.time())
+    assert store.use(first, GUEST.node)
 
 
 @pytest.mark.parametrize(
