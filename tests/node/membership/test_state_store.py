@@ -408,7 +408,7 @@ def test_a_clock_that_was_ahead_for_a_while_closes_no_ticket(
     now = time.time()
     ticket = store.invite([], Role.NODE, lasts_s=99, uses=1)
     with monkeypatch.context() as ahead:
-        ahead.setattr(module.time, "time", lambda: now + 1e6)
+        ahead.setattr(time, "time", lambda: now + 1e6)
         assert not store.invitations()[0].is_open(time.time())
         store.invite([], Role.NODE, lasts_s=99, uses=1)
 
