@@ -25,6 +25,7 @@ from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
 from meshllm.protocol.agreement import filling
+from meshllm.protocol.agreement.groups import REFUSES, groups_in
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.node.test_node import PATIENCE_S, Mesh, until
@@ -279,6 +280,8 @@ async def test_a_share_that_cannot_be_served_leaves_the_other_ring_of_its_model(
     await until(lambda: not a.service.further.rings, a)
     await asyncio.sleep(3 * plan_follower.SETTLE_S)  # in which it would begin again
     assert not a.service.further.rings
+    assert [each.obstacle for each in b.machine.states[a.me].further] == [REFUSES]
+    assert groups_in(b.machine.states[a.me]) == (a.machine.states[a.me].group,)
     assert not a.stopped.done()
     assert len(a.machine.profiles[a.me].models) == 1
     assert serving(b) == {(random, 0)}

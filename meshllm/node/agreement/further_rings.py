@@ -8,8 +8,8 @@ of the node ends, a further one may be named as the first. It ends and begins ag
 memory, once no session is in progress or after `DRAIN_S`: until then it serves with its share.
 Other further rings end meanwhile; new ones wait, as the first ring may still hold its model.
 
-A node that cannot serve in a ring for now, whose model it serves in another one, tries again with
-backoff: the records go on to name it, and the other nodes of that ring wait for it.
+A node that cannot serve in a ring for now, whose model it serves in another one, tells the others,
+which plan without it, and takes no share for that ring until a backoff is over.
 """
 
 import asyncio
@@ -114,7 +114,6 @@ class FurtherRings:
         self._failed = failed
         # Groups, and memory; None to look again.
         self._wanted: Mapping[GroupId, int] | None = {}
-        self._refused: set[GroupId] = set()  # those that could not be served a moment ago
         self._retry_s: dict[GroupId, float] = {}  # of those that could not be served in this run
 
     def want(self, wanted: Mapping[GroupId, int]) -> None:
@@ -139,7 +138,7 @@ class FurtherRings:
             return
         for group, memory in wanted.items():
             running = self.rings.get(group)
-            if group in self._refused:
+            if group in self._parts.state.refused:
                 continue
             if running is None:
                 self._begin(group, memory)
@@ -158,7 +157,7 @@ class FurtherRings:
             return
         retry_s = self._retry_s.get(group, FIRST_RETRY_S)
         self._retry_s[group] = min(2 * retry_s, LAST_RETRY_S)
-        self._refused.add(group)
+        self._parts.state.refused.add(group)
         self._parts.call_later(retry_s, self._try_again, group)
         logger.warning(
             "this node cannot serve in one more ring of its model, it tries again in %.0f s: %s",
@@ -167,7 +166,8 @@ class FurtherRings:
         )
 
     def _try_again(self, group: GroupId) -> None:
-        self._refused.discard(group)
+        self._parts.state.refused.discard(group)
+        self._parts.state.publish()
         self._look_again()
 
     def _ended(self, group: GroupId) -> None:

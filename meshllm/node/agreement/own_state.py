@@ -21,8 +21,14 @@ from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.provider import Provider
 from meshllm.node.timer import CallLater, loop_time
+from meshllm.protocol.agreement.groups import REFUSES
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.records import (
+    MAX_RINGS,
+    Lifecycle,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS, Strikes
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
@@ -63,6 +69,8 @@ class OwnState:
         """This node in its first ring."""
         self.further: dict[GroupId, RingMember] = {}
         """This node in further rings."""
+        self.refused: set[GroupId] = set()
+        """Further rings that this node could not serve a moment ago."""
         self._machine = machine
         self._links = links
         self._call_later = call_later
@@ -106,7 +114,9 @@ class OwnState:
         if self.has_left:
             return
         own, *others = [each.membership() for each in self.members]
-        further = [each for each in others if each.group != own.group]
+        refused = [RingMembership(group, obstacle=REFUSES) for group in sorted(self.refused)]
+        others += refused[: MAX_RINGS - 1 - len(others)]
+        further = {each.group: each for each in reversed(others) if each.group != own.group}
         obstacle = PROVIDES if self.provider else HANGS if self.is_hung else ""
         state = StateRecord(
             lifecycle=self._lifecycle(),
@@ -121,7 +131,7 @@ class OwnState:
             prepared=own.prepared,
             further=tuple(
                 replace(each, obstacle=obstacle or each.obstacle)
-                for each in sorted(further, key=lambda each: each.group)
+                for _, each in sorted(further.items())
             ),
         )
         if state != self._published:

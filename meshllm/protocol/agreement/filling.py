@@ -7,7 +7,7 @@ from meshllm.names import GroupId, NodeId
 from meshllm.protocol.agreement import donors
 from meshllm.protocol.agreement.donors import Donors
 from meshllm.protocol.agreement.group_table import GroupTable
-from meshllm.protocol.agreement.groups import UNASSIGNED
+from meshllm.protocol.agreement.groups import REFUSES, UNASSIGNED
 from meshllm.protocol.agreement.replica_gain import is_worth, rings_beside
 from meshllm.protocol.agreement.throughput import loads
 from meshllm.protocol.membership.records import MAX_RINGS
@@ -143,8 +143,10 @@ class Filling(GroupTable):
         """Return whether a node may have a share in a group, or a larger one than it has."""
         group, shares = self.groups[number], self.shares[node]
         held = [self.place[node], *(each for each in shares if each != group.id)]
+        told = self.told.get((node, group.id))
         return (
-            len({*held, *self.given(node)} - {group.id}) < MAX_RINGS
+            (told is None or told.obstacle != REFUSES)
+            and len({*held, *self.given(node)} - {group.id}) < MAX_RINGS
             and node not in group.charter.exclude
             and self.holds(node, number)
             and UNASSIGNED not in held

@@ -14,6 +14,8 @@ from meshllm.protocol.membership.records import (
 )
 from meshllm.protocol.planning.plan import Plan
 
+REFUSES = "it could not serve this ring"
+"""The obstacle of a node in a further ring which it takes no part in for a while."""
 UNASSIGNED = GroupId(b"\0")
 """The group of a node that takes part in none."""
 
@@ -84,7 +86,7 @@ def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
 
 def groups_in(state: StateRecord) -> tuple[GroupId, ...]:
     """Return the groups in which a node takes part, the first one first."""
-    return tuple(each.group for each in state.memberships)
+    return tuple(each.group for each in state.memberships if each.obstacle != REFUSES)
 
 
 def used_models(view: MeshView) -> frozenset[ModelKey]:

@@ -56,9 +56,12 @@ class Node:
         self.shares: list[tuple[GroupId, Any]] = []
         self.members: list[Any] = []  # this node in other rings
         self.wanted: dict[GroupId, int] | None = None  # by the records, from now on
+        self.refused: set[GroupId] = set()
+        self.published: list[set[GroupId]] = []  # what it refuses, each time
         self.state = SimpleNamespace(
-            is_leaving=False, further={}, begin_further=self._member, members=self.members
-        )
+            is_leaving=False, further={}, begin_further=self._member, members=self.members,
+            refused=self.refused, publish=lambda: self.published.append(set(self.refused)),
+        )  # fmt: skip
         parts = SimpleNamespace(
             state=self.state,
             offer=SimpleNamespace(profile=None, share=lambda *share: self.shares.append(share)),
@@ -201,6 +204,21 @@ def test_a_ring_that_could_not_be_served_is_tried_again_with_backoff(run: Run) -
         await asyncio.sleep(LAST_RETRY_S + SHORT_S)
         assert node.running == {ONE: 5}
         assert node.failed == []
+        assert node.refused == set()
+        assert node.published == [set()] * (len(node.begun_at) - 1)
+
+    run(story)
+
+
+def test_a_ring_that_cannot_be_served_is_refused_until_the_backoff_is_over(run: Run) -> None:
+    async def story(node: Node) -> None:
+        node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
+        node.error = ModelError("the memory does not suffice")
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(FIRST_RETRY_S)
+        assert node.refused == {ONE}
+        await asyncio.sleep(SHORT_S)
+        assert node.refused == set()
 
     run(story)
 

@@ -13,6 +13,7 @@ from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.division import assign, divide, has_several, ring_of, shortage
 from meshllm.protocol.agreement.groups import (
+    REFUSES,
     UNASSIGNED,
     NodeGroups,
     find_group,
@@ -24,7 +25,13 @@ from meshllm.protocol.agreement.groups import (
 )
 from meshllm.protocol.agreement.throughput import plan_ring
 from meshllm.protocol.membership.charter import Charter, Yielding
-from meshllm.protocol.membership.records import MAX_RINGS, Lifecycle, Profile, StateRecord
+from meshllm.protocol.membership.records import (
+    MAX_RINGS,
+    Lifecycle,
+    Profile,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Offer, Plan, PlanStage
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS, with_fetched
@@ -654,6 +661,22 @@ def test_a_share_has_the_workspace_of_its_model_too(memory: int, is_served: bool
             agree(view).offers[0] for each in (first, other) if (view := ring_of(mesh.view(each)))
         ]
         assert [(each.memory_bytes, each.reserve_bytes) for each in offers] == [(310, 0), (350, 40)]
+
+
+def test_a_node_that_refuses_a_ring_has_no_share_of_it() -> None:
+    mesh = settled({0: 700, 1: 680}, served_model(0, 3), served_model(1, 3), served_model(2, 3))
+    other = next(group for part in mesh.parts.values() for group in part.further)
+    (at,) = (node for node, part in mesh.parts.items() if other in part.further)
+    view = mesh.view()
+    state = view.states[at]
+    refused = replace(state, further=(RingMembership(other, obstacle=REFUSES),))
+    profile = replace(view.profiles[at], shares=())
+    states, profiles = {**view.states, at: refused}, {**view.profiles, at: profile}
+    found = divide(replace(view, states=states, profiles=profiles))
+
+    assert found[at].further == {}
+    assert [other in part.further for node, part in found.items() if node != at] == [True]
+    assert divide(view)[at].further == mesh.parts[at].further
 
 
 def test_a_share_begins_once_the_ring_serves() -> None:
