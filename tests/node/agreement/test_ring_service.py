@@ -45,7 +45,10 @@ class Moving:
             links=self.place.links,
             state=self.place.own,
             offer=offer,
-            editor=SimpleNamespace(amend_nodes=lambda: self.amended.append(self.group)),
+            editor=SimpleNamespace(
+                check_layers=lambda: None,
+                amend_nodes=lambda: self.amended.append(self.group),
+            ),
             prepared=None,
             is_founder=True,
             off_loop=None,
