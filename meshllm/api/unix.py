@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshllm.errors import UserError
+from meshllm.local_files import reason_of
 
 SOCKET = "door.sock"
 """Name of the socket in the state folder."""
@@ -23,6 +24,16 @@ def is_answered(path: Path) -> bool:
     return len(os.fsencode(path)) <= PATH_BYTES and _probe(path) in _ANSWERED
 
 
+def check_usable(path: Path) -> None:
+    """Raise `UserError` if no node of this user can listen there; the folder may be missing."""
+    _check_length(path)
+    if why := _find_obstacle(path):
+        raise UserError(
+            f"State folder `{path.parent}` cannot be used: {why}",
+            hint="choose a folder that only you can write to: `--state FOLDER`",
+        )
+
+
 @contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
     """Bind a socket that only its owner can connect to; remove it at the end.
@@ -30,11 +41,7 @@ def listening(path: Path) -> Iterator[socket.socket]:
     Raises:
         UserError: a node is already running there, or the path is too long or not private.
     """
-    if (length := len(os.fsencode(path))) > PATH_BYTES:
-        raise UserError(
-            f"Socket path `{path}` is too long: {length} bytes, at most {PATH_BYTES}",
-            hint="choose a shorter folder with `--state`",
-        )
+    _check_length(path)
     _make_private(path.parent)
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX) as bound:
@@ -43,6 +50,25 @@ def listening(path: Path) -> Iterator[socket.socket]:
             yield bound
         finally:
             path.unlink(missing_ok=True)
+
+
+def _find_obstacle(path: Path) -> str:
+    """Return why no node of this user can use the folder of a socket; empty if one can."""
+    if (found := _probe(path)) not in {*_ANSWERED, errno.ENOENT, errno.ECONNREFUSED}:
+        return reason_of(OSError(found, os.strerror(found)))
+    try:
+        is_own = path.parent.stat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return ""
+    return "" if is_own else "it belongs to another user"
+
+
+def _check_length(path: Path) -> None:
+    if (length := len(os.fsencode(path))) > PATH_BYTES:
+        raise UserError(
+            f"Socket path `{path}` is too long: {length} bytes, at most {PATH_BYTES}",
+            hint="choose a shorter folder with `--state`",
+        )
 
 
 def _bind(bound: socket.socket, path: Path) -> None:

@@ -40,10 +40,17 @@ def socket_path(settings: Settings) -> Path:
 
 
 def is_running(settings: Settings) -> bool:
-    """Return whether a node of the state folder accepts connections."""
-    from meshllm.api.unix import is_answered
+    """Return whether a node of the state folder accepts connections.
 
-    return is_answered(socket_path(settings))
+    Raises:
+        UserError: the user has named a folder that no node can use.
+    """
+    from meshllm.api.unix import check_usable, is_answered
+
+    path = socket_path(settings)
+    if settings.state is not None:
+        check_usable(path)
+    return is_answered(path)
 
 
 @asynccontextmanager

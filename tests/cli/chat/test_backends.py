@@ -243,6 +243,56 @@ def test_without_a_node_a_ring_runs_in_this_process(ask: Ask, local: FakeRing) -
     assert ask("chat").stdout == "You said: hi\n"
 
 
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("file", "State folder `{}` cannot be used: not a directory"),
+        ("file/below", "State folder `{}` cannot be used: not a directory"),
+        ("link", "State folder `{}` cannot be used: too many levels of symbolic links"),
+        ("others", "State folder `{}` cannot be used: it belongs to another user"),
+        ("x" * 100, "Socket path `{}/door.sock` is too long"),
+    ],
+)
+def test_a_state_folder_that_cannot_be_used_is_refused(
+    ask: Ask,
+    local: FakeRing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    why: str,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("link")
+    (tmp_path / "others").mkdir()
+    if folder == "others":
+        monkeypatch.setattr("os.geteuid", lambda: -1)
+
+    result = ask("chat", "--state", str(tmp_path / folder))
+
+    assert (result.exit_code, local.requests) == (2, [])
+    assert result.stderr.startswith(f"error: {why.format(tmp_path / folder)}")
+    assert "\nhint: choose a " in result.stderr
+
+
+def test_a_state_folder_without_a_node_is_no_error(
+    ask: Ask, local: FakeRing, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+
+    for folder in ("empty", "missing/below"):
+        assert ask("chat", "--state", str(tmp_path / folder)).stdout == "You said: hi\n"
+
+
+def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
+    ask: Ask, local: FakeRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("MESHLLM_STATE", raising=False)
+    monkeypatch.setattr("meshllm.config.user_state_path", lambda *_, **__: tmp_path / "file")
+
+    assert ask("chat").stdout == "You said: hi\n"
+
+
 def test_nodes_runs_a_ring_in_this_process(ask: Ask, node: FakeNode, local: FakeRing) -> None:
     result = ask("chat", "--nodes", "2", "--model", "m")
 

@@ -12,7 +12,7 @@ from meshllm.api.unix import is_answered
 from meshllm.cli.shared import client as module
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.config import Settings
-from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut
+from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Event, Piece, Prefilled, Request
@@ -215,7 +215,8 @@ async def test_a_node_that_does_not_respond_times_out(
 async def test_is_running_checks_for_a_node(client: NodeClient, tmp_path: Path) -> None:
     assert is_running(Settings(state=str(client.socket.parent)))
     assert not is_running(Settings(state=str(tmp_path / "other")))
-    assert not is_running(Settings(state="x" * 300))
+    with pytest.raises(UserError, match="at most 100"):
+        is_running(Settings(state="x" * 300))
 
 
 async def test_the_client_uses_the_state_folder_of_the_settings(client: NodeClient) -> None:
