@@ -162,12 +162,17 @@ def guests(members: "Sequence[MemberStatus]", host: "MemberStatus") -> "list[Mem
 def find(members: "Sequence[MemberStatus]", text: str) -> "MemberStatus":
     """Return the member whose id starts with a text; raise `UserError` for none or several."""
     wanted = _normalise(text)
-    if len(wanted) < MIN_PREFIX:
-        raise UserError(
-            f"`{text}` is too short for an id", hint=f"use {MIN_PREFIX} or more characters of it"
-        )
     there = [each for each in members if each.state != "removed"]
     found = [each for each in there if _normalise(each.node).startswith(wanted)]
+    is_id = len(wanted) >= MIN_PREFIX and found
+    if named := [f"`{each.short}`" for each in there if each.name == text and not is_id]:
+        hint = f"use its id, which is {' or '.join(named)}"
+        raise UserError(f"`{text}` is a name, which any node may choose", hint=hint)
+    if len(wanted) < MIN_PREFIX:
+        raise UserError(
+            f"`{text}` is too short for an id",
+            hint=f"use {MIN_PREFIX} or more characters of it; see `meshllm ring members`",
+        )
     if len(found) == 1:
         return found[0]
     if found:

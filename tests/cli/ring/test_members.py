@@ -217,11 +217,22 @@ def test_the_confirmation_lists_the_guests(
         ("desk1b", "`desk1b` is too short for an id"),
         ("d-e-s-k-", "`d-e-s-k-` is too short for an id"),
         ("kitc4bc-d", "No member has the id `kitc4bc-d`"),
+        ("desk", "`desk` is a name, which any node may choose"),
     ],
 )
 def test_an_id_must_match_a_member(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find([member(0), member(1)], text)
+
+
+def test_the_id_of_a_name_is_told() -> None:
+    with pytest.raises(UserError) as one:
+        find([member(0), member(1)], "desk")
+    with pytest.raises(UserError) as two:
+        find([member(1), member(2, name="desk")], "desk")
+
+    assert one.value.hint == f"use its id, which is `{member(1).short}`"
+    assert two.value.hint == f"{one.value.hint} or `{member(2).short}`"
 
 
 def test_an_id_must_match_one_member() -> None:
