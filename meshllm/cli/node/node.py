@@ -295,7 +295,8 @@ async def _report(
                 if any(each.is_self and each.state in _GOING for each in after.nodes):
                     return
                 for each in notices(before, after):
-                    if has_layers or each.event != "waiting":
+                    is_of_layers = each.event == "waiting" or each.fields.get("node") == after.node
+                    if has_layers or not is_of_layers:
                         notify(each)
                 before = after
                 if after.ring.reason != reason:

@@ -16,7 +16,6 @@ _VERBS = {
     "left": "left",
     "down": "is down",
     "refused": "is refused",
-    "standby": "is on standby",
 }
 
 
@@ -36,6 +35,8 @@ def notices(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice
         was = known.pop(each.node, None)
         if not each.is_self:
             yield from _of_node(was, each)
+        elif each.state == "standby" and _is_new(was, each):
+            yield _standby(each, "this node")
     for gone in known.values():
         fields: dict[str, Field] = {"node": gone.node, "name": gone.name}
         yield Notice("removed", f"{gone.name or gone.short} was removed from the mesh", fields)
@@ -55,8 +56,15 @@ def _of_node(before: "NodeStatus | None", after: "NodeStatus") -> Iterator[Notic
         yield Notice("joined", f"{who} joined ({after.short}{memory})", fields)
     elif before is None:
         return  # it left before the first report
-    if state in _VERBS and _is_new(before, after):
+    if state == "standby" and _is_new(before, after):
+        yield _standby(after, who)
+    elif state in _VERBS and _is_new(before, after):
         yield Notice(state, f"{who} {_VERBS[state]}{reason and f': {reason}'}", fields)
+
+
+def _standby(node: "NodeStatus", who: str) -> Notice:
+    fields: dict[str, Field] = {"node": node.node, "name": node.name, "reason": node.reason}
+    return Notice("standby", f"{who} is on standby: {node.reason}", fields)
 
 
 def _of_providers(before: "MeshStatus | None", after: "MeshStatus") -> Iterator[Notice]:

@@ -28,7 +28,7 @@ from meshllm.transport.contract import Transport
 REDIAL_S = 1.0  # s between two dials of the inviter, which may start later
 MAX_CLOSED = 5  # closed handshakes in a row; a starting or overloaded node closes some, too
 ASK_S = 4.0  # s at most between two queries for the inviter on the local network
-_MINUTE = "%Y-%m-%d %H:%M"
+_SECOND = "%Y-%m-%d %H:%M:%S"
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ def _refuse_unreachable(
 def _refuse_late(ticket: Ticket) -> None:
     now_s = time.time()
     if 0 < ticket.expires_s <= now_s:
-        late, now = (time.strftime(_MINUTE, time.gmtime(at)) for at in (ticket.expires_s, now_s))
+        late, now = (time.strftime(_SECOND, time.gmtime(at)) for at in (ticket.expires_s, now_s))
         clock = f"; it was good until {late} UTC, and the clock here says {now}"
         raise NotAuthorised("The ticket has expired", hint=_advice(ticket) + clock)
 

@@ -182,7 +182,7 @@ def test_an_expired_ticket_is_refused_before_loading(
     assert result.stderr.startswith(
         "error: The ticket has expired\n"
         "hint: ask a member for another one, of `meshllm ring ticket`; it was good until"
-        " 1970-01-01 00:00 UTC, and the clock here says 20"
+        " 1970-01-01 00:00:01 UTC, and the clock here says 20"
     )
 
 
@@ -557,6 +557,27 @@ def test_a_provider_does_not_report_what_the_ring_waits_for(
 
     assert events == [*told, "joined", "serving"]
     assert "lacks" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(("has_layers", "told"), [(True, ["standby"]), (False, [])])
+def test_a_provider_does_not_report_that_it_is_on_standby(
+    has_layers: bool, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node(FakeNode):
+        async def events(self) -> AsyncGenerator[MeshStatus, None]:
+            yield status_of(2)
+
+    spare = with_node(status_of(2), 0, state=NodeState.STANDBY, reason="it provides whole models")
+    node, events = Node(statuses=[spare, spare]), list[str]()
+    monkeypatch.setattr(sys, "stderr", Screen())
+
+    run_virtual(
+        _report(
+            cast("NodePort", node), lambda each: events.append(each.event), has_layers=has_layers
+        )
+    )
+
+    assert sorted(events) == sorted(["joined", "serving", *told])
 
 
 def test_a_log_record_erases_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:

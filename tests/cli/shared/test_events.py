@@ -72,6 +72,15 @@ def test_leaving_and_failing_nodes_are_distinguished() -> None:
     assert texts(status_of(3), later) == ["desk left", "laptop is down: silent for 3 s"]
 
 
+def test_a_node_reports_that_it_is_on_standby_itself_once() -> None:
+    before = with_node(status_of(2), 0, state=NodeState.STANDBY)
+    after = with_node(before, 0, reason="its link adds 40 ms")
+
+    assert texts(status_of(2), before) == []
+    assert texts(before, after) == ["this node is on standby: its link adds 40 ms"]
+    assert texts(after, with_node(after, 0, reason="its link adds 41 ms")) == []
+
+
 def test_a_standby_is_reported_once_although_its_figures_change() -> None:
     before = with_node(status_of(2), 1, state=NodeState.STANDBY, reason="its link adds 40 ms")
     after = with_node(before, 1, reason="its link adds 41 ms")
