@@ -1,6 +1,7 @@
 """`meshllm provide`: a node that provides the models of an engine, such as vLLM or llama.cpp."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,6 +80,10 @@ def provide(
         )
     if url and not url.startswith(("http://", "https://")):
         raise UserError(f"`{url}` is not an HTTP URL", hint="such as http://127.0.0.1:11434/v1")
+    if command and shutil.which(command[0]) is None:
+        raise UserError(
+            f"There is no command `{command[0]}`", hint="give its path, or check that it is in PATH"
+        )
     key = os.environ.get(key_env or "", "")
     if key_env and not key:
         raise UserError(f"The variable `{key_env}` is not set", hint="export it with the key")

@@ -52,11 +52,12 @@ class EngineProcess:
             code = await self._run_once()
             ended()
             delay = FIRST_RESTART_S if clock() - begin > STABLE_S else delay
-            logger.warning("the engine ended with code %s, restarting in %.0f s", code, delay)
+            logger.warning("the engine ended with %s, restarting in %.0f s", code, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESTART_S)
 
-    async def _run_once(self) -> int | str:
+    async def _run_once(self) -> str:
+        """Run the command; return with what it ended."""
         if shutil.which(self.command[0]) is None:
             return f"{os.strerror(errno.ENOENT)}: {self.command[0]}"
         # A group of its own: Ctrl-C must not stop it before its requests are finished.
@@ -67,7 +68,7 @@ class EngineProcess:
             start_new_session=True,
         )
         try:
-            return await process.wait()
+            return f"code {await process.wait()}"
         finally:
             await _stop(process)
 

@@ -87,14 +87,16 @@ class Provider:
         try:
             offers = await self.engine.models()
         except MeshError as error:
+            # A command that was just started is expected not to answer yet.
+            is_starting = self._process is not None and self._silent_s == math.inf
             if str(error) != self._trouble:
-                logger.warning("%s", error)
+                logger.log(logging.INFO if is_starting else logging.WARNING, "%s", error)
             self._trouble = str(error)
             is_busy = isinstance(error, TimedOut) and self._is_silent_for() < SILENT_S
             return self.offers if is_busy else ()
-        self._heard()
-        if self._trouble:
+        if self._trouble and self._silent_s < math.inf:
             logger.warning("the engine answers again")
+        self._heard()
         self._trouble = ""
         return offers
 

@@ -13,6 +13,7 @@ from tests.cli.conftest import Invoke
     [
         ((), "`provide` needs either `--url` or a command"),
         (("--url", "http://a/v1", "--", "vllm"), "`provide` needs either `--url` or a command"),
+        (("--", "no-such-engine", "serve"), "There is no command `no-such-engine`"),
         (("--url", "a"), "`a` is not an HTTP URL"),
         (("--url", "http://a/v1", "--key-env", "NONE"), "The variable `NONE` is not set"),
         (("--url", "http://a/v1"), "A provider joins a mesh"),

@@ -134,6 +134,29 @@ def test_a_look_in_which_this_process_was_stopped_counts_as_any_other(
     run_virtual(story())
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_an_own_engine_need_not_answer_at_once(
+    caplog: pytest.LogCaptureFixture, *, is_own: bool
+) -> None:
+    gone = LinkLost("No engine answers")
+    looked = Looked(gone, (FOX,), gone, (FOX,))
+    watched = Provider(looked, EngineProcess(("sleep", "60")) if is_own else None)
+    with caplog.at_level("INFO", logger="meshllm.node.provider.provider"):
+        running = asyncio.ensure_future(watched.run(lambda: None))
+        try:
+            await looked.at_end.wait()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    told = [(each.levelname, each.message) for each in caplog.records]
+    assert told == [
+        ("INFO" if is_own else "WARNING", "No engine answers"),
+        ("WARNING", "No engine answers"),
+        ("WARNING", "the engine answers again"),
+    ]
+
+
 async def test_an_engine_that_answers_a_request_is_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
