@@ -5,6 +5,7 @@ from a model: no remote code, no pickle, no attention kernel that a config names
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from meshllm.model.text.pooling import POOLING_CONFIGS
 from meshllm.names import Span
 
 MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memory for each
+_FRAME = re.compile(r"^Got: \w+: |\[Errno -?\d+\] ")  # what the client of the hub adds to a reason
 LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
@@ -152,7 +154,7 @@ def _download(name: str, revision: str | None, patterns: Iterable[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except (OSError, HTTPError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = _FRAME.sub("", str(error).strip().partition("\n")[0])
         raise ModelError(
             f"Cannot fetch `{name}` from {constants.ENDPOINT}: {reason}", hint=_advice(error)
         ) from None

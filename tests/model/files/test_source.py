@@ -166,14 +166,15 @@ def test_nothing_is_downloaded_offline(hub: list[str]) -> None:
     assert hub == []
 
 
-def test_a_hub_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frame", ["", "Got: ConnectError: [Errno -2] ", "[Errno 113] "])
+def test_a_hub_error_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, frame: str) -> None:
     def refuse(*_args: object, **_options: object) -> str:
-        raise OSError("no route to host\nmore")
+        raise OSError(f"{frame}no route to host\nmore")
 
     monkeypatch.setattr(source, "snapshot_download", refuse)
 
     with pytest.raises(
-        ModelError, match=r"Cannot fetch `org/llama` .*: no route to host$"
+        ModelError, match=r"^Cannot fetch `org/llama` from [^ ]*: no route to host$"
     ) as caught:
         resolve("org/llama", download=True)
     assert "internet connection" in str(caught.value.hint)
