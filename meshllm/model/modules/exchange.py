@@ -1,15 +1,18 @@
 """Replaces modules of a model by faster ones: on load, for row-invariant steps, for timing."""
 
 from collections.abc import Collection, Mapping
+from math import inf
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from meshllm.model.device import CPU
-from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules import int8
+from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
 from meshllm.model.modules.linear_onednn import pack
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
+from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.modules.quantize import quantise
 from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
@@ -53,7 +56,29 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
     return ""
 
 
+def most_invariant_rows(model: nn.Module) -> float:
+    """Return the rows up to which matrices multiply each as if alone, after `exchange_modules`."""
+    most = inf
+    for module in model.modules():
+        match module:
+            case CompiledLinear():
+                most = min(most, module.most_rows)
+            case QuantLinear():
+                most = min(most, int8.most_rows())
+            case nn.Embedding():
+                pass
+            case _ if any(_is_matrix(each) for each in module.parameters(recurse=False)):
+                most = min(most, MOST_ROWS)
+            case _:
+                pass
+    return most
+
+
 def restore_modules(model: nn.Module) -> None:
     """Undo the replacements for row-invariant steps."""
     unpad_linears(model)
     unfuse_rms_norms(model)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.dim() > 1 and not parameter.is_meta

@@ -10,6 +10,7 @@ matrix instructions, some weights at a time are dequantised to bfloat16 and mult
 
 from collections.abc import Callable
 from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
@@ -75,6 +76,11 @@ def multiply_dequantised(
         dequantise(part, scales[at * each : (at + len(part)) * each], wide)
         torch.mm(rows, wide, out=products[:, at * OUTPUTS : (at + len(part)) * OUTPUTS])
     return products
+
+
+def most_rows() -> float:
+    """Return the rows up to which each has the bits of a single one on this CPU."""
+    return DEQUANTISE_ROWS - 1 if multiplies_matrices() else inf
 
 
 @cache

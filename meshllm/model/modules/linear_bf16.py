@@ -51,6 +51,11 @@ class CompiledLinear(nn.Linear):
         self._has_gemm = use_own_gemm() and not self.out_features % OUTPUTS
 
     @property
+    def most_rows(self) -> float:
+        """Rows up to which each has the bits of a single one."""
+        return self._most
+
+    @property
     def plain(self) -> nn.Linear:
         """The module that it replaces."""
         return self._plain[0]

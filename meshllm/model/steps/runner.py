@@ -35,6 +35,7 @@ class Runner:
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
+        self.refill = self.steps.refill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
 
@@ -176,7 +177,7 @@ class SpanRunner:
                 raise ModelError(f"Nothing to compute layers {piece.span} at {places} from")
             else:
                 part.crop(places.start)
-                x = piece.step(x, part) if is_step else piece.prefill(x, part, 1)
+                x = piece.refill(x, part) if is_step else piece.prefill(x, part, 1)
                 self.recomputed += len(places) * len(piece.span)
                 self._record(cache, places.start, x, piece)
         return x if is_sent else None

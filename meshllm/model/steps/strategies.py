@@ -25,7 +25,11 @@ from torch import Tensor, nn
 
 from meshllm.model.device import CPU, all_to_device, all_to_host, to_device, to_host
 from meshllm.model.kernels import jit
-from meshllm.model.modules.exchange import exchange_modules, restore_modules
+from meshllm.model.modules.exchange import (
+    exchange_modules,
+    most_invariant_rows,
+    restore_modules,
+)
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.kv_cache import SpanCache
@@ -56,6 +60,9 @@ processor at 15 GB/s, for a step of one row: 26 % at 31 MB a layer (Qwen3-0.6B),
 (Qwen3-8B), 42 and 12 % with int8. From about 600 MB on it would be less than 5 %.
 """
 
+REFILLED = 7 * MOST_ROWS
+"""Rows of a session that are computed again in one pass, where the kernels of matrices allow."""
+
 _WARM_UPS = 2 * (1 + CHECKS)  # steps at most; if these are not enough, real steps continue
 
 logger = logging.getLogger(__name__)
@@ -78,6 +85,10 @@ class Steps(Protocol):
 
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
         """Run rows of several sessions; each gets what `step` would return."""
+        ...
+
+    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows that were computed in steps before; each gets what `step` would return."""
         ...
 
     def runs_in_one_pass(self, rows: int) -> bool:
@@ -112,6 +123,10 @@ class StockSteps:
         ]
         return all_to_host(outputs)
 
+    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows one after the other."""
+        return self.step(x, cache)
+
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return False: rows run one at a time."""
         return False
@@ -135,6 +150,8 @@ class InvariantSteps:
     def __init__(self, shard: Shard, counts: frozenset[int]) -> None:
         """Run the rows of a session in one pass if their number is in ``counts``."""
         self.counts, self.shard = counts, shard
+        self.most_refilled = MOST_ROWS
+        """Rows of a session in one pass, at most, when they are computed again."""
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
 
@@ -150,6 +167,11 @@ class InvariantSteps:
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
         """Run rows of several sessions together."""
         return _in_groups(self.run, self.counts, parts, caches)
+
+    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows in passes of up to `most_refilled`."""
+        parts = torch.split(x, self.most_refilled, 1)
+        return torch.cat([self.run(part, [cache], [part.shape[1]]) for part in parts], 1)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
@@ -206,6 +228,15 @@ class ReplayedSteps:
     def step_many(self, parts: Sequence[Tensor], caches: Caches) -> list[Tensor]:
         """Run rows of several sessions together."""
         return _in_groups(self.run, self.inner.counts, parts, caches)
+
+    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows in passes, replayed if these have as many rows as steps."""
+        outputs = list[Tensor]()
+        for part in torch.split(x, self.inner.most_refilled, 1):
+            rows = part.shape[1]
+            run = self.run if rows in self.inner.counts else self.inner.run
+            outputs.append(run(part, [cache], [rows]))
+        return torch.cat(outputs, 1)
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
         """Run a step, replayed if its trace is ready."""
@@ -282,6 +313,10 @@ class GraphSteps:
             else:
                 outputs += torch.split(self._graph.step(x, caches[group], rows), rows, 1)
         return outputs
+
+    def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
+        """Run rows in as few launches as possible."""
+        return self.step(x, cache)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
@@ -375,8 +410,22 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
     _try(shard, steps, trial, TRIED)
+    if most_invariant_rows(shard.model) >= REFILLED:
+        steps.counts = counts | {MOST_ROWS, REFILLED}
+        if reason := _try_refill(shard, steps, trial):
+            logger.info("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
+        else:
+            steps.most_refilled = REFILLED
     steps.counts = counts
     return steps
+
+
+def _try_refill(shard: Shard, steps: InvariantSteps, trial: Trial) -> str:
+    """Return why rows in one pass differ from those of steps; "" if they do not."""
+    try:
+        return trial(shard, steps, REFILLED)
+    except PROBE_ERRORS as error:  # such as more rows than the model has positions
+        return f"{type(error).__name__}: {error}"
 
 
 def _replay_obstacle(shard: Shard) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from meshllm.model.device import CPU, name_of, to_device, to_host
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.jit import machine
+from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.pauses import pause
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
@@ -117,7 +118,10 @@ def _code() -> str:
 
 @torch.inference_mode()
 def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
-    """Return why steps of ``most`` rows differ from single rows or the stock forward; or ""."""
+    """Return why steps of ``most`` rows differ from single rows or the stock forward; or "".
+
+    More than `MOST_ROWS` rows are compared with steps of so many.
+    """
     device = shard.device
     layers = (
         chosen_layers(shard, BUDGET) if device == CPU else range(shard.span.start, shard.span.stop)
@@ -127,7 +131,8 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         rows, filled = x[:, BEFORE:], read_prompt(shard, x)
         cache = filled()
         pause()
-        alone = torch.cat([steps.step(row, cache) for row in torch.split(rows, 1, 1)], 1)
+        each = 1 if most <= MOST_ROWS else MOST_ROWS
+        alone = torch.cat([steps.step(part, cache) for part in torch.split(rows, each, 1)], 1)
         pause()
         together = steps.step(rows, filled())
         pause()

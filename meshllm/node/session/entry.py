@@ -45,7 +45,7 @@ from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.scoped import ScopedDrafting
-from meshllm.protocol.drafting.window import MAX_DEPTH, StepTimes
+from meshllm.protocol.drafting.window import MAX_DEPTH, MAX_STEP_ROWS, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
@@ -66,6 +66,7 @@ from meshllm.protocol.session.messages import (
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.speculation import Speculation, Speculator
+from meshllm.protocol.session.stage import MAX_REFILL_ROWS
 from meshllm.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -220,15 +221,17 @@ class EntryNode:
                 await generation.closed.wait()
 
     def _task(self, session: SessionId, order: GenerationRequest) -> GenerationTask:
+        is_row_invariant = self._runners.front.is_row_invariant
         return GenerationTask(
             session=session,
             epoch=self._config.epoch,
             ring=self._config.ring,
             prompt=order.known,
             max_tokens=order.max_tokens - len(order.given),
-            given=len(order.given) if self._runners.front.is_row_invariant else 0,
+            given=len(order.given) if is_row_invariant else 0,
             context=self._runners.context,
             max_crop=self._config.max_crop,
+            refill_rows=MAX_REFILL_ROWS if is_row_invariant else MAX_STEP_ROWS,
             keep_from=MIN_SHARED if self._uses_prefixes(order) else None,
             resumes=self._prefixes.index.resumes,
             is_own=is_owners(order.prefix_scope),

@@ -6,6 +6,7 @@ from itertools import takewhile
 
 from meshllm.errors import ContextTooLong, UserError
 from meshllm.names import SessionId
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import Blob, FaultCode, Forward, Tally
 from meshllm.request import FinishReason
@@ -28,6 +29,8 @@ class GenerationTask:
     given: int = 0
     """How many of the last tokens of the prompt were decode steps of an earlier ring. They are
     computed as such again, with the same bits."""
+    refill_rows: int = MAX_STEP_ROWS
+    """Rows of decode steps that are computed again at a time, after a loss."""
     keep_from: int | None = None
     """Fewest positions that are worth keeping when the session ends; None keeps nothing."""
     resumes: bool = True

@@ -40,9 +40,10 @@ If the ring is lost, there is no Close: `interrupt` keeps what had been all roun
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 If layers have moved to another node since, the Resume names them as lost, and the kept positions go
 round the ring once more as refills: in the chunks of the first time, so that the rows get the same
-bits, and computed in the lost layers only. What follows is sent right behind. Decode steps are
-small, and all known by then: up to `MAX_PENDING` of them are in flight, whatever the window, or the
-entry would wait for the way round the ring after every few rows.
+bits, and computed in the lost layers only. What follows is sent right behind. Decode steps are all
+known by then: many go into one message where each row has the same bits in any company, and up to
+`MAX_PENDING` messages are in flight, whatever the window, or the entry would wait for the way round
+the ring after every few rows.
 
 Only results of the current gen count, and only those that end beyond ``done``: late and repeated
 ones are silently dropped. When a rank reports a Gap, or nothing came back for ``patience_s``
@@ -348,7 +349,7 @@ class Entry:
         chunk = next(each for each in self._chunks if each.stop > pos)
         if self._job or len(self._flight) >= self._room(is_step=chunk.is_step):
             return []
-        stop = min(chunk.stop, pos + MAX_STEP_ROWS if chunk.is_step else self._refill)
+        stop = min(chunk.stop, pos + self._task.refill_rows if chunk.is_step else self._refill)
         tokens, self._injected = tuple(self._tokens[pos:stop]), stop
         self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, refills=True)
         return [self._job]

@@ -74,6 +74,7 @@ from meshllm.protocol.session.messages import (
 )
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
+MAX_REFILL_ROWS = 7 * MAX_STEP_ROWS  # of decode steps that are computed again; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
 _HELP = Flags.NEED_ROW | Flags.HELP
@@ -444,8 +445,9 @@ def _contains(outer: Span, inner: Span) -> bool:
 
 def _violation(data: Data) -> str:
     """Return which rule the rows of a message break; empty if none."""
-    if data.rows > MAX_STEP_ROWS and not data.flags & Flags.PREFILL:
-        return f"Step of {data.rows} rows; the limit is {MAX_STEP_ROWS}"
+    most = MAX_REFILL_ROWS if data.flags & Flags.REFILL else MAX_STEP_ROWS
+    if data.rows > most and not data.flags & Flags.PREFILL:
+        return f"Step of {data.rows} rows; the limit is {most}"
     return ""
 
 

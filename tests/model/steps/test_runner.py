@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ from meshllm.model.files.source import Source, resolve
 from meshllm.model.kernels import jit
 from meshllm.model.locate import BUILTIN
 from meshllm.model.modules import linear_bf16
+from meshllm.model.modules.exchange import most_invariant_rows
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
-from meshllm.model.modules.linear_bf16 import use_own_gemm
+from meshllm.model.modules.linear_bf16 import MOST_ROWS, use_own_gemm
 from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
+from meshllm.model.steps import strategies
 from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.strategies import REFILLED, InvariantSteps
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 from tests.model.invariance import require_row_invariant
@@ -73,6 +77,91 @@ def test_rows_in_one_pass_equal_single_rows(tmp_path: Path, family: str) -> None
     assert at == 40
     assert torch.equal(torch.cat(steps, 1), one_by_one)
     assert (alone.length, together.length) == (43, 43)
+
+
+AGAIN = [REFILLED, 2 * MOST_ROWS + 4, 1]
+"""Rows that are computed again together: in one pass where the kernels allow, else in several."""
+SHORT = {"gpt2": [2 * MOST_ROWS + 4, MOST_ROWS, 1]}
+"""The same, of families with few positions."""
+
+
+@pytest.mark.parametrize("family", INVARIANT)
+def test_rows_that_are_computed_again_equal_steps(tmp_path: Path, family: str) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16)
+    require_row_invariant(runner)
+    counts = SHORT.get(family, AGAIN)
+    tokens, behind = ids(sum(counts), seed=1), ids(5, seed=2)
+    steps, again = filled(runner, 3), filled(runner, 3)
+    before = torch.cat([runner.step(row, steps) for row in torch.split(tokens, 1, 1)], 1)
+
+    after = [runner.refill(part, again) for part in torch.split(tokens, counts, 1)]
+
+    assert torch.equal(torch.cat(after, 1), before)
+    assert again.length == steps.length == 3 + len(tokens[0])
+    assert torch.equal(runner.step(behind, again), runner.step(behind, steps))
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before, count = torch.get_num_threads(), int(request.param)
+    torch.set_num_threads(count)
+    yield count
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("quant", Quant)
+def test_rows_of_a_real_model_that_are_computed_again_equal_steps(quant: Quant) -> None:
+    shard = load_shard(resolve(BUILTIN), Span(1, 4), embed=False, head=False, quant=quant)
+    runner = Runner(shard, COUNTS)
+    require_row_invariant(runner)
+    rows = torch.randn(1, 180, shard.model.config.hidden_size).to(torch.bfloat16)
+    prompt, text = rows[:, :30], rows[:, 30:]
+    steps, again = runner.new_cache(), runner.new_cache()
+    assert torch.equal(runner.prefill(prompt, steps), runner.prefill(prompt, again))
+    before = [runner.step(row, steps) for row in torch.split(text, 1, 1)]
+
+    after = [runner.refill(part, again) for part in torch.split(text, REFILLED, 1)]
+
+    assert torch.equal(torch.cat(after, 1), torch.cat(before, 1))
+
+
+@pytest.mark.parametrize("reason", ["", "they differ"])
+def test_many_rows_are_computed_again_in_one_pass_only_if_that_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    source, passes, run = tiny_model(tmp_path, dtype=torch.bfloat16), [], InvariantSteps.run
+    shard = load_shard(source, Span(0, 6), embed=True, head=False)
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    runner = Runner(shard, (2,), lambda _, __, most: reason if most == REFILLED else "")
+    cache = filled(runner, 3)
+
+    def noted(steps: InvariantSteps, x: Tensor, *rest: Any) -> Tensor:
+        passes.append(x.shape[1])
+        return run(steps, x, *rest)
+
+    monkeypatch.setattr(InvariantSteps, "run", noted)
+    runner.refill(ids(REFILLED + 1), cache)
+
+    assert passes == ([MOST_ROWS] * 7 if reason else [REFILLED])  # one row is a step
+    assert runner.is_row_invariant
+
+
+def test_a_model_with_few_positions_is_row_invariant_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+
+    runner = runner_of(tmp_path, "gpt2", torch.bfloat16)
+
+    assert runner.is_row_invariant
+    assert runner.refill(ids(MOST_ROWS + 1), filled(runner, 3)).shape[1] == MOST_ROWS + 1
+
+
+def test_matrices_without_a_kernel_of_ours_limit_the_rows_of_a_pass(tmp_path: Path) -> None:
+    runner = runner_of(tmp_path, "gpt2", torch.bfloat16)
+
+    assert most_invariant_rows(runner.shard.model) == MOST_ROWS
 
 
 @pytest.mark.parametrize("family", REFUSED)

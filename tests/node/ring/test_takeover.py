@@ -55,7 +55,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
     def counted_build(self: Runner, *what: object) -> None:
         build(self, *what)  # type: ignore[arg-type]
-        step_many = self.step_many
+        step_many, refill = self.step_many, self.refill
 
         def counted_steps(
             parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
@@ -63,7 +63,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
             count(self, sum(part.shape[1] for part in parts))
             return step_many(parts, caches)
 
-        self.step_many = counted_steps
+        def counted_refill(x: Tensor, cache: SpanCache) -> Tensor:
+            count(self, x.shape[1])
+            return refill(x, cache)
+
+        self.step_many, self.refill = counted_steps, counted_refill
         self.step = lambda x, cache: counted_steps([x], [cache])[0]
 
     monkeypatch.setattr(Runner, "prefill", counted_prefill)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -21,7 +22,15 @@ from meshllm.protocol.session.messages import (
     Gap,
     Resume,
 )
-from meshllm.protocol.session.stage import MAX_PENDING, Adopt, Compute, Free, Keep, Stage
+from meshllm.protocol.session.stage import (
+    MAX_PENDING,
+    MAX_REFILL_ROWS,
+    Adopt,
+    Compute,
+    Free,
+    Keep,
+    Stage,
+)
 from tests.protocol.session import test_entry as e
 from tests.protocol.session import test_stage as s
 
@@ -80,29 +89,31 @@ def test_a_second_loss_during_refills_keeps_all_positions_and_what_is_lost() -> 
     assert entry.lost == LOST
 
 
-def test_steps_are_refilled_a_few_at_a_time() -> None:
+@pytest.mark.parametrize(("most", "rows"), [(17, [1, 17, 17, 5]), (40, [1, 39])])
+def test_steps_are_refilled_so_many_at_a_time(most: int, rows: list[int]) -> None:
     chunks = (Chunk(1, is_step=False), Chunk(40, is_step=True))
     prompt = tuple(range(41))
-    entry = Entry(replace(e.TASK, prompt=prompt), e.PACE)
+    entry = Entry(replace(e.TASK, prompt=prompt, refill_rows=most), e.PACE)
     entry.open(0.0, replace(BASE, length=40, chunks=chunks))
 
-    rows = []
-    for end in (1, 18, 35, 40):
-        actions = entry.computed(e.blob(1), 0.1)
+    sent, end = list[int](), 0
+    for each in rows:
+        actions, end = entry.computed(e.blob(1), 0.1), end + each
         messages = [each.message for each in actions if isinstance(each, Forward)]
-        rows += [each.rows for each in messages if isinstance(each, Data)]
-        entry.receive(e.back(0, end), 0.2)
-    assert rows == [1, 17, 17, 5]
+        sent += [each.rows for each in messages if isinstance(each, Data)]
+        entry.receive(e.back(end - each, each), 0.2)
+    assert sent == rows
 
 
-STEPS = 409
-"""Decode steps of an answer that is resumed: 24 refills of 17, and one row."""
+STEPS = 24 * MAX_STEP_ROWS + 1
+"""Decode steps of an answer that is resumed."""
 
 
-def resumed() -> tuple[Entry, Embed]:
+def resumed(most: int = MAX_STEP_ROWS) -> tuple[Entry, Embed]:
     """An answer of a prompt of one token and so many steps, and its first refill."""
     chunks = (Chunk(1, is_step=False), Chunk(STEPS, is_step=True))
-    task = replace(e.TASK, prompt=tuple(range(STEPS + 1)), given=STEPS, context=1024)
+    prompt = tuple(range(STEPS + 1))
+    task = replace(e.TASK, prompt=prompt, given=STEPS, context=1024, refill_rows=most)
     entry = Entry(task, replace(e.PACE, chunk=256))
     *_, job = entry.open(0.0, replace(BASE, length=STEPS, chunks=chunks))
     assert isinstance(job, Embed)
@@ -120,12 +131,13 @@ def test_refills_of_steps_fill_the_queues_of_the_ranks_whatever_the_window() -> 
     assert all(each.is_step and len(each.tokens) == MAX_STEP_ROWS for each in jobs[1:])
 
 
+@pytest.mark.parametrize("most", [MAX_STEP_ROWS, MAX_REFILL_ROWS])
 @pytest.mark.parametrize("trip", [2, 10])
 def test_the_entry_waits_for_the_way_round_the_ring_once_not_after_every_few_rows(
-    trip: int,
+    trip: int, most: int
 ) -> None:
     """In units of what a rank takes for a refill; the row that gives the next token is the last."""
-    entry, first = resumed()
+    entry, first = resumed(most)
     job: Embed | None = first
     flight, sent, passed = deque[tuple[int, Embed]](), 0, 0
     while not (job is None and not flight):
@@ -139,7 +151,7 @@ def test_the_entry_waits_for_the_way_round_the_ring_once_not_after_every_few_row
             for each in entry.receive(e.back(gone.pos, len(gone.tokens)), passed):
                 job = each if isinstance(each, Embed) else job
 
-    assert sent == 1 + STEPS // MAX_STEP_ROWS + 1
+    assert sent == 1 + ceil((STEPS - 1) / most) + 1
     assert passed == sent + trip
 
 
@@ -221,6 +233,25 @@ def test_a_refill_beyond_the_resumed_positions_breaks_the_rules() -> None:
     assert isinstance(fault.message, Fault)
     assert fault.message.code is FaultCode.RULES
     assert stage.budget.live_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_refused"), [(MAX_REFILL_ROWS, False), (MAX_REFILL_ROWS + 1, True)]
+)
+def test_the_steps_of_a_refill_are_limited(rows: int, *, is_refused: bool) -> None:
+    index = s.shelf_of(2 * MAX_REFILL_ROWS)
+    stage = Stage(1, 3, epoch=s.EPOCH, index=index, span=Span(4, 8))
+    stage.receive(replace(RESUME, length=rows), 1.0)
+
+    *_, last = stage.receive(Data(s.TWO, s.EPOCH, 0, 0, rows, Flags.REFILL, s.blob(rows)), 1.1)
+
+    if is_refused:
+        assert isinstance(last, Forward)
+        text = f"Step of {rows} rows; the limit is {MAX_REFILL_ROWS}"
+        assert last.message == Fault(s.TWO, s.EPOCH, FaultCode.RULES, 1, text)
+    else:
+        assert isinstance(last, Compute)
+        assert (last.rows, last.is_step, last.refills) == (rows, True, True)
 
 
 def test_rows_of_a_refill_are_optional() -> None:
