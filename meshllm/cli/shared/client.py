@@ -168,9 +168,9 @@ class NodeClient:
                     yield line
 
     async def _fetch(
-        self, method: str, path: str, body: bytes | None = None, timeout_s: float = REPLY_S
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float | None = None
     ) -> bytes:
-        async with self._open(method, path, body, timeout_s=timeout_s) as response:
+        async with self._open(method, path, body, timeout_s=timeout_s or REPLY_S) as response:
             return await response.aread()
 
     @asynccontextmanager
