@@ -1,0 +1,282 @@
+"""What computing the caches of lost layers again costs: ``python -m tests.bench.refill``.
+
+The first table has the CPU time of a row in a layer, by part, of random models, on one thread: of
+decode steps, `MOST_ROWS` at a time as drafts are verified and `REFILLED` as after a loss, and of
+chunks of a prompt. All have the same rows, behind nothing. Of a part, only its share of the time
+counts, as timing each call takes time too. The last column is the least that the matrices can take:
+their products at the rate of the fastest of them.
+
+The second table has the CPU time of a ring of three in this process, over all nodes: to the first
+token of a prompt, and from the loss of the middle rank to the next token, whose layers the others
+share. The links are in memory, so that nothing is encrypted. That time includes loading the layers.
+"""
+
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from meshllm.bench import ring_table
+from meshllm.errors import LinkLost
+from meshllm.model.files.source import open_folder
+from meshllm.model.kernels import attention, flash_attention
+from meshllm.model.kernels.gemm_bf16 import Bf16Matrix
+from meshllm.model.modules import rms_norm
+from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.strategies import REFILLED, InvariantSteps, ReplayedSteps
+from meshllm.names import Span
+from meshllm.node.session.generation import GenerationRequest, Token
+from meshllm.request import Resumable, Sampling
+from meshllm.testing.clock import run_virtual
+from tests.bench.chaos import ids_of, random_model
+from tests.bench.report import Report, parser_of
+from tests.builders.offers import A, B, C
+from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
+
+LAYERS = Span(4, 8)
+PROMPT_ROWS = 1024  # of a chunk
+PARTS: tuple[tuple[str, Any, str], ...] = (
+    ("matrices", Bf16Matrix, "gemv"),
+    ("matrices", Bf16Matrix, "gemm"),
+    ("attention", attention, "attend"),
+    ("attention", flash_attention, "attend"),
+    ("norms", rms_norm, "norm"),
+)
+REST = "rest"
+SHOWN = ("matrices", "attention", "norms", REST)
+BEFORE, AFTER = plan_of((A, "0:4"), (B, "4:8"), (C, "8:12")), plan_of((A, "0:6"), (C, "6:12"))
+TOKENS = 8  # of an answer
+
+Run = Callable[[Tensor, SpanCache], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to compute the rows of a model."""
+
+    model: str
+    name: str
+    rows: int
+    """In a pass."""
+    us: float
+    """Of a row in a layer."""
+    parts: dict[str, float]
+    """Microseconds of each of `SHOWN`, without those of timing it."""
+    least_us: float
+    """Of its matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Seconds of the CPU in a ring of three."""
+
+    prompt: int
+    prefill_s: float
+    recovery_s: float
+    loading_s: float
+    """The part of `recovery_s` before the new ring serves."""
+    rows: int
+    """That were computed again, times layers."""
+
+    @property
+    def ratio(self) -> float:
+        """Return the cost of recovery relative to that of the whole prompt."""
+        return self.recovery_s / self.prefill_s
+
+
+@contextmanager
+def timed_parts(spent: Counter[str]) -> Iterator[None]:
+    """Add up the nanoseconds of each part inside the block."""
+
+    def timed(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            begin = time.process_time_ns()
+            result = run(*args)
+            spent[part] += time.process_time_ns() - begin
+            return result
+
+        return called
+
+    with ExitStack() as stack:
+        for part, owner, name in PARTS:
+            stack.enter_context(patch.object(owner, name, timed(part, getattr(owner, name))))
+        yield
+
+
+def measure(folder: Path, name: str, count: int) -> Iterator[Kind]:
+    """Time ``count`` rows of some layers of a model, each way."""
+    source = open_folder(name, folder)
+    runner = Runner(load_shard(source, LAYERS, embed=False, head=False), (MOST_ROWS,))
+    for _ in runner.warm_up_steps():
+        pass
+    steps = runner.steps
+    inner = steps.inner if isinstance(steps, ReplayedSteps) else steps
+    if not isinstance(inner, InvariantSteps):
+        raise SystemExit(f"no row-invariant steps here: {runner.execution.reason}")
+    linears = [each for each in runner.shard.model.modules() if isinstance(each, CompiledLinear)]
+    least = least_us(linears)
+    width = runner.shard.model.config.hidden_size
+    rows = torch.randn(1, count, width, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(torch.bfloat16)
+    kinds: list[tuple[str, int, Run, Run]] = [
+        ("steps", MOST_ROWS, runner.step, partial(eager, inner)),
+        ("steps again", inner.most_refilled, runner.refill, runner.refill),
+        ("prompt", PROMPT_ROWS, runner.prefill, runner.prefill),
+    ]
+    for kind, each, run, traced in kinds:
+        whole = min(spend(runner, rows, each, run) for _ in range(2))
+        spent = Counter[str]()
+        with timed_parts(spent):
+            total = spend(runner, rows, each, traced)
+        spent[REST] = max(0, total - sum(spent.values()))
+        per = 1e3 * count * len(LAYERS)
+        share = whole / total / per
+        yield Kind(name, kind, each, whole / per, {k: spent[k] * share for k in SHOWN}, least)
+
+
+def eager(steps: InvariantSteps, x: Tensor, cache: SpanCache) -> Tensor:
+    """Run rows of a step without its compiled form, so that its parts can be timed."""
+    return steps.run(x, [cache], [x.shape[1]])
+
+
+@torch.inference_mode()
+def spend(runner: Runner, rows: Tensor, each: int, run: Run) -> int:
+    """Return the nanoseconds of the CPU for all rows, behind nothing."""
+    cache = runner.new_cache()
+    begin = time.process_time_ns()
+    for part in torch.split(rows, each, 1):
+        run(part, cache)
+    return time.process_time_ns() - begin
+
+
+@torch.inference_mode()
+def least_us(linears: list[CompiledLinear]) -> float:
+    """Return the microseconds of a row in the matrices of a layer, at the rate of the fastest."""
+    rates = []
+    for linear in linears:
+        x = torch.randn(REFILLED, linear.in_features).to(torch.bfloat16)
+        linear(x)
+        spent = []
+        for _ in range(20):
+            begin = time.process_time_ns()
+            linear(x)
+            spent.append(time.process_time_ns() - begin)
+        rates.append(len(x) * linear.weight.numel() / min(spent))
+    values = sum(linear.weight.numel() for linear in linears) / len(LAYERS)
+    return values / max(rates, default=1.0) / 1e3
+
+
+@dataclass(slots=True)
+class Asked:
+    """One answer, over a loss."""
+
+    prompt: int
+    tokens: list[int] = field(default_factory=list)
+    resume: Resumable | None = None
+
+    async def ask(self, place: Place, until_tokens: int, then: Callable[[], None]) -> None:
+        """Ask an entry for the rest; call ``then`` when so many tokens have come."""
+        entry = place.runtime.entry
+        assert entry is not None
+        prompt, given = tuple(ids_of(self.prompt, self.prompt)), tuple(self.tokens)
+        order = GenerationRequest(
+            prompt, Sampling(seed=1), TOKENS, lambda _: False, given=given, resume=self.resume
+        )
+        async for output in entry.generate(order):
+            match output:
+                case Resumable():
+                    self.resume = output
+                case Token(token):
+                    self.tokens.append(token)
+                    if len(self.tokens) == until_tokens:
+                        then()
+                case _:
+                    pass
+
+
+async def recover(folder: Path, prompt: int) -> Recovery:
+    """Lose the middle of a ring of three while it answers."""
+    world, asked = World(folder), Asked(prompt)
+    world.config = replace(world.config, cache=folder / "cache")
+    took = list[float]()
+
+    def note() -> None:
+        took.append(time.process_time())
+
+    async with world.serving(A, B, C) as (first, middle, last):
+        world.follow(BEFORE)
+        await until(lambda: at_work(first, middle, last))
+        await Asked(prompt - 1).ask(first, 0, note)  # compiles what the next one needs
+
+        def lose() -> None:
+            note()
+            for place in (first, last):
+                place.runtime.follow(AFTER)
+
+        begin = time.process_time()
+        with suppress(LinkLost):
+            await asked.ask(first, 1, lose)
+        await until(lambda: at_work(first, last))
+        loaded = time.process_time()
+        await asked.ask(first, len(asked.tokens) + 1, note)
+        lost, resumed = took
+        rows = first.runtime.recomputed + last.runtime.recomputed
+        return Recovery(prompt, lost - begin, resumed - lost, loaded - lost, rows)
+
+
+def tables(options: Namespace, report: Report) -> list[Kind | Recovery]:
+    """Print both tables; return their rows."""
+    found = list[Kind | Recovery]()
+    report.say(
+        "| model | rows | at a time | us a row and layer |"
+        f" {' | '.join(SHOWN)} | matrices at least |",
+        "|---|---|---|---|---|---|---|---|---|",
+    )
+    with TemporaryDirectory(prefix="meshllm-bench-") as folder:
+        chaos = random_model(Path(folder) / "model")
+        with ring_table.random_model("qwen3-0.6b", torch.bfloat16, LAYERS.stop) as qwen:
+            for name, path in (("12 layers of 512", chaos), ("qwen3-0.6b", qwen)):
+                for kind in measure(path, name, options.rows):
+                    found.append(kind)
+                    shown = kind.us, *(kind.parts[each] for each in SHOWN), kind.least_us
+                    cells = " | ".join(f"{each:.1f}" for each in shown)
+                    report.say(f"| {kind.model} | {kind.name} | {kind.rows} | {cells} |")
+        recovery = run_virtual(recover(chaos, options.prompt))
+    found.append(recovery)
+    times = recovery.prefill_s, recovery.recovery_s, recovery.loading_s
+    report.say(
+        "",
+        "| prompt | first token, s | recovery, s | of it loading, s | ratio | rows again |",
+        "|---|---|---|---|---|---|",
+        f"| {recovery.prompt} | {' | '.join(f'{each:.2f}' for each in times)} |"
+        f" {recovery.ratio:.2f} | {recovery.rows} |",
+    )
+    return found
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = parser_of("refill", __doc__)
+    parser.add_argument("--rows", type=int, default=1500, metavar="N", help="of a session")
+    parser.add_argument("--prompt", type=int, default=2000, metavar="TOKENS")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report(options, threads=1)
+    report.write(tables(options, report))
+
+
+if __name__ == "__main__":
+    main()
