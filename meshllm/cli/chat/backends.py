@@ -1,7 +1,7 @@
 """Chooses the backend of a chat: the running node, the mesh of a ticket, or a local ring."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,8 +9,8 @@ from meshllm.cli.shared.client import NodeClient, is_running, open_client, socke
 from meshllm.cli.shared.local import Opener, open_local
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, state_path
-from meshllm.errors import UserError
-from meshllm.request import Backend, Event, Request
+from meshllm.errors import MeshError, UserError
+from meshllm.request import Answer, Backend, Event, Request
 
 if TYPE_CHECKING:
     from meshllm.status import MeshStatus, ModelStatus, ServedRing
@@ -25,14 +25,20 @@ _NODE = "the node of this machine"
 
 
 def choose(
-    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool = True, quiet: bool = False
+    chosen: Settings,
+    flags: Mapping[str, Scalar],
+    *,
+    shows_model: bool = True,
+    quiet: bool = False,
+    names_hops: bool = True,
 ) -> tuple[Opener, Settings, str]:
     """Return a function that opens the backend, the settings with its model, and who is asked, for
     people.
 
     Unless ``quiet``, a message says where the prompt goes when another machine reads it, and what a
     ring that does not serve yet waits for. To save
-    time, a running node is asked for its status only if something of it is shown or compared.
+    time, a running node is asked for its status only if something of it is shown or compared. With
+    ``names_hops`` the hops of its answers have the names of nodes beside their ids.
 
     Raises:
         UserError: a flag contradicts the backend.
@@ -42,7 +48,8 @@ def choose(
             raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
         return open_local, chosen, _here(chosen)
     if flags["join"] is None and is_running(chosen):
-        return _running(chosen, flags, shows_model=shows_model, quiet=quiet)
+        node = _open_named if names_hops else open_client
+        return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
         return open_local, chosen, _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
@@ -55,15 +62,20 @@ def choose(
 
 
 def _running(
-    chosen: Settings, flags: Mapping[str, Scalar], *, shows_model: bool, quiet: bool
+    chosen: Settings,
+    flags: Mapping[str, Scalar],
+    node: Opener,
+    *,
+    shows_model: bool,
+    quiet: bool,
 ) -> tuple[Opener, Settings, str]:
-    """Choose the running node, see `choose`."""
+    """Choose the running node, opened by ``node``, see `choose`."""
     import logging
 
     logging.getLogger(__name__).info("using the node at %s", socket_path(chosen))
     _refuse(flags, _RING_SETTINGS, "the running node already has a ring")
     if quiet and not shows_model and flags["model"] is None:
-        return open_client, change(chosen, {"model": "the running node"}), _NODE
+        return node, change(chosen, {"model": "the running node"}), _NODE
     status = _fetch_status(chosen)
     model = _model_of(status, flags["model"])
     is_provided = bool(model and model.providers)
@@ -75,9 +87,7 @@ def _running(
             _announce(reader)
         if not is_provided and (cause := _awaited(status, model)):
             render.talk(render.dim(f"waiting: {cause}"))
-    opener = (
-        open_client if model is None or not flags["model"] else _asking(open_client, model.name)
-    )
+    opener = node if model is None or not flags["model"] else _asking(node, model.name)
     served = change(chosen, {"model": model.name}) if model else chosen
     return opener, served, reader or f"{_NODE}{_size_of(status, model)}"
 
@@ -92,6 +102,38 @@ class _OfModel:
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer with the model, see `Backend`."""
         return self.backend.generate(replace(request, model=self.model))
+
+
+@dataclass(frozen=True, slots=True)
+class _NamingHops:
+    """The running node, whose answers tell the names of the nodes beside their ids."""
+
+    node: NodeClient
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        """Answer, see `Backend`."""
+        async with aclosing(self.node.generate(request)) as events:
+            async for event in events:
+                yield await self._named(event) if isinstance(event, Answer) else event
+
+    async def _named(self, answer: Answer) -> Answer:
+        from meshllm.cli.ring.status import clean
+
+        if not answer.hops:
+            return answer
+        try:
+            status = clean(await self.node.status())
+        except MeshError:  # the answer is complete: names are not worth an error
+            return answer
+        names = {each.short: f"{each.name} ({each.short})" for each in status.nodes if each.name}
+        hops = (replace(hop, node=names.get(hop.node, hop.node)) for hop in answer.hops)
+        return replace(answer, hops=tuple(hops))
+
+
+@asynccontextmanager
+async def _open_named(settings: Settings) -> AsyncIterator[Backend]:
+    async with open_client(settings) as node:
+        yield _NamingHops(node)
 
 
 def _asking(opener: Opener, model: str) -> Opener:

@@ -113,7 +113,9 @@ def chat(
         opener = context.obj
     else:
         shows_model = text is None or as_json
-        opener, chosen, where = choose(chosen, flags, shows_model=shows_model, quiet=quiet)
+        opener, chosen, where = choose(
+            chosen, flags, shows_model=shows_model, quiet=quiet, names_hops=not as_json
+        )
     if text is None:
         if as_json or raw:
             raise UserError("`--json` and `--raw` need a prompt", hint="pass PROMPT, or pipe it in")

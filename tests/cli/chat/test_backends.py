@@ -17,7 +17,9 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import is_answered
 from meshllm.cli.app import app
 from meshllm.cli.chat import backends, chat
+from meshllm.cli.shared.client import NodeClient
 from meshllm.config import Scalar, keys, load
+from meshllm.errors import TimedOut
 from meshllm.names import short
 from meshllm.node.membership.bootstrap import client_folder
 from meshllm.protocol.trust.credential import Role
@@ -25,7 +27,7 @@ from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import SECRET_BYTES, Ticket
 from meshllm.status import RingState, ServedRing
 from tests.builders.fake_node import FOX, FakeNode
-from tests.builders.fake_ring import FakeRing
+from tests.builders.fake_ring import FakeRing, answer_of
 from tests.builders.status import node_id
 
 pytestmark = pytest.mark.socket
@@ -85,6 +87,37 @@ def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> 
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "hello w\u2028rld\n", "")
     assert (node.requests[0].max_tokens, local.requests) == (9, [])
+
+
+@pytest.mark.parametrize("words", [("--quiet",), (), ("--model", "builtin")])
+def test_times_of_hops_have_the_names_and_ids_of_the_nodes(
+    ask: Ask, node: FakeNode, words: tuple[str, ...]
+) -> None:
+    status = node.status()
+    known, named = status.nodes[0].short, status.nodes[1].short
+    first, second = answer_of("hi", 3).hops
+    hops = replace(first, node=known), replace(second, node=named), replace(second, node="gone")
+    node.said = (replace(answer_of("hi", 3), hops=hops),)
+
+    shown = " ".join(ask("chat", "--stats", *words).stderr.split())
+
+    assert f" 0 {status.nodes[0].name} ({known}) 0:4 " in shown
+    assert f' 1 a "b"\\\\nc ({named}) 4:8 ' in shown
+    assert " 1 gone 4:8 " in shown
+    told = json.loads(ask("chat", "--json", *words).stdout)
+    assert [hop["node"] for hop in told["hops"]] == [known, named, "gone"]
+
+
+def test_an_answer_without_names_is_shown(
+    ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: NodeClient) -> None:
+        raise TimedOut("The node did not answer")
+
+    monkeypatch.setattr(NodeClient, "status", fail)
+    node.said = (answer_of("hi", 3),)
+
+    assert "  node-0  0:4 " in ask("chat", "--quiet", "--stats").stderr
 
 
 def test_the_mesh_that_reads_the_prompt_is_named(ask: Ask, node: FakeNode) -> None:
