@@ -97,6 +97,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self.release)
         return future
 
+    def suspend(self, seconds: float) -> None:
+        """Let time pass as if the process was suspended: what is due in it happens late."""
+        self._clock.now += seconds
+
     def hold(self) -> None:
         """Hold the clock until `release`; calls nest."""
         self._clock.held += 1

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from meshllm.testing import clock
-from meshllm.testing.clock import InlineExecutor, run_virtual
+from meshllm.testing.clock import InlineExecutor, VirtualLoop, run_virtual
 
 
 def test_an_hour_takes_no_time_and_sleepers_wake_in_order() -> None:
@@ -150,3 +150,16 @@ def test_an_inline_executor_returns_what_was_raised() -> None:
 
     with pytest.raises(ValueError, match="seven"):
         future.result()
+
+
+def test_what_is_due_in_a_suspension_happens_afterwards() -> None:
+    async def story() -> list[float]:
+        loop, fired = asyncio.get_running_loop(), list[float]()
+        assert isinstance(loop, VirtualLoop)
+        for delay in (1.0, 2.0, 7.0):
+            loop.call_later(delay, lambda: fired.append(loop.time()))
+        loop.suspend(5.0)
+        await asyncio.sleep(5.0)
+        return fired
+
+    assert run_virtual(story()) == [5.0, 5.0, 7.0]

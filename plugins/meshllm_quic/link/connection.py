@@ -33,6 +33,9 @@ REFUSED_ROUNDS = 3
 refuses a datagram. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose
 peer sends anything in that time. More than one proves no more, and hosts send few per second."""
 TICK_S = 1e-6
+GRACE_S = 0.5
+"""If a timer is so late, this process was suspended. What the peer sent meanwhile is read, and it
+gets so long to answer, before the connection ends."""
 REFUSED: Final = 1
 BROKEN: Final = 2
 """Error codes of CONNECTION_CLOSE besides 0: peer refused, protocol violation."""
@@ -99,6 +102,7 @@ class Connection:
         self._gone = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._fired_at = 0.0
+        self._was_late = False  # a timer, and nothing was received since
         self._soon: asyncio.Handle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._keep_alive_at = self._loop.time() + KEEP_ALIVE_S
@@ -130,7 +134,7 @@ class Connection:
     def receive(self, datagram: bytes, route: Route, now: float) -> None:
         """Receive a datagram from ``route``; call `work` afterwards."""
         self._keep_alive_at = now + KEEP_ALIVE_S
-        self._rounds, self._round_end = 0, None
+        self._rounds, self._round_end, self._was_late = 0, None, False
         before = 0 if self.is_open else self.machine.heard
         try:
             self.machine.receive_datagram(datagram, PEER, now)
@@ -279,6 +283,7 @@ class Connection:
         self._timer = None
         self._fired_at = at + TICK_S
         now = self._now()
+        self._notice_suspension(at, now)
         if now >= self._open_by and not self.is_open:
             self.abort()
             return
@@ -298,6 +303,15 @@ class Connection:
         if due is not None and now >= due:
             self.machine.handle_timer(now)
         self.work()
+
+    def _notice_suspension(self, at: float, now: float) -> None:
+        if now < at + GRACE_S or self._was_late:
+            return
+        until, self._was_late = now + GRACE_S, True
+        self._open_by = max(self._open_by, until)
+        if self._round_end is not None:
+            self._round_end = max(self._round_end, until)
+        self.machine.extend_idle(until)
 
     def _handle_events(self) -> None:
         while not self._gone.is_set() and (event := self.machine.next_event()) is not None:

@@ -114,6 +114,11 @@ class ConnectionMachine(QuicConnection):
         self._max_datagram_size = self._loss._pacer._max_datagram_size = size
         self._loss._cc.max_datagram_size = size  # type: ignore[attr-defined]  # ours has it
 
+    def extend_idle(self, until: float) -> None:
+        """Do not let the idle timeout pass before ``until``."""
+        if not self.is_closing and self._close_at is not None:
+            self._close_at = max(self._close_at, until)
+
     def receive_datagram(self, data: bytes, addr: NetworkAddress, now: float) -> None:
         """Receive a datagram; raise `PeerFault` if it leaves the connection unusable."""
         try:

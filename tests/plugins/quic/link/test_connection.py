@@ -7,9 +7,17 @@ import pytest
 from aioquic.quic.configuration import QuicConfiguration
 
 from meshllm.errors import LinkLost, PeerFault, UserError
+from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import Channel
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
-from meshllm_quic.link.connection import BROKEN, OPEN_S, REFUSED
+from meshllm_quic.link.connection import (
+    BROKEN,
+    GRACE_S,
+    OPEN_S,
+    REFUSED,
+    REFUSED_ROUNDS,
+    Connection,
+)
 from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import QuicAddress, show_key
 from meshllm_quic.relay.relays import MAX_RELAYS
@@ -101,6 +109,62 @@ async def test_an_idle_link_stays_open() -> None:
 
         await echo(one, other)
         await asyncio.gather(one.close(), other.close())
+
+
+def suspend(seconds: float) -> None:
+    """Suspend this process, both ends of its links included."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.suspend(seconds)
+
+
+@virtual
+async def test_a_link_whose_ends_were_both_stopped_goes_on() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+
+        for _ in range(2):
+            suspend(2 * IDLE_S)
+            await asyncio.sleep(2 * GRACE_S)
+
+        await echo(one, other)
+        await asyncio.gather(one.close(), other.close())
+
+
+@virtual
+async def test_after_a_stop_a_dead_machine_is_a_lost_link() -> None:
+    async with street() as here:
+        one, _other = await here.meet()
+
+        here.far.stop()
+        suspend(2 * IDLE_S)
+
+        with pytest.raises(LinkLost):
+            async with asyncio.timeout(2 * IDLE_S):
+                await one.receive()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@virtual
+async def test_after_a_stop_a_refusal_is_checked_again(*, is_there: bool) -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        connection = one._wire
+        assert isinstance(connection, Connection)
+        await asyncio.sleep(1.0)  # nothing is under way
+        if not is_there:
+            here.far.stop()
+        connection.refused(asyncio.get_running_loop().time())
+        connection._rounds = REFUSED_ROUNDS
+        suspend(1.0)
+
+        if is_there:
+            await echo(one, other)
+            await asyncio.gather(one.close(), other.close())
+        else:
+            with pytest.raises(LinkLost, match="Nobody listens"):
+                async with asyncio.timeout(1.0):
+                    await one.receive()
 
 
 @virtual
