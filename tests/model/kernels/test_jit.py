@@ -161,7 +161,7 @@ def test_threads_have_different_indices() -> None:
         function(4, 2, by.data_ptr())
         return set(by[:4].tolist())
 
-    assert {0, 1} in [numbers() for _ in range(200)]
+    assert any(numbers() == {0, 1} for _ in range(5000))  # on a busy machine not at once
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux only")
