@@ -7,9 +7,10 @@ from h11 import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from meshllm.node.event_loop import LATE_S
+
 HEADERS_S = 20.0  # s from the connection, or the last response, to the end of the next headers
 STALL_S = 30.0  # s in which a client must read what is buffered for it
-LATE_S = 1.0  # s by which a timer is late only if this process was stopped, or hung
 MAX_OPEN = 512  # connections; more close the one that has been idle longest
 
 

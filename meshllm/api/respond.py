@@ -27,6 +27,7 @@ from meshllm.errors import (
 )
 from meshllm.names import SESSION_ID_BYTES, SessionId
 from meshllm.node.admission_queue import AdmissionQueue
+from meshllm.node.event_loop import awake_timeout
 from meshllm.node.requests.held_bytes import HeldBytes
 from meshllm.node.requests.request_json import REQUEST_BYTES, error_to_fields
 from meshllm.protocol.kv_cache.admission import Admission
@@ -221,7 +222,7 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     body, size = bytearray(), 0
     if closes or not is_too_large:
         try:
-            async with asyncio.timeout(BODY_S):
+            async with awake_timeout(BODY_S):
                 async for chunk in request.stream():
                     size += len(chunk)
                     if size > most:

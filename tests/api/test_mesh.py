@@ -1,6 +1,6 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +120,22 @@ async def test_a_body_that_never_arrives_times_out(
     said = await client.post("/mesh/ask", content=drip())
 
     assert (said.status_code, said.json()["error"]["code"]) == (408, "timed_out")
+
+
+async def test_a_body_has_its_time_again_after_this_process_was_stopped(
+    client: httpx2.AsyncClient, advance: Callable[[float], None]
+) -> None:
+    whole = request_to_json(ASKED)
+
+    async def drip() -> AsyncIterator[bytes]:
+        yield whole[:9]
+        advance(3 * respond.BODY_S)
+        await asyncio.sleep(0.01)  # the timer fires
+        yield whole[9:]
+
+    said = await client.post("/mesh/ask", content=drip())
+
+    assert said.status_code == 200
 
 
 async def test_an_answer_is_sent_as_lines(client: httpx2.AsyncClient, door: FakeNode) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import selectors
 import signal
@@ -10,6 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from meshllm.node import event_loop
+from meshllm.testing.clock import VirtualLoop, run_virtual
 
 READER = """
 import asyncio, socket, sys
@@ -74,3 +76,32 @@ def test_after_a_stop_what_waits_is_read_before_timers_fire() -> None:
         delay_s *= 2
 
     assert first == b"read\n"
+
+
+def test_a_time_begins_again_after_a_stop() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        times = list[float]()
+
+        async def wait() -> None:
+            async with event_loop.awake_timeout(5.0):
+                loop.suspend(60.0)
+                await asyncio.sleep(4.0)
+                times.append(loop.time())
+                await asyncio.Event().wait()
+
+        with pytest.raises(TimeoutError):
+            await wait()
+        assert [*times, loop.time()] == [64.0, 65.0]
+
+    run_virtual(story())
+
+
+def test_what_ends_in_time_does_not_time_out() -> None:
+    async def story() -> None:
+        async with event_loop.awake_timeout(5.0):
+            await asyncio.sleep(4.0)
+        await asyncio.sleep(60.0)
+
+    run_virtual(story())

@@ -38,6 +38,7 @@ from meshllm.api.generation.reply import Reply, reason
 from meshllm.api.generation.service import Service
 from meshllm.api.v1.chat import APART, Chat, ChatCall, call, call_entry, token_entry
 from meshllm.errors import Busy, MeshError, UserError
+from meshllm.node.event_loop import awake_timeout
 from meshllm.request import Answer, Event, Piece, Prefilled
 from meshllm.strict_json import WrongField, build
 
@@ -110,7 +111,7 @@ class _ChatSocket:
     async def _read(self, group: asyncio.TaskGroup) -> None:
         while True:
             try:
-                async with asyncio.timeout(IDLE_S):
+                async with awake_timeout(IDLE_S):
                     message = await self.socket.receive()
             except TimeoutError:
                 if not self.answers:
