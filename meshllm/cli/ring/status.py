@@ -1,6 +1,7 @@
 """Lays out the status report of a node for a terminal."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from textwrap import wrap
@@ -31,25 +32,43 @@ _CAUSES = {
     LossCause.LINK_LOST: "of a link",
     LossCause.REPLANNED: "by another plan",
 }
+_ID = re.compile(r"`([a-z0-9]+)`")
 _SHORT = 12  # characters of a name in the widest table
 _NODES, _LINKS, _HOPS, _FURTHER = 2, 3, 4, 6  # positions in the layout
 
 
 def clean(value: T) -> T:
     """Escape control characters in every text of a report: some texts come from other nodes."""
-    return cast("T", _clean(value))
+    return cast("T", _each_text(value, _escape))
 
 
-def _clean(value: Any) -> Any:
+def _escape(text: str) -> str:
+    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _with_names(status: MeshStatus) -> MeshStatus:
+    """Put names before the ids of nodes in reasons and advice, where ids are in backticks."""
+    names = {each.short: cut(each.name) for each in status.nodes if each.name}
+
+    def name(found: re.Match[str]) -> str:
+        known = names.get(found[1])
+        return f"`{known}` ({found[1]})" if known else found[0]
+
+    return cast("MeshStatus", _each_text(status, lambda text: _ID.sub(name, text)))
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     match value:
         case StrEnum() | Span():
             return value
         case str():
-            return safe(value).replace("\n", "\\n").replace("\t", "\\t")
+            return change(value)
         case tuple():
-            return tuple(_clean(each) for each in value)
+            return tuple(_each_text(each, change) for each in value)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            parts = {each.name: _clean(getattr(value, each.name)) for each in fields(value)}
+            parts = {
+                each.name: _each_text(getattr(value, each.name), change) for each in fields(value)
+            }
             return replace(value, **parts)
         case _:
             return value
@@ -63,7 +82,7 @@ def lay_out(
     If it has more than ``rows`` lines, tables are dropped and the picture is kept. ``is_whole``
     truncates no table.
     """
-    most = None if is_whole else columns
+    most, status = None if is_whole else columns, _with_names(status)
     parts = [
         _facts((*_about(status.ring, status.model), ("mesh", _mesh(status))), columns),
         _ring(status.ring, status, columns),

@@ -8,6 +8,20 @@ from meshllm.status import NodeState
 from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
 
+def test_reasons_and_advice_have_the_names_and_ids_of_nodes() -> None:
+    status = with_node(status_of(3), 2, reason="`desk1bc` refuses it")
+    first, second = (each.short for each in status.nodes[:2])
+    status = with_node(status, 0, name="")
+    reason = f"`{second}` is leaving `{first}`, not `unknown`, of {second}"
+
+    text = lay_out(with_ring(status, reason=reason, advice=f"`{second}` is slow"), 200)
+
+    assert second == "desk1bc"
+    assert f": `desk` (desk1bc) is leaving `{first}`, not `unknown`, of desk1bc\n" in text
+    assert "`desk` (desk1bc) refuses it\n" in text
+    assert "`desk` (desk1bc) is slow" in text
+
+
 def test_the_layout_of_a_ring() -> None:
     text = lay_out(status_of(3), 80)
 
