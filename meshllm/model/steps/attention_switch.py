@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from meshllm.model.split.kv_cache import WindowLayer
 from meshllm.model.split.shard import Shard
+from meshllm.model.split.stubs import EndOfSpan
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
 """Maps query [1, H, T, D], key, value, scale and window to [1, T, H, E]."""
@@ -43,6 +44,7 @@ class AttentionSwitch:
     def __init__(self, shard: Shard) -> None:
         """Replace `sdpa` in a model; the results stay the same outside of `using`."""
         self._attend: Attend | None = None
+        self._ends = frozenset[nn.Module]()
         self._slides = any(isinstance(each, WindowLayer) for each in shard.new_cache().layers)
         self._config = shard.model.config
         stock = self._config._attn_implementation
@@ -60,6 +62,18 @@ class AttentionSwitch:
             yield
         finally:
             self._attend = before
+
+    @contextmanager
+    def ending_at(self, layer: nn.Module) -> Iterator[None]:
+        """End the forward inside the block once a layer has its keys and values.
+
+        `Shard.forward` then returns rows [1, T, ...] without a meaning.
+        """
+        self._ends = frozenset(layer.modules())
+        try:
+            yield
+        finally:
+            self._ends = frozenset()
 
     def close(self) -> None:
         """Restore the model, which also happens when this is collected before the model."""
@@ -84,6 +98,8 @@ class AttentionSwitch:
                 module, query, key, value, attention_mask, **options
             )
             return stock
+        if module in self._ends:
+            raise EndOfSpan(query.transpose(1, 2))
         unknown = {name for name in options.keys() - _KNOWN if options[name] is not None}
         if self._slides and "sliding_window" not in options:
             unknown.add("a window")

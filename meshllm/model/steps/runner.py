@@ -35,7 +35,7 @@ class Runner:
         self.shard = shard
         self.steps, self.execution = choose_steps(shard, counts, trial or try_steps, whole)
         self.step, self.step_many = self.steps.step, self.steps.step_many
-        self.refill = self.steps.refill
+        self.refill, self.fill = self.steps.refill, self.steps.fill
         self.runs_in_one_pass, self.warm_up_steps = self.steps.runs_in_one_pass, self.steps.warm_up
         self.new_cache = shard.new_cache
 
@@ -159,7 +159,7 @@ class SpanRunner:
         ``x`` is the input of the first piece at the positions ``places``; None if it is unknown.
         Returns the output of the last piece ``[1, T, D]`` if it ``is_sent``: if the next rank lacks
         the rows too. A piece that has the rows runs again only for an output that is needed and was
-        not recorded.
+        not recorded. One whose output nobody needs ends with the keys and values of its last layer.
 
         Raises:
             ModelError: the input of a piece that must run is unknown.
@@ -170,16 +170,19 @@ class SpanRunner:
             is_known = cache.recorded(piece.span.stop, places.start, places.stop) is not None
             is_needed = part.length < places.stop or (is_needed and not is_known)
             runs.insert(0, is_needed)
-        for (piece, part), runs_it in zip(parts, runs, strict=True):
+        for (piece, part), runs_it, goes_on in zip(parts, runs, [*runs[1:], is_sent], strict=True):
             if not runs_it:
                 x = cache.recorded(piece.span.stop, places.start, places.stop)
-            elif x is None:
+                continue
+            if x is None:
                 raise ModelError(f"Nothing to compute layers {piece.span} at {places} from")
-            else:
-                part.crop(places.start)
-                x = piece.refill(x, part) if is_step else piece.prefill(x, part, 1)
-                self.recomputed += len(places) * len(piece.span)
-                self._record(cache, places.start, x, piece)
+            part.crop(places.start)
+            self.recomputed += len(places) * len(piece.span)
+            if not (goes_on or (self._sent and piece is self.pieces[-1])):
+                piece.fill(x, part, is_step=is_step)
+                continue
+            x = piece.refill(x, part) if is_step else piece.prefill(x, part, 1)
+            self._record(cache, places.start, x, piece)
         return x if is_sent else None
 
     def _record(

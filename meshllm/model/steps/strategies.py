@@ -91,6 +91,10 @@ class Steps(Protocol):
         """Run rows that were computed in steps before; each gets what `step` would return."""
         ...
 
+    def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        """Add to the cache what `refill` or `prefill` of rows would."""
+        ...
+
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
         ...
@@ -126,6 +130,10 @@ class StockSteps:
     def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows one after the other."""
         return self.step(x, cache)
+
+    def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        """Run rows."""
+        _fill(self, x, cache, is_step=is_step)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return False: rows run one at a time."""
@@ -172,6 +180,11 @@ class InvariantSteps:
         """Run rows in passes of up to `most_refilled`."""
         parts = torch.split(x, self.most_refilled, 1)
         return torch.cat([self.run(part, [cache], [part.shape[1]]) for part in parts], 1)
+
+    def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        """Run rows up to the keys and values of the last layer."""
+        with self.attention.ending_at(self.shard.layer(self.shard.span.stop - 1)):
+            _fill(self, x, cache, is_step=is_step)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
@@ -237,6 +250,13 @@ class ReplayedSteps:
             run = self.run if rows in self.inner.counts else self.inner.run
             outputs.append(run(part, [cache], [rows]))
         return torch.cat(outputs, 1)
+
+    def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        """Run rows up to the keys and values of the last layer, unless steps are to be replayed."""
+        if is_step and self.inner.most_refilled in self.inner.counts:
+            self.refill(x, cache)
+        else:
+            self.inner.fill(x, cache, is_step=is_step)
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
         """Run a step, replayed if its trace is ready."""
@@ -317,6 +337,10 @@ class GraphSteps:
     def refill(self, x: Tensor, cache: SpanCache) -> Tensor:
         """Run rows in as few launches as possible."""
         return self.step(x, cache)
+
+    def fill(self, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        """Run rows."""
+        _fill(self, x, cache, is_step=is_step)
 
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
@@ -451,6 +475,13 @@ def _traced_attention(
     query, key, value, scale, window = inputs
     tracer.attended(query, (key, value), attended, scale, window)
     return attended
+
+
+def _fill(steps: Steps, x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+    if is_step:
+        steps.refill(x, cache)
+    else:
+        steps.prefill(x, cache, 1)
 
 
 def _in_groups(

@@ -167,6 +167,47 @@ def test_a_refill_computes_only_the_pieces_that_lack_the_rows(source: Source) ->
     assert cache.recorded(4, 0, 11) is not None  # for the next loss
 
 
+def test_an_output_that_nobody_needs_is_not_computed(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, before = span_runner(source, "0:1"), span_runner(source, "2:4")
+    after, whole = span_runner(source, "1:2", "2:4"), span_runner(source, "1:4")
+    rows, step = first.prefill(TOKENS, first.new_cache()), torch.ones(1, 1, 64)
+    cache, right = before.new_cache(), whole.new_cache()
+    lost = span_runner(source, "1:2")
+    before.prefill(lost.prefill(rows, lost.new_cache()), cache)
+    whole.prefill(rows, right)
+    after.regroup(cache)
+    filled, fill = list[int](), after.pieces[0].fill
+
+    def noted(x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+        filled.append(x.shape[1])
+        fill(x, cache, is_step=is_step)
+
+    monkeypatch.setattr(after.pieces[0], "fill", noted)
+    places = range(TOKENS.shape[1])
+    assert after.refill(rows, cache, places, is_step=False, is_sent=False) is None
+
+    assert filled == [len(places)]
+    assert torch.equal(after.step(step, cache), whole.step(step, right))
+
+
+def test_an_output_is_recorded_for_the_next_loss_even_if_nobody_needs_it_now(
+    source: Source,
+) -> None:
+    before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
+    whole, places = span_runner(source, "0:4"), range(TOKENS.shape[1])
+    cache = before.new_cache()
+    before.prefill(TOKENS, cache)
+    after.regroup(cache)
+
+    assert after.refill(None, cache, places, is_step=False, is_sent=False) is None
+
+    known = cache.recorded(4, 0, len(places))
+    assert known is not None
+    assert torch.equal(known, whole.prefill(TOKENS, whole.new_cache()))
+
+
 def test_a_refill_without_the_rows_before_a_lost_layer_is_refused(source: Source) -> None:
     before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
     cache = before.new_cache()

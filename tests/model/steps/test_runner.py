@@ -4,6 +4,8 @@ import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -30,6 +32,7 @@ from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
 from meshllm.model.steps.strategies import REFILLED, InvariantSteps
+from meshllm.model.steps.trial import skip_trial
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 from tests.model.invariance import require_row_invariant
@@ -85,9 +88,13 @@ SHORT = {"gpt2": [2 * MOST_ROWS + 4, MOST_ROWS, 1]}
 """The same, of families with few positions."""
 
 
+@pytest.mark.parametrize("quant", [Quant.NONE, Quant.INT8])
 @pytest.mark.parametrize("family", INVARIANT)
-def test_rows_that_are_computed_again_equal_steps(tmp_path: Path, family: str) -> None:
-    runner = runner_of(tmp_path, family, torch.bfloat16)
+def test_rows_that_are_computed_again_equal_steps(
+    tmp_path: Path, family: str, quant: Quant
+) -> None:
+    source = tiny_model(tmp_path, family, dtype=torch.bfloat16)
+    runner = Runner(load_shard(source, Span(0, 6), embed=True, head=True, quant=quant), COUNTS)
     require_row_invariant(runner)
     counts = SHORT.get(family, AGAIN)
     tokens, behind = ids(sum(counts), seed=1), ids(5, seed=2)
@@ -99,6 +106,48 @@ def test_rows_that_are_computed_again_equal_steps(tmp_path: Path, family: str) -
     assert torch.equal(torch.cat(after, 1), before)
     assert again.length == steps.length == 3 + len(tokens[0])
     assert torch.equal(runner.step(behind, again), runner.step(behind, steps))
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["prompt", "steps"])
+@pytest.mark.parametrize("counts", [COUNTS, ()], ids=["row-invariant", "stock"])
+@pytest.mark.parametrize("family", INVARIANT)
+def test_caches_can_be_filled_without_the_output(
+    tmp_path: Path, family: str, counts: tuple[int, ...], *, is_step: bool
+) -> None:
+    runner = runner_of(tmp_path, family, torch.bfloat16, counts)
+    tokens, behind = ids(2 * MOST_ROWS + 4, seed=1), ids(5, seed=2)
+    whole, again = filled(runner, 3), filled(runner, 3)
+    runner.refill(tokens, whole) if is_step else runner.prefill(tokens, whole)
+
+    runner.fill(tokens, again, is_step=is_step)
+
+    assert again.length == whole.length == 3 + len(tokens[0])
+    assert torch.equal(runner.step(behind, again), runner.step(behind, whole))
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["prompt", "steps"])
+def test_filled_caches_cost_no_products_behind_the_last_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_step: bool
+) -> None:
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    source = tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    shard = load_shard(source, Span(0, 6), embed=True, head=True)
+    runner = Runner(shard, COUNTS, skip_trial)
+    require_row_invariant(runner)
+    cache, ran = filled(runner, 3), list[tuple[int, str]]()
+
+    def note(place: tuple[int, str], *_: object) -> None:
+        ran.append(place)
+
+    for layer, name in product((4, 5), ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")):
+        module = shard.layer(layer).get_submodule(name)
+        module.register_forward_hook(partial(note, (layer, name)))
+
+    runner.fill(ids(REFILLED), cache, is_step=is_step)
+
+    names = [name for layer, name in ran if layer == 5]
+    assert names == ["self_attn.k_proj"]
+    assert len(ran) == 3 + 1
 
 
 @pytest.fixture(params=[1, 2])

@@ -55,7 +55,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
 
     def counted_build(self: Runner, *what: object) -> None:
         build(self, *what)  # type: ignore[arg-type]
-        step_many, refill = self.step_many, self.refill
+        step_many, refill, fill = self.step_many, self.refill, self.fill
 
         def counted_steps(
             parts: Sequence[Tensor], caches: Sequence[SpanCache | None]
@@ -67,7 +67,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
             count(self, x.shape[1])
             return refill(x, cache)
 
-        self.step_many, self.refill = counted_steps, counted_refill
+        def counted_fill(x: Tensor, cache: SpanCache, *, is_step: bool) -> None:
+            count(self, x.shape[1])
+            fill(x, cache, is_step=is_step)
+
+        self.step_many, self.refill, self.fill = counted_steps, counted_refill, counted_fill
         self.step = lambda x, cache: counted_steps([x], [cache])[0]
 
     monkeypatch.setattr(Runner, "prefill", counted_prefill)
