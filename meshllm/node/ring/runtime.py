@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
 from meshllm.node.compute.warm_up import WarmUp
+from meshllm.node.ring.idle_links import IdleLink, IdleLinks
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.session_store import SessionStore
 from meshllm.node.ring.span_loader import LoadedSpan
@@ -43,7 +42,6 @@ from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
 MAX_SESSIONS = 8  # concurrent generations; further ones wait
-MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before it is answered
 
 logger = logging.getLogger(__name__)
 
@@ -83,55 +81,6 @@ class RuntimeHost(Protocol):
         """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
 
 
-class _IdleLink:
-    """A link that is not in use yet; it is read ahead, so that its loss is noticed."""
-
-    def __init__(self, link: contract.Link) -> None:
-        self._link = link
-        self._buffered: deque[tuple[contract.Channel, contract.Buffer]] = deque()
-        self._prompt = link if isinstance(link, contract.Prompt) else None
-        self.send = link.send
-        self.close = link.close
-        self.watching: asyncio.Task[None] | None = None
-
-    def offer(
-        self,
-        message: Sequence[contract.Buffer],
-        channel: contract.Channel = contract.Channel.DATA,
-    ) -> bool:
-        return self._prompt is not None and self._prompt.offer(message, channel)
-
-    async def receive(self) -> tuple[contract.Channel, contract.Buffer]:
-        return self._buffered.popleft() if self._buffered else await self._link.receive()
-
-    async def first(self) -> contract.Buffer:
-        """Wait for the first message, and keep it buffered."""
-        self._buffered.append(await self._link.receive())
-        return self._buffered[0][1]
-
-    async def watch(self, gone: Callable[[], None]) -> None:
-        """Read ahead until the peer closes the link, or sends more than it may unanswered."""
-        try:
-            while len(self._buffered) < MAX_BUFFERED:
-                self._buffered.append(await self._link.receive())
-        except MeshError as error:
-            logger.debug("idle ring link lost: %s", error)
-        gone()
-
-    def stop_watching(self) -> None:
-        """Stop reading ahead; `watch_ended` waits until that has ended."""
-        if self.watching is not None:
-            self.watching.cancel()
-
-    async def watch_ended(self) -> None:
-        if self.watching is not None:
-            await asyncio.wait([self.watching])
-
-    @property
-    def statistics(self) -> contract.LinkStatistics:
-        return self._link.statistics
-
-
 class RingRuntime:
     """The rank of a node in the ring of the plan in force."""
 
@@ -143,9 +92,6 @@ class RingRuntime:
         self._model = model
         self._host = host
         self._machine = Forming(me)
-        self._links: dict[int, _IdleLink] = {}
-        self._closing = set[asyncio.Task[None]]()
-        self._numbers = count()
         self._span: LoadedSpan | None = None
         self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
         self._store: SessionStore | None = None
@@ -165,6 +111,7 @@ class RingRuntime:
         self._is_narrow = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
+        self._links = IdleLinks(self._tasks, self._gone)
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
         self._is_closed = False
@@ -267,17 +214,16 @@ class RingRuntime:
                     self._is_closed = True  # from now on nothing may be started
         finally:
             self._machine.close()
-            links, self._links = self._links, {}
-            await asyncio.gather(*(link.close() for link in links.values()), *self._closing)
+            await self._links.close_all()
 
     @property
     def is_closed(self) -> bool:
         """Whether it accepts no links any more."""
         return self._is_closed
 
-    def take(self, link: _IdleLink, peer: NodeId, hello: Hello) -> None:
+    def take(self, link: IdleLink, peer: NodeId, hello: Hello) -> None:
         """Take over a link after its first message."""
-        self._act(self._machine.arrived(peer, hello, self._idle(link), loop_time()))
+        self._act(self._machine.arrived(peer, hello, self._links.add(link), loop_time()))
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -290,7 +236,7 @@ class RingRuntime:
                     self._store = None
                     self._model.unload()
                 case CloseLink(number):
-                    self._close(number)
+                    self._links.close(number)
                 case ReportLoad(is_loaded, trouble):
                     self._host.loaded(is_loaded, trouble)
                 case AttemptEnded(reason):
@@ -302,6 +248,9 @@ class RingRuntime:
     def _expire(self) -> None:
         self._act(self._machine.expire(loop_time()))
 
+    def _gone(self, number: int) -> None:
+        self._act(self._machine.gone(number, loop_time()))
+
     # Jobs, one at a time.
 
     def _job_of(self, action: Stop | Load | OpenLink | Begin) -> Job | None:
@@ -311,9 +260,7 @@ class RingRuntime:
             case OpenLink(node):
                 return partial(self._dial, node)
             case Begin(plan, before, after):
-                for number in (before, after):
-                    if number is not None:
-                        self._links[number].stop_watching()
+                self._links.stop_watching(before, after)
                 return partial(self._serve, plan, before, after)
             case Stop():
                 return self._model.unload_late if self._is_free else None
@@ -417,25 +364,25 @@ class RingRuntime:
 
     async def _dial(self, node: NodeId) -> None:
         try:
-            link = _IdleLink(await self._host.dial(node))
+            link = IdleLink(await self._host.dial(node))
         except MeshError as error:
             self._act(self._machine.failed(str(error), loop_time()))
             return
-        number = self._idle(link)
+        number = self._links.add(link)
         try:
             await link.send(encode(self._hello), contract.Channel.CONTROL)
         except MeshError as error:
-            self._close(number)
+            self._links.close(number)
             self._act(self._machine.failed(str(error), loop_time()))
         except asyncio.CancelledError:
-            self._close(number)
+            self._links.close(number)
             raise
         else:
             self._act(self._machine.dialled(number, loop_time()))
 
     async def _serve(self, plan: Plan, *numbers: int | None) -> None:
         """Serve until a neighbour is lost."""
-        links = [self._links.pop(number) for number in numbers if number is not None]
+        links = self._links.take(*numbers)
         try:
             for link in links:
                 await link.watch_ended()
@@ -444,7 +391,7 @@ class RingRuntime:
             reason = await self._run(node) if node else LinkLost("A node withdrew its offer")
         finally:  # in the background: closing waits for the peer, which the next plan need not
             for link in links:
-                self._discard(link)
+                self._links.discard(link)
         self._host.broke(plan)
         self._act(self._machine.broke(str(reason), loop_time()))
 
@@ -487,7 +434,7 @@ class RingRuntime:
         assert self.plan is not None  # a node without one dials no rank
         return Hello(self._me, self.plan.epoch, self.plan.digest, self._group)
 
-    def _peers(self, plan: Plan, links: Sequence[_IdleLink]) -> list[RingLink]:
+    def _peers(self, plan: Plan, links: Sequence[IdleLink]) -> list[RingLink]:
         """Return the links to the previous and the next rank; none in a ring of one."""
         rank, stages = plan.rank(self._me) or 0, plan.stages
         nodes = [stages[rank - 1].node, stages[(rank + 1) % len(stages)].node][: len(links)]
@@ -575,27 +522,6 @@ class RingRuntime:
         self.stage = node if isinstance(node, StageNode) else None
         self._host.at_work()
 
-    # Idle links.
-
-    def _idle(self, link: _IdleLink) -> int:
-        number = next(self._numbers)
-        self._links[number] = link
-        link.watching = self._tasks.create_task(link.watch(partial(self._gone, number)))
-        return number
-
-    def _gone(self, number: int) -> None:
-        self._act(self._machine.gone(number, loop_time()))
-
-    def _close(self, number: int) -> None:
-        if link := self._links.pop(number, None):
-            link.stop_watching()
-            self._discard(link)
-
-    def _discard(self, link: _IdleLink) -> None:
-        task = asyncio.create_task(_closed(link))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
 
 async def arrive(
     link: contract.Link, peer: NodeId, find: Callable[[Hello], RingRuntime | None]
@@ -605,7 +531,7 @@ async def arrive(
     The runtime closes it unless it is for the plan in force or a later one. If cancelled, it is
     closed too.
     """
-    idle, runtime, hello = _IdleLink(link), None, None
+    idle, runtime, hello = IdleLink(link), None, None
     try:
         async with asyncio.timeout(SILENCE):
             hello = decode(await idle.first())
@@ -623,8 +549,3 @@ def _span_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:
     """Return what a node loads for a plan: its span, and whether it is the entry, or alone."""
     rank = plan.rank(node) or 0
     return plan.stages[rank].span, rank == 0, len(plan.stages) == 1
-
-
-async def _closed(link: _IdleLink) -> None:
-    await link.watch_ended()
-    await link.close()
