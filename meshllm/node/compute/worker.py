@@ -31,6 +31,7 @@ SHORT_HANG_S = 60.0  # s; limit of what sessions run, unless `expected` says mor
 LOAD_HANG_S = 3600.0  # s; limit of anything else: loading 100 GB from a slow disk takes half of it
 WATCH_S = 1.0  # s between two looks at the running function,
 WATCH_LEAST_S = 0.05  # or less, if it reaches its limit before
+LATE_S = 0.5  # s by which a look is late only if this process was stopped, not if it is busy
 TRIAL_BYTES = 64 << 20  # of the matrix of `calibrate`
 TRIALS = 20  # products; long enough to meet another program's time slice, a few ms
 
@@ -159,8 +160,9 @@ class Worker:
     async def sleep(self) -> None:
         """Sleep for `WATCH_S`, or until the running function reaches its limit.
 
-        If that takes longer, this process was stopped, and the limit is later: by that time, and by
-        what the function may not have had of the sleep before.
+        If that takes longer, the limit is later by that time. If it takes much longer, this process
+        was stopped: then also by what the function may not have had of the sleep before. Where the
+        event loop is always a little late, as much as it sleeps, a hang is still noticed.
         """
         hangs_in_s = self.hangs_in_s
         sleep_s = WATCH_S if hangs_in_s is None else min(WATCH_S, max(WATCH_LEAST_S, hangs_in_s))
@@ -168,7 +170,7 @@ class Worker:
         try:
             await asyncio.sleep(sleep_s)
             late_s = max(0.0, self._now() - until)
-            self.excuse(late_s + min(late_s, sleep_s))
+            self.excuse(late_s + (min(late_s, sleep_s) if late_s > LATE_S else 0.0))
         finally:
             self._wakes_at = inf
 

@@ -173,6 +173,29 @@ async def test_a_function_has_the_rest_of_its_time_after_this_process_was_stoppe
     assert later_s > awake_s == 0
 
 
+async def test_a_hang_is_noticed_by_an_event_loop_that_is_always_late(clock: Clock) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait()
+
+    async with compute_thread() as worker:
+        future = worker.start(hang)
+        await asyncio.to_thread(begun.wait)
+        clock.now += SHORT_HANG_S - WATCH_LEAST_S
+        for _ in range(3):
+            watching = asyncio.ensure_future(worker.sleep())
+            await asyncio.sleep(0)
+            clock.now += 3 * WATCH_LEAST_S
+            await watching
+        hung_s = worker.hung_s
+        go_on.set()
+        await asyncio.wrap_future(future)
+
+    assert hung_s > 0
+
+
 @pytest.mark.parametrize("is_noticed", [True, False])
 async def test_a_job_in_which_this_process_was_stopped_raises_no_limits(
     clock: Clock, *, is_noticed: bool
