@@ -180,7 +180,7 @@ class Checks:
 def _caches_left(node: MeshNode) -> str | None:
     """Return what a node without sessions still holds for one, in any of its rings."""
     for at in node.state.members:
-        store = at.runtime._store if at.runtime else None
+        store = at.runtime._held.store if at.runtime else None
         if at.rank and (size := at.rank.budget.live_bytes):
             return f"reserves {size} bytes of its KV cache"
         if store is None:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, Protocol, assert_never
 
 from meshllm.errors import LinkLost, MeshError
-from meshllm.names import FIRST_GROUP, GroupId, NodeId, Span
+from meshllm.names import FIRST_GROUP, GroupId, NodeId
 from meshllm.node.compute.warm_up import WarmUp
+from meshllm.node.ring.held_layers import HeldLayers
 from meshllm.node.ring.idle_links import IdleLink, IdleLinks
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.session_store import SessionStore
-from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
@@ -32,7 +31,6 @@ from meshllm.protocol.ring.forming import (
     ReportLoad,
     Stop,
 )
-from meshllm.protocol.ring.hang import HangLimits
 from meshllm.protocol.ring.slowdown import Slowdown
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, NeighbourLink
@@ -46,10 +44,6 @@ MAX_SESSIONS = 8  # concurrent generations; further ones wait
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], Coroutine[Any, Any, None]]
-
-
-_LATE = None, True
-"""Equals nothing that is foreseen, so that the next `prepare` releases what came too late."""
 
 
 class RuntimeHost(Protocol):
@@ -92,26 +86,17 @@ class RingRuntime:
         self._model = model
         self._host = host
         self._machine = Forming(me)
-        self._span: LoadedSpan | None = None
-        self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
-        self._store: SessionStore | None = None
         self._before: Plan | None = None  # the plan before the one in force
         self._opened: Plan | None = None  # of the ring in which this node served last
         self._replaced: Plan | None = None  # of the ring that was lost before the open one
-        self._limits = HangLimits()  # of the jobs of the span
         self._slowdown = Slowdown()
-        self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
-        self._preparing: asyncio.Task[None] | None = None
-        self.prepared: Plan | None = None
-        """The plan that may follow for which this node has loaded what it can."""
-        self.preloaded: Plan | None = None
-        """The plan that may follow whose span this node has loaded."""
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
         self._is_narrow = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self._links = IdleLinks(self._tasks, self._gone)
+        self._held = HeldLayers(me, model, self._tasks, lambda: self.sessions, host.at_work)
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
         self._is_closed = False
@@ -141,7 +126,17 @@ class RingRuntime:
 
         The entry counts what a session without caches computes again, for all ranks.
         """
-        return self._recomputed + (self._span.layers.recomputed if self._span else 0)
+        return self._held.recomputed
+
+    @property
+    def prepared(self) -> Plan | None:
+        """The plan that may follow for which this node has loaded what it can."""
+        return self._held.prepared
+
+    @property
+    def preloaded(self) -> Plan | None:
+        """The plan that may follow whose span this node has loaded."""
+        return self._held.preloaded
 
     def take_layer_s(self) -> float | None:
         """See `Slowdown.take_layer_s`."""
@@ -170,9 +165,9 @@ class RingRuntime:
             if plan and plan.rank(self._me) is None:
                 self._opened = None  # the plans that follow may lose other nodes than it did
             if plan and plan.rank(self._me) is not None:
-                self._foreseen = None, False  # what it needs is not released before it is used
-            elif self._foreseen[0] is None:  # the last plan was replaced before it used that
-                self._foreseen = _LATE
+                self._held.keep_preloaded()
+            else:  # the last plan may have been replaced before it used that
+                self._held.release_late()
             self._act(self._machine.follow(plan, loop_time()))
 
     def prepare(self, plan: Plan | None, *, is_urgent: bool = False) -> None:
@@ -180,11 +175,8 @@ class RingRuntime:
 
         Unless it ``is_urgent``, that waits until the compute thread is idle.
         """
-        wanted = plan, is_urgent
-        if wanted != self._foreseen and not self._is_closed:
-            self._foreseen = wanted
-            self._stop_preparing()
-            self._preparing = self._tasks.create_task(self._prepare(plan, is_urgent))
+        if not self._is_closed:
+            self._held.prepare(plan, is_urgent=is_urgent)
 
     def reload(self) -> None:
         """Try again to load a span that could not be loaded."""
@@ -232,9 +224,7 @@ class RingRuntime:
                     self._job = self._job_of(action)
                     self._is_replaced.set()
                 case Release():
-                    self._drop_span()
-                    self._store = None
-                    self._model.unload()
+                    self._held.release()
                 case CloseLink(number):
                     self._links.close(number)
                 case ReportLoad(is_loaded, trouble):
@@ -282,85 +272,15 @@ class RingRuntime:
             if not job.cancelled():
                 job.result()
 
-    # Preparing for a plan that may follow.
-
-    async def _prepare(self, plan: Plan | None, is_urgent: bool) -> None:
-        rank = plan.rank(self._me) if plan else None
-        before = self.preloaded
-        if plan is None or rank is None:
-            await self._release_ahead()
-        elif before and _span_of(before, self._me) == _span_of(plan, self._me):
-            self.preloaded = plan
-        else:
-            await self._release_ahead()
-            await self._preload(plan, is_urgent)
-        self.prepared = plan
-        self._host.at_work()
-
-    async def _preload(self, plan: Plan, is_urgent: bool) -> None:
-        lend, has = partial(self._lend, is_urgent), self._has_caches or self.sessions > 0
-        try:
-            await self._model.preload(plan, self._me, lend, is_urgent=is_urgent, has_caches=has)
-        except MeshError as error:
-            logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
-        else:
-            self.preloaded = plan
-            logger.info("layers %s are loaded in advance", _span_of(plan, self._me)[0])
-
-    def _lend(self, is_urgent: bool, size: int) -> bool:
-        """Lend bytes of the room for caches, where this node has a rank, to layers."""
-        if (store := self._store) is None:
-            return True
-        if is_urgent:
-            store.prefixes.make_room(size)
-        return store.prefixes.index.budget.lend(size, self._take_back)
-
-    def _take_back(self) -> None:
-        """Release what is loaded in advance: a session needs its memory."""
-        logger.info("layers that were loaded in advance make room for a session")
-        self._stop_preparing()
-        self._preparing = self._tasks.create_task(self._give_up())
-
-    async def _give_up(self) -> None:
-        await self._release_ahead()
-        self.prepared, _ = self._foreseen
-        self._host.at_work()
-
-    async def _release_ahead(self) -> None:
-        self.preloaded = None
-        await self._model.release_ahead()
-        if self._store is not None:
-            self._store.prefixes.index.budget.end_loan()
-
-    def _stop_preparing(self) -> None:
-        if self._preparing is not None:
-            self._preparing.cancel()
-
     async def _load(self, plan: Plan) -> None:
-        self._stop_preparing()
-        self.preloaded = self.prepared = None  # it is used, or replaced
-        self._foreseen = None, False
         try:
-            rooms, rank = self._host.rooms(plan), plan.rank(self._me)
-            room = rooms[rank] if rooms and rank is not None else 0
-            self._drop_span()
-            store, budget = self._store, self._budget(plan)
-            if store and budget:
-                store.move(plan, self._me, budget)
-            else:
-                store = self._store = None
-            has = self._has_caches
-            self._span = await self._model.hold(plan, self._me, room, has_caches=has)
-            if store:
-                await self._model.worker.run(store.regroup, self._span.layers)
+            await self._held.load(plan, self._budget(plan))
         except MeshError as error:
             logger.warning("cannot load layers of %s: %s", plan.stages, error)
-            self._store = None  # frees memory for the next try
             self._act(self._machine.unloadable(error, loop_time()))
         else:
             self._act(self._machine.loaded(loop_time()))
-        if self._foreseen[0] is None:
-            self._foreseen = _LATE
+        self._held.release_late()
 
     async def _dial(self, node: NodeId) -> None:
         try:
@@ -396,7 +316,7 @@ class RingRuntime:
         self._act(self._machine.broke(str(reason), loop_time()))
 
     async def _run(self, node: EntryNode | StageNode) -> MeshError:
-        model, span = self._model, self._span
+        model, span = self._model, self._held.span
         runners = span.runners if span and model.drafting else []
         warm_up = WarmUp([(model.worker, runner) for runner in runners], self.warmed_up)
         self._is_narrow.clear()
@@ -416,16 +336,8 @@ class RingRuntime:
             await asyncio.gather(running, narrow, warming_up, return_exceptions=True)
 
     @property
-    def _has_caches(self) -> bool:
-        return self._store is not None and len(self._store.prefixes.caches) > 0
-
-    @property
     def _is_free(self) -> bool:
         return self.plan is None or self.plan.rank(self._me) is None
-
-    def _drop_span(self) -> None:
-        self._recomputed, self._span = self.recomputed, None
-        self._limits = HangLimits()
 
     # Parts of a rank.
 
@@ -451,15 +363,12 @@ class RingRuntime:
         if (budget := self._budget(plan)) is None:
             return None
         rank, ring = plan.rank(self._me) or 0, len(plan.stages)
-        model, span = self._model, self._span
+        model, span = self._model, self._held.span
         assert span is not None  # it was loaded before any link was dialled
-        store = self._store = self._store or SessionStore.empty(
-            plan, budget, model, self._me, self._before
-        )
-        store.move(plan, self._me, budget)
+        store = self._held.caches(plan, budget, self._before)
         times = self._host.times(plan)
         if times:
-            self._limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
+            self._held.limits.plan(times.ranks[rank], 0.0 if rank else times.head_s)
         has_head = span.entry is not None and span.entry.head is None
         self._slowdown.plan(
             times.ranks[rank] if times else None, times.head_s if times and has_head else 0.0
@@ -478,8 +387,8 @@ class RingRuntime:
                 wire=model.wire,
                 depth=model.config.depth,
                 max_chunk=model.max_rows,
-                limits=self._limits,
-                on_repeated=partial(self._note_repeated, plan.layers),
+                limits=self._held.limits,
+                on_repeated=partial(self._held.note_recomputed, plan.layers),
             )
             return EntryNode(span.entry, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry
@@ -500,11 +409,8 @@ class RingRuntime:
             store.prefixes.caches,
             model.wire,
             span.help,
-            self._limits,
+            self._held.limits,
         )
-
-    def _note_repeated(self, layers: int, rows: int) -> None:
-        self._recomputed += layers * rows
 
     def _budget(self, plan: Plan) -> KvBudget | None:
         """Return the KV budget of this rank, on the entry that of all ranks; None if unknown."""
@@ -543,9 +449,3 @@ async def arrive(
             await link.close()
     if isinstance(hello, Hello) and runtime and not runtime.is_closed:
         runtime.take(idle, peer, hello)
-
-
-def _span_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:
-    """Return what a node loads for a plan: its span, and whether it is the entry, or alone."""
-    rank = plan.rank(node) or 0
-    return plan.stages[rank].span, rank == 0, len(plan.stages) == 1

@@ -1,0 +1,190 @@
+"""The layers that a node holds for a ring: those of its rank, and those of a plan that may follow.
+
+What lives as long as the layers of the rank is here, too: their caches, the limits of their jobs,
+and how many rows they have computed again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from meshllm.errors import MeshError
+from meshllm.names import NodeId, Span
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.session_store import SessionStore
+from meshllm.node.ring.span_loader import LoadedSpan
+from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.hang import HangLimits
+
+logger = logging.getLogger(__name__)
+
+_LATE = None, True
+"""Equals nothing that is foreseen, so that the next `prepare` releases what came too late."""
+
+
+class HeldLayers:
+    """Loads and releases layers; layers for a plan that may follow take memory lent by caches."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        model: ModelRuntime,
+        tasks: asyncio.TaskGroup,
+        sessions: Callable[[], int],
+        changed: Callable[[], None],
+    ) -> None:
+        """Hold nothing yet; load in advance in ``tasks``.
+
+        ``sessions`` returns how many the rank has; ``changed`` is called once `prepared` has.
+        """
+        self._me = me
+        self._model = model
+        self._tasks = tasks
+        self._sessions = sessions
+        self._changed = changed
+        self.span: LoadedSpan | None = None
+        """The layers of the rank."""
+        self.store: SessionStore | None = None
+        """Their caches, which outlive a change of plan."""
+        self.limits = HangLimits()
+        """Of the jobs of the span."""
+        self._recomputed = 0  # by earlier spans, and in all layers of the rings of this entry
+        self._foreseen: tuple[Plan | None, bool] = None, False  # a plan, and whether it is urgent
+        self._preparing: asyncio.Task[None] | None = None
+        self.prepared: Plan | None = None
+        """The plan that may follow for which this node has loaded what it can."""
+        self.preloaded: Plan | None = None
+        """The plan that may follow whose span this node has loaded."""
+
+    @property
+    def recomputed(self) -> int:
+        """Rows computed again after losses, times the layers that computed them."""
+        return self._recomputed + (self.span.layers.recomputed if self.span else 0)
+
+    def note_recomputed(self, layers: int, rows: int) -> None:
+        """Count rows that so many layers of all ranks have computed again."""
+        self._recomputed += layers * rows
+
+    # The plan in force.
+
+    async def load(self, plan: Plan, budget: KvBudget | None) -> None:
+        """Load the span of the plan in force; keep those caches that fit into the budget.
+
+        Raises:
+            MeshError: it cannot be loaded; all caches are dropped, to free memory for the next try.
+        """
+        self._stop_preparing()
+        self.preloaded = self.prepared = None  # it is used, or replaced
+        self._foreseen = None, False
+        self._drop_span()
+        store = self.store = self.store if budget else None
+        try:
+            if store and budget:
+                store.move(plan, self._me, budget)
+            room, has = budget.rooms[0].total if budget else 0, self._has_caches
+            self.span = await self._model.hold(plan, self._me, room, has_caches=has)
+            if store:
+                await self._model.worker.run(store.regroup, self.span.layers)
+        except MeshError:
+            self.store = None
+            raise
+
+    def caches(self, plan: Plan, budget: KvBudget, before: Plan | None) -> SessionStore:
+        """Return the caches of the plan in force; ``before`` is the plan before it."""
+        if self.store is None:
+            self.store = SessionStore.empty(plan, budget, self._model, self._me, before)
+        self.store.move(plan, self._me, budget)
+        return self.store
+
+    def release(self) -> None:
+        """Release the span and its caches; what was loaded in advance stays."""
+        self._drop_span()
+        self.store = None
+        self._model.unload()
+
+    def _drop_span(self) -> None:
+        self._recomputed, self.span = self.recomputed, None
+        self.limits = HangLimits()
+
+    @property
+    def _has_caches(self) -> bool:
+        return self.store is not None and len(self.store.prefixes.caches) > 0
+
+    # A plan that may follow.
+
+    def prepare(self, plan: Plan | None, *, is_urgent: bool) -> None:
+        """Load the span of a plan that may follow; see `RingRuntime.prepare`."""
+        wanted = plan, is_urgent
+        if wanted != self._foreseen:
+            self._foreseen = wanted
+            self._stop_preparing()
+            self._preparing = self._tasks.create_task(self._prepare(plan, is_urgent))
+
+    def keep_preloaded(self) -> None:
+        """Keep what is loaded in advance until `load` uses it."""
+        self._foreseen = None, False
+
+    def release_late(self) -> None:
+        """Let the next `prepare` release what was loaded too late to be used."""
+        if self._foreseen[0] is None:
+            self._foreseen = _LATE
+
+    async def _prepare(self, plan: Plan | None, is_urgent: bool) -> None:
+        rank = plan.rank(self._me) if plan else None
+        before = self.preloaded
+        if plan is None or rank is None:
+            await self._release_ahead()
+        elif before and _part_of(before, self._me) == _part_of(plan, self._me):
+            self.preloaded = plan
+        else:
+            await self._release_ahead()
+            await self._preload(plan, is_urgent)
+        self.prepared = plan
+        self._changed()
+
+    async def _preload(self, plan: Plan, is_urgent: bool) -> None:
+        lend, has = partial(self._lend, is_urgent), self._has_caches or self._sessions() > 0
+        try:
+            await self._model.preload(plan, self._me, lend, is_urgent=is_urgent, has_caches=has)
+        except MeshError as error:
+            logger.info("layers of %s are not loaded in advance: %s", plan.stages, error)
+        else:
+            self.preloaded = plan
+            logger.info("layers %s are loaded in advance", _part_of(plan, self._me)[0])
+
+    def _lend(self, is_urgent: bool, size: int) -> bool:
+        """Lend bytes of the room for caches, where this node has a rank, to layers."""
+        if (store := self.store) is None:
+            return True
+        if is_urgent:
+            store.prefixes.make_room(size)
+        return store.prefixes.index.budget.lend(size, self._take_back)
+
+    def _take_back(self) -> None:
+        """Release what is loaded in advance: a session needs its memory."""
+        logger.info("layers that were loaded in advance make room for a session")
+        self._stop_preparing()
+        self._preparing = self._tasks.create_task(self._give_up())
+
+    async def _give_up(self) -> None:
+        await self._release_ahead()
+        self.prepared, _ = self._foreseen
+        self._changed()
+
+    async def _release_ahead(self) -> None:
+        self.preloaded = None
+        await self._model.release_ahead()
+        if self.store is not None:
+            self.store.prefixes.index.budget.end_loan()
+
+    def _stop_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+
+def _part_of(plan: Plan, node: NodeId) -> tuple[Span, bool, bool]:
+    """Return what a node loads for a plan: its span, and whether it is the entry, or alone."""
+    rank = plan.rank(node) or 0
+    return plan.stages[rank].span, rank == 0, len(plan.stages) == 1
