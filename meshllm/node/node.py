@@ -19,15 +19,14 @@ from collections.abc import (
     Callable,
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVarTuple
+from typing import TYPE_CHECKING
 
 from meshllm import __version__
 from meshllm.config import cache_path
-from meshllm.errors import MeshError, NotAuthorised
+from meshllm.errors import NotAuthorised
 from meshllm.local_files import keep_temporary_files
 from meshllm.names import MeshId, NodeId, short
 from meshllm.node.agreement.charter_editor import CharterEditor
@@ -37,6 +36,7 @@ from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_server import NodeParts
 from meshllm.node.agreement.ring_service import RingService
 from meshllm.node.founding import with_own_entry
+from meshllm.node.lifetime import Lifetime
 from meshllm.node.membership.admission import MemberAdmission
 from meshllm.node.membership.bootstrap import Membership, enter
 from meshllm.node.membership.saved_records import RecordKeeper, SavedRecords, restore_records
@@ -81,8 +81,6 @@ IDLE_DRAIN_S = 4.0  # and without any, for others to load its layers
 HEAR_S = 1.0  # s; a member tells what it knows in one round trip
 TICKET_S = 24 * 3600.0  # s of validity of the ticket shown at startup
 
-Ts = TypeVarTuple("Ts")
-
 logger = logging.getLogger(__name__)
 
 
@@ -98,6 +96,8 @@ class MeshNode:
         own: Membership,
         off_loop: OffLoop,
     ) -> None:
+        self.life = Lifetime()
+        self.stopped = self.life.stopped
         self.store = store
         self.endpoints = endpoints
         self.me = store.key.node
@@ -115,7 +115,7 @@ class MeshNode:
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)
         self.state = OwnState(
-            self.machine, self.links, self._plan_reason, self._call_later, keep_s=options.keep_s
+            self.machine, self.links, self._plan_reason, self.life.call_later, keep_s=options.keep_s
         )
         self.ring_member = self.state.first
         self.rings = RingDirectory(self.machine, self.links, self.state)
@@ -128,7 +128,6 @@ class MeshNode:
         )
         self.router.trusted = options.trust
         self.router.peers.limits_of = self._limits_of
-        self.stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_scheduled = False
         self._options, self._own, self._preparation = options, own, preparation
         profile = Profile(
@@ -139,7 +138,7 @@ class MeshNode:
             machine=here.tag(self.me),
             is_exact=options.inference.is_exact,
         )
-        self._offer = NodeOffer(profile, self._send, self.ring_member, self._call_later)
+        self._offer = NodeOffer(profile, self._send, self.ring_member, self.life.call_later)
         self.charter_editor = CharterEditor(options, self.machine, self.links, preparation)
         self._weights = WeightServer(off_loop)
         self.service = RingService(
@@ -152,9 +151,9 @@ class MeshNode:
                 preparation,
                 self._weights,
                 off_loop,
-                self._call_later,
+                self.life.call_later,
                 self.changed,
-                lambda part: self._jobs.create_task(self._guarded(part)),
+                self.life.spawn,
                 is_founder=own.is_founder,
                 has_own_model=options.model is not None,
             )
@@ -168,9 +167,6 @@ class MeshNode:
         """Saves charter, removals, and addresses of members for the next start."""
         self._duplicate_identity = DuplicateIdentity()
         self._beacon: Beacon | None = None
-        self._context = copy_context()  # of the supervisor, for callbacks from other contexts
-        self._jobs = asyncio.TaskGroup()
-        self._is_ending = False
 
     @property
     def agreement(self) -> Agreement | None:
@@ -312,7 +308,7 @@ class MeshNode:
         if not self.is_leaving:
             self.state.is_leaving = True
             self.state.publish()
-            self._jobs.create_task(self._drain())
+            self.life.spawn(self._drain)
 
     async def run(self) -> None:
         """Run the node until cancelled."""
@@ -320,7 +316,7 @@ class MeshNode:
         if self._preparation is not None:
             watch = partial(self._offer.watch, self._preparation.worker, self.state)
             parts = [self.service.run, self.service.survey, watch]
-        async with self._jobs, AsyncExitStack() as stack:
+        async with self.life.running(), AsyncExitStack() as stack:
             for part in (
                 self._run_links,
                 self.router.run,
@@ -329,7 +325,7 @@ class MeshNode:
                 *parts,
                 self.records.run,
             ):
-                self._jobs.create_task(self._guarded(part))
+                self.life.spawn(part)
             await asyncio.sleep(0)  # let the links start
             self._offer.publish()
             self.state.publish()
@@ -348,18 +344,10 @@ class MeshNode:
                 )
                 self._beacon = beacon
                 beacon.addresses = self.endpoints.addresses
-                self._jobs.create_task(beacon.run())
-            self.endpoints.on_change(lambda: self._call_later(0, self._update_addresses))
+                self.life.spawn(beacon.run)
+            self.endpoints.on_change(lambda: self.life.call_later(0, self._update_addresses))
             self._update_addresses()  # in case they changed before
-            try:
-                await asyncio.Event().wait()  # never set: wait until cancelled
-            finally:
-                self._is_ending = True
-
-    def ended(self, running: asyncio.Future[None]) -> None:
-        """Pass a bug that ended the node on to `stopped`."""
-        if not running.cancelled() and (error := running.exception()):
-            self._stop(error)
+            await asyncio.Event().wait()  # never set: wait until cancelled
 
     # Callbacks of the mesh links, see `LinkHost`.
 
@@ -367,7 +355,7 @@ class MeshNode:
         """Schedule planning, once for all changes in this turn of the event loop."""
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._call_later(0, self._stir)
+            self.life.call_later(0, self._stir)
 
     async def ring(self, link: SecureLink) -> None:
         """Accept a ring link of the previous rank."""
@@ -393,7 +381,7 @@ class MeshNode:
         if error := self._duplicate_identity.dropped(
             peer, is_duplicate=is_duplicate, now=now, heard=heard
         ):
-            self._stop(error)
+            self.life.stop(error)
 
     # Inside.
 
@@ -411,7 +399,7 @@ class MeshNode:
         try:
             check(credential, self.me, credential.mesh, time.time(), self.machine.removals)
         except NotAuthorised as error:
-            self._stop(error)
+            self.life.stop(error)
             return False
         return True
 
@@ -461,34 +449,10 @@ class MeshNode:
             logger.warning("requests still running after %d s", DRAIN_S)
         self.state.has_left = True
         await self.links.leave()
-        self._stop(None)
+        self.life.stop()
 
     async def _run_links(self) -> None:
         await self.links.run(self.endpoints.listeners)
-
-    async def _guarded(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part of the node; a `MeshError` ends the node with that error."""
-        try:
-            await part()
-        except MeshError as error:
-            self._stop(error)
-
-    def _call_later(self, delay_s: float, callback: Callable[[*Ts], None], *args: *Ts) -> None:
-        """Schedule a callback, unless the node ends before; an error in it ends the node."""
-
-        def call() -> None:
-            if not self._is_ending:
-                callback(*args)
-
-        asyncio.get_running_loop().call_later(delay_s, call, context=self._context)
-
-    def _stop(self, error: BaseException | None) -> None:
-        if self.stopped.done():
-            return
-        if error is None:
-            self.stopped.set_result(None)
-        else:
-            self.stopped.set_exception(error)
 
 
 @asynccontextmanager
@@ -546,8 +510,8 @@ async def open_node(
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)
             node.state.provider = provider
             running = asyncio.ensure_future(node.run())
-        running.add_done_callback(node.ended)
-        supervisor.failed.add_done_callback(node.ended)
+        running.add_done_callback(node.life.ended)
+        supervisor.failed.add_done_callback(node.life.ended)
         node.stopped.add_done_callback(lambda _: running.cancel())
         try:
             await asyncio.sleep(0)

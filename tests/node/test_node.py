@@ -524,9 +524,9 @@ class Moved:
 
 async def test_no_timer_of_a_node_fires_after_its_end(mesh: Mesh) -> None:
     a, fired = await mesh.start("a"), list[str]()
-    a._call_later(0.0, fired.append, "before")
+    a.life.call_later(0.0, fired.append, "before")
     await until(lambda: fired == ["before"], a)
-    a._call_later(0.0, fired.append, "after")
+    a.life.call_later(0.0, fired.append, "after")
 
     await mesh.kill("a")
     await asyncio.sleep(0.01)
