@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshllm.names import FIRST_GROUP, GroupId, LossCause, MeshId, NodeId
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.counts import Counts
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import Group
 from meshllm.protocol.membership.charter import Charter

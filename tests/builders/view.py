@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshllm.names import LossCause, NodeId
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.counts import Counts
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_of
 from meshllm.protocol.planning.plan import Plan

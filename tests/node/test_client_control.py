@@ -11,7 +11,7 @@ from meshllm.errors import TimedOut, UserError
 from meshllm.names import LossCause, MeshId, NodeId
 from meshllm.node.client import MeshClient
 from meshllm.node.client_control import GLANCE_S, ClientControl
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.counts import Counts
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Event, Request
 from meshllm.status import LossCounts, Measured, MeshStatus, ModelStatus, PlanTerms, RingState

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import GroupId, LossCause, Quant, short
-from meshllm.node.requests.router import Counts
+from meshllm.node.requests.counts import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.membership.records import Lifecycle, Profile

@@ -34,8 +34,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshllm.errors import (
@@ -49,7 +48,6 @@ from meshllm.errors import (
 )
 from meshllm.names import (
     SESSION_ID_BYTES,
-    GroupId,
     LossCause,
     NodeId,
     SessionId,
@@ -58,6 +56,7 @@ from meshllm.names import (
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
+from meshllm.node.requests.counts import Counts
 from meshllm.node.requests.held_bytes import HeldBytes, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED, PeerRequests
 from meshllm.node.requests.remote import Remote
@@ -69,12 +68,11 @@ from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import SECRET_BYTES, ScopeNames
 from meshllm.protocol.membership.client_quota import estimate
 from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
-from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
+from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
-from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField
 
 MAX_COUNTED = 1 << 17  # tokens of one that waits: about the longest context, whatever it asks for
@@ -82,8 +80,6 @@ MAX_WAITING = 256  # requests of the owner that wait here for their turn at one 
 QUIET_S = 60.0  # s after the loss of a ring without an event of any: the next loss is the last
 RING_S = 30.0  # s; how long a request waits for a ring: loading a span takes seconds
 MAX_LOADING_S = 3600.0  # s; how long one that has begun waits for rings that load
-
-_NO_ROWS: Mapping[LossCause, int] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
 
@@ -146,41 +142,6 @@ class Ring(Protocol):
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
         ...
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters of the requests whose ingress is this node."""
-
-    active: int = 0
-    served: int = 0
-    failed: int = 0
-    tokens: int = 0
-    losses: Mapping[LossCause, LossCounts] = field(default_factory=dict)
-    """Losses of a ring that an answer survived, by cause; without rows."""
-    last: Answer | None = None
-    """The latest answer, for its times; without its text, tokens and embedding."""
-    last_tokens: int = 0
-    by_ring: Mapping[GroupId, tuple[Answer, int]] = field(default_factory=dict)
-    """The same for each of the rings that answered last."""
-
-    def loss_counts(self, rows: Mapping[LossCause, int] = _NO_ROWS) -> tuple[LossCounts, ...]:
-        """Return the losses, with the rows that they cost this node, for the status."""
-        return tuple(
-            replace(lost, paused_s=round(lost.paused_s, 3), rows=rows.get(cause, 0))
-            for cause in sorted({*self.losses, *rows})
-            for lost in [self.losses.get(cause, LossCounts(cause))]
-        )
-
-    def count(self, answer: Answer, ring: GroupId | None) -> None:
-        """Count an answer that has ended, of a ring or of a provider."""
-        self.served += 1
-        self.tokens += answer.completion_tokens
-        last = replace(answer, text="", reasoning="", calls=(), tokens=(), embedding="")
-        self.last, self.last_tokens = last, answer.completion_tokens
-        if ring is not None:
-            others = [each for each in self.by_ring.items() if each[0] != ring]
-            self.by_ring = dict([*others[1 - MAX_RINGS :], (ring, (last, self.last_tokens))])
 
 
 @dataclass(slots=True)
@@ -524,21 +485,15 @@ class RequestRouter:
     def _noted(self, event: Event, pause: _Pause, given: int) -> Iterator[Event]:
         """Yield an event, behind the end of a pause; the ring was ``given`` so many tokens."""
         if interruption := pause.end(event):
-            self._note(interruption, given)
+            self.counts.survived(interruption, given)
+            paused_s, text = interruption.pause_s, interruption.text
+            logger.info("an answer continues after %.1f s: %s", paused_s, text)
             yield interruption
         if isinstance(event, Answer):
             self.counts.count(event, pause.current[0] if pause.current else None)
             if pause.tried.entry is not None:
                 self._replicas.note(pause.tried.entry, pause.model, step_ms(event))
         yield event
-
-    def _note(self, interruption: Interruption, given: int) -> None:
-        cause, seconds = interruption.cause, interruption.pause_s
-        lost = self.counts.losses.get(cause, LossCounts(cause))
-        paused_s, tokens = lost.paused_s + seconds, lost.tokens + given
-        lost = LossCounts(cause, lost.count + 1, paused_s, tokens)
-        self.counts.losses = {**self.counts.losses, cause: lost}
-        logger.info("an answer continues after %.1f s: %s", seconds, interruption.text)
 
 
 _PROMPT = "prompt"  # what a provider lacks if its context is too short for it

@@ -31,9 +31,9 @@ from meshllm.node.requests.request_json import (
     event_to_json,
     request_to_json,
 )
-from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S, Counts, RequestRouter
+from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S, RequestRouter
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
-from meshllm.protocol.membership.records import MAX_RINGS, ModelOffer
+from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
 from meshllm.protocol.ring.interruption import RingPlan
@@ -465,18 +465,6 @@ def test_a_loss_is_explained_by_the_rings_that_answered_before_and_after(world: 
     group = GroupId(b"big")
     assert ring.explained == [((group, plans[ME]), (group, plans[ME]))]
     assert router.counts.by_ring == {group: (router.counts.last, 5)}
-
-
-def test_the_latest_answers_of_a_few_rings_are_kept() -> None:
-    counts = Counts()
-    for number in range(MAX_RINGS + 3):
-        counts.count(answer_of("", number), GroupId(bytes([number])))
-    counts.count(answer_of("", 3), GroupId(bytes([4])))
-    counts.count(answer_of("", 9), None)
-
-    assert [*counts.by_ring][-2:] == [bytes([MAX_RINGS + 2]), bytes([4])]
-    assert len(counts.by_ring) == MAX_RINGS
-    assert (counts.last_tokens, counts.by_ring[GroupId(bytes([4]))][1]) == (9, 3)
 
 
 def _plan(*nodes: NodeId) -> Plan:
