@@ -4,10 +4,15 @@ Planning takes about a second with many nodes, during which the event loop must 
 and heartbeats. Its input is the latest snapshot when it begins. A result is discarded if its input
 has changed meanwhile, but not twice in a row: a mesh whose records change faster than they can be
 planned with still gets an agreement.
+
+Groups are computed beside the agreement, not before it: the ring of a lost node awaits the plan
+without that node, and nodes move between rings only once they have wanted to for a while.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeAlias
 
 from meshllm.names import NodeId
 from meshllm.node.offloop import OffLoop
@@ -21,6 +26,9 @@ from meshllm.protocol.planning.plan import Plan
 
 QUIET_S = 0.5  # s without a new agreement before advice is computed, and what to prepare for
 
+Compute: TypeAlias = Callable[[MeshView], Awaitable[Callable[[], None]]]
+"""Computes something of a view; returns what to call if the result is not discarded."""
+
 
 class Planner:
     """Computes the agreement, and advice for it, after each `invalidate`."""
@@ -31,15 +39,14 @@ class Planner:
         agreed: Callable[[], None],
         run: OffLoop,
         foreseen: Callable[[Plan | None], None] = lambda _: None,
-        *,
-        is_first: bool = True,
+        divided: Callable[[], None] | None = None,
     ) -> None:
         """Take snapshots from ``view``, which returns None before there is a charter.
 
-        The planner of the first ring of a node computes its groups, that of a further one does not.
-
         ``agreed`` is called after each change of `agreement`, and ``foreseen`` later with the plan
-        of the loss that this node prepares for.
+        of the loss that this node prepares for. ``divided`` is called after each change of `parts`:
+        the planner of the first ring of a node computes them, that of a further one, without
+        ``divided``, does not.
         """
         self.agreement: Agreement | None = None
         """The latest of the group of this node; None before the first."""
@@ -50,9 +57,10 @@ class Planner:
         self._view = view
         self._agreed = agreed
         self._foreseen = foreseen
+        self._divided = divided
         self._off_loop = run
-        self._is_first = is_first
-        self._invalidated = asyncio.Event()
+        self._to_plan = asyncio.Event()
+        self._to_divide = asyncio.Event()
         self._new_agreement = asyncio.Event()
 
     def move(self) -> None:
@@ -62,33 +70,51 @@ class Planner:
 
     def invalidate(self) -> None:
         """Plan again: the input may have changed."""
-        self._invalidated.set()
+        self._to_plan.set()
+        self._to_divide.set()
 
     async def run(self) -> None:
         """Plan until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._plan())
+            group.create_task(self._follow(self._to_plan, self._plan))
             group.create_task(self._advise())
+            if self._divided:
+                group.create_task(self._follow(self._to_divide, self._divide))
 
-    async def _plan(self) -> None:
+    async def _follow(self, changed: asyncio.Event, compute: Compute) -> None:
+        """Compute with the latest view after each change, until cancelled."""
         was_dropped = False
         while True:
-            await self._invalidated.wait()
-            self._invalidated.clear()
+            await changed.wait()
+            changed.clear()
             if (view := self._view()) is None:
                 continue
-            has_parts = self._is_first and has_several(view)
-            parts = await self._off_loop(divide, view) if has_parts else {}
-            ring, agreement = ring_of(view), None
-            if ring is not None:
-                agreement = await self._off_loop(agree, ring, self.agreement)
-            now = self._view() if self._invalidated.is_set() else view
+            take = await compute(view)
+            now = self._view() if changed.is_set() else view
             has_moved = now is not None and now.group != view.group
             was_dropped = has_moved or (not was_dropped and now != view)
             if not was_dropped:
-                self.agreement, self.parts = agreement, parts
-                self._new_agreement.set()
-                self._agreed()
+                take()
+
+    async def _plan(self, view: MeshView) -> Callable[[], None]:
+        ring, agreement = ring_of(view), None
+        if ring is not None:
+            agreement = await self._off_loop(agree, ring, self.agreement)
+        return partial(self._take_agreement, agreement)
+
+    def _take_agreement(self, agreement: Agreement | None) -> None:
+        self.agreement = agreement
+        self._new_agreement.set()
+        self._agreed()
+
+    async def _divide(self, view: MeshView) -> Callable[[], None]:
+        parts = await self._off_loop(divide, view) if has_several(view) else {}
+        return partial(self._take_parts, parts)
+
+    def _take_parts(self, parts: Mapping[NodeId, NodeGroups]) -> None:
+        assert self._divided is not None  # else there is no task for it
+        self.parts = parts
+        self._divided()
 
     async def _advise(self) -> None:
         advised: Agreement | None = None

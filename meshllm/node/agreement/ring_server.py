@@ -81,16 +81,18 @@ class RingServer:
         parts: NodeParts,
         member: RingMember,
         offer: NodeOffer,
-        agreed: Callable[[], None] = lambda: None,
+        divided: Callable[[], None] | None = None,
         memory: int | None = None,
     ) -> None:
-        """Serve the ring of a member; ``agreed`` is called after each agreement."""
+        """Serve the ring of a member.
+
+        In the first ring of a node ``divided`` is called whenever its groups were computed.
+        """
         self.member = member
         self.offer = offer
         self.memory = memory
         """The share of the memory of this node, in bytes, of a further ring; None is the first."""
         self._parts = parts
-        self._on_agreed = agreed
         fetcher = WeightFetcher(
             parts.links.dial_weights,
             cache_path() / "weights",
@@ -99,9 +101,7 @@ class RingServer:
             parts.off_loop,
         )
         self.supply = WeightSupply(parts.machine.me, fetcher, self, parts.off_loop)
-        self.planner = Planner(
-            self.view, self._agreed, parts.off_loop, self._foreseen, is_first=not self.is_further
-        )
+        self.planner = Planner(self.view, self._agreed, parts.off_loop, self._foreseen, divided)
         self.follower = PlanFollower(
             member, parts.state, self.planner, lambda: bool(self.sessions), parts.call_later
         )
@@ -267,7 +267,6 @@ class RingServer:
         if runtime := member.runtime:
             runtime.narrow()
         self.follower.look()
-        self._on_agreed()
         self._parts.editor.amend_again()
         self._parts.state.publish()
 

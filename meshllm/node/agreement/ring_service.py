@@ -39,7 +39,7 @@ class RingService:
     """Serves in one ring of the mesh after the other, and in further ones meanwhile."""
 
     def __init__(self, parts: NodeParts) -> None:
-        self.first = RingServer(parts, parts.state.first, parts.offer, self._agreed)
+        self.first = RingServer(parts, parts.state.first, parts.offer, self._divided)
         """The first ring of this node."""
         self.further = FurtherRings(parts, self._give_up)
         self._parts = parts
@@ -164,7 +164,7 @@ class RingService:
                 raise
             self._give_up(ring.key, error)
 
-    def _agreed(self) -> None:
+    def _divided(self) -> None:
         """Schedule the moves that follow from the groups of this node."""
         part, view = self.first.planner.parts.get(self._parts.machine.me), self.first.view()
         if self._parts.state.provider:

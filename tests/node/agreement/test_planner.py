@@ -12,10 +12,12 @@ from meshllm.node.agreement.planner import Planner
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.division import divide
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.testing.clock import run_virtual
+from tests.builders.sharing import served_model, shared_mesh
 from tests.builders.snapshots import World, profile
 
 A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
@@ -23,6 +25,7 @@ A, B = (NodeKey(bytes([n]) * 32).node for n in range(2))
 T = TypeVar("T")
 
 PLAN_S = 1.0
+DIVIDE_S = 2.5
 
 
 class Case:
@@ -32,20 +35,31 @@ class Case:
         self.worlds = [World({A: profile(4)}), World({A: profile(4), B: profile(4)})]
         self.view: MeshView | None = self.worlds[0].view(A)
         self.told: list[tuple[float, Agreement | None]] = []
-        self.planner = Planner(lambda: self.view, self.agreed, self.think)
+        self.divided_at: list[float] = []
+        self.planner = Planner(lambda: self.view, self.agreed, self.think, divided=self.divided)
         self.jobs: list[Callable[..., Any]] = []
 
     def agreed(self) -> None:
         self.told.append((asyncio.get_running_loop().time(), self.planner.agreement))
 
+    def divided(self) -> None:
+        self.divided_at.append(asyncio.get_running_loop().time())
+
     async def think(self, function: Callable[..., T], /, *args: Any) -> T:
         self.jobs.append(function)
-        await asyncio.sleep(PLAN_S)
+        await asyncio.sleep(DIVIDE_S if function is divide else PLAN_S)
         return function(*args)
 
     def learn(self, world: int) -> None:
         self.view = self.worlds[world].view(A)
         self.planner.invalidate()
+
+    def share(self, memory: int) -> MeshView:
+        """Learn records of two models and one node, which can serve both with enough memory."""
+        mesh = shared_mesh({0: memory}, served_model(0, 3), served_model(1, 3))
+        self.view = mesh.view()
+        self.planner.invalidate()
+        return self.view
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -106,6 +120,67 @@ def test_constant_changes_do_not_starve_planning() -> None:
                 await asyncio.sleep(0.3 * PLAN_S)
 
         assert len(case.told) >= 4
+
+    run_virtual(story())
+
+
+def test_groups_are_computed_beside_the_agreement() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            view = case.share(700)
+            await asyncio.sleep(5)
+
+        assert [at for at, _ in case.told] == [PLAN_S]
+        assert case.divided_at == [DIVIDE_S]
+        assert case.planner.parts == divide(view)
+        assert case.planner.parts
+
+    run_virtual(story())
+
+
+def test_an_agreement_does_not_wait_for_groups_of_older_records() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            case.share(700)
+            await asyncio.sleep(PLAN_S + 0.1)
+            view = case.share(900)
+            await asyncio.sleep(2 * DIVIDE_S)
+
+        assert [at for at, _ in case.told] == [PLAN_S, 2 * PLAN_S + 0.1]
+        assert case.divided_at == [2 * DIVIDE_S]  # the first result was dropped
+        assert case.planner.parts == divide(view)
+
+    run_virtual(story())
+
+
+def test_without_several_models_there_are_no_groups() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            case.share(700)
+            await asyncio.sleep(5)
+            case.learn(0)
+            await asyncio.sleep(5)
+
+        assert case.divided_at == [DIVIDE_S, 5.0]
+        assert case.planner.parts == {}
+        assert case.jobs.count(divide) == 1
+
+    run_virtual(story())
+
+
+def test_the_planner_of_a_further_ring_computes_no_groups() -> None:
+    async def story() -> None:
+        case = Case()
+        case.planner = Planner(lambda: case.view, case.agreed, case.think)
+        async with case.running():
+            case.share(700)
+            await asyncio.sleep(5)
+
+        assert len(case.told) == 1
+        assert divide not in case.jobs
 
     run_virtual(story())
 

@@ -41,7 +41,7 @@ class Served:
             spawn=lambda part: self.told.append(part.__name__),
         )
         self.server = RingServer(
-            cast("NodeParts", parts), self.place.member, cast("Any", self.offer), self._agreed
+            cast("NodeParts", parts), self.place.member, cast("Any", self.offer)
         )
 
     def agree(self, agreement: Any) -> None:
@@ -53,9 +53,6 @@ class Served:
         runtime = self.place.runtime
         runtime.narrow, runtime.follow = lambda: None, self.followed.append
         self.place.serve(None)
-
-    def _agreed(self) -> None:
-        self.told.append("agreed")
 
 
 @pytest.mark.parametrize("is_founder", [True, False])
@@ -103,7 +100,7 @@ def test_a_plan_that_is_agreed_on_is_followed_once_it_has_settled() -> None:
         served = Served()
         served.follow()
         served.agree(AGREEMENT)
-        assert served.told == ["agreed", "amended"]
+        assert served.told == ["amended"]
         assert served.place.member.agreement is AGREEMENT
         assert served.followed == []
         await asyncio.sleep(2 * SETTLE_S)
@@ -118,7 +115,7 @@ def test_names_of_nodes_are_resolved_again_in_every_ring(group: GroupId) -> None
         served = Served()
         served.place.member.group = group
         served.agree(None)
-        assert served.told == ["agreed", "amended"]
+        assert served.told == ["amended"]
 
     run_virtual(story())
 

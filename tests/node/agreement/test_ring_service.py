@@ -68,7 +68,7 @@ class Moving:
         """Let the records name a first ring for this node."""
         parts = {ENTRY: NodeGroups(cast("Any", first))}
         self.service.first.planner.parts = cast("Any", parts)
-        self.service._agreed()
+        self.service._divided()
 
     def work(self, sessions: int) -> None:
         self.place.member.runtime = cast("Any", self.place.fake_runtime(PLAN, sessions))
