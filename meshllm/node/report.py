@@ -10,7 +10,7 @@ from blake3 import blake3
 from meshllm.errors import UserError
 from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short
 from meshllm.node.view import LinkView, NodeView, RingView
-from meshllm.protocol.agreement.groups import is_exact
+from meshllm.protocol.agreement.groups import groups_in, is_exact
 from meshllm.protocol.agreement.trial import Trial
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
@@ -232,10 +232,10 @@ def _waits_for(ring: RingView, nodes: Sequence[NodeId]) -> str:
     return "its nodes are loading and connecting" if nodes else "no node is free"
 
 
-def _groups_of(view: NodeView, node: NodeId) -> list[GroupId]:
+def _groups_of(view: NodeView, node: NodeId) -> tuple[GroupId, ...]:
     """Return the groups in which a node takes part, its first one first."""
     state = view.states.get(node)
-    return [each.group for each in state.memberships] if state else [FIRST_GROUP]
+    return groups_in(state) if state else (FIRST_GROUP,)
 
 
 def model_status(view: NodeView, charter: Charter) -> ModelStatus:

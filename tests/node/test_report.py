@@ -9,7 +9,8 @@ from meshllm.names import GroupId, LossCause, Quant, short
 from meshllm.node.requests.counts import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
-from meshllm.protocol.membership.records import Lifecycle, Profile
+from meshllm.protocol.agreement.groups import REFUSES
+from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership
 from meshllm.protocol.planning.plan import Links
 from meshllm.protocol.trust.identity import show
 from meshllm.request import HopReport
@@ -389,6 +390,22 @@ def test_a_ring_gives_one_reason_wherever_it_is_shown(node: Owned, *, is_planned
     (shown,) = status.rings
     assert shown.status
     assert [status.ring.reason, shown.reason, shown.status.reason] == [own.reason] * 3
+
+
+def test_a_node_that_refuses_a_further_ring_is_not_shown_in_it(node: Owned) -> None:
+    (ring,) = node.view.rings
+    other = replace(ring.group, id=GroupId(b"other"))
+    waits = RingView(other, None, is_served=False)
+
+    def shown(obstacle: str) -> tuple[RingState, int, str]:
+        further = (RingMembership(other.id, obstacle=obstacle),)
+        states = {**node.view.states, A: replace(node.view.states[A], further=further)}
+        node.see(rings=(ring, waits), states=states)
+        _, status = node.control.status().rings
+        return status.state, len(status.standbys), status.reason
+
+    assert shown("") == (RingState.FORMING, 1, "its nodes are loading and connecting")
+    assert shown(REFUSES) == (RingState.WAITING, 0, "no node is free")
 
 
 async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:

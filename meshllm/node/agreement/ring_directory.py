@@ -15,7 +15,7 @@ from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.founding import find_node
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.protocol.agreement.candidates import decoded
-from meshllm.protocol.agreement.groups import groups_of, is_exact
+from meshllm.protocol.agreement.groups import groups_in, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer
@@ -188,9 +188,9 @@ class RingDirectory:
 
     def _awaits(self, wanted: Charter) -> str:
         """Return what the rings of another model wait for."""
-        machine, groups = self._machine, self._groups_of(wanted)
+        machine, groups = self._machine, set(self._groups_of(wanted))
         is_loading = any(
-            node in machine.alive and any(each.group in groups for each in state.memberships)
+            node in machine.alive and not groups.isdisjoint(groups_in(state))
             for node, state in machine.states.items()
         )
         return "its nodes load it" if is_loading else "no node is free for it"

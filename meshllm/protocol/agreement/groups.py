@@ -86,7 +86,7 @@ def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
 
 def groups_in(state: StateRecord) -> tuple[GroupId, ...]:
     """Return the groups in which a node takes part, the first one first."""
-    return tuple(each.group for each in state.memberships if each.obstacle != REFUSES)
+    return state.group, *(each.group for each in state.further if each.obstacle != REFUSES)
 
 
 def used_models(view: MeshView) -> frozenset[ModelKey]:

@@ -15,8 +15,8 @@ from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
-from meshllm.protocol.agreement.groups import groups_of
-from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.agreement.groups import REFUSES, groups_of
+from meshllm.protocol.membership.records import Lifecycle, RingMembership, StateRecord
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C
 from tests.builders.ring_places import (
@@ -167,6 +167,9 @@ def test_an_entry_refuses_requests_for_a_model_that_its_ring_does_not_serve() ->
         *_, third = (group.id for group in groups_of(whole) if not group.replica)
         place.states[STAGE] = StateRecord(group=third)
         assert "its nodes load it" in place.directory.reason("other")
+        refused = RingMembership(third, obstacle=REFUSES)
+        place.states[STAGE] = StateRecord(further=(refused,))
+        assert "no node is free for it" in place.directory.reason("other")
 
     run(story)
 

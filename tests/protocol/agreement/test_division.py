@@ -17,6 +17,7 @@ from meshllm.protocol.agreement.groups import (
     UNASSIGNED,
     NodeGroups,
     find_group,
+    groups_in,
     groups_of,
     holds,
     is_exact,
@@ -677,6 +678,16 @@ def test_a_node_that_refuses_a_ring_has_no_share_of_it() -> None:
     assert found[at].further == {}
     assert [other in part.further for node, part in found.items() if node != at] == [True]
     assert divide(view)[at].further == mesh.parts[at].further
+
+
+def test_a_node_takes_part_in_its_first_ring_whatever_obstacle_it_tells() -> None:
+    state = StateRecord(
+        group=GroupId(b"first"),
+        obstacle=REFUSES,
+        further=(RingMembership(GroupId(b"a"), obstacle=REFUSES), RingMembership(GroupId(b"b"))),
+    )
+
+    assert groups_in(state) == (GroupId(b"first"), GroupId(b"b"))
 
 
 def test_a_share_begins_once_the_ring_serves() -> None:
