@@ -35,8 +35,9 @@ def continuations(
     kept = [stage for stays, stages in groups if stays for stage in stages]
     if not kept or len(kept) == len(plan.stages):
         return
+    most = _most_for_each(sum(not stays for stays, _ in groups))
     options = [
-        [stages] if stays else [*_filled(stages, kept, spare[:MOST_SPARE])]
+        [stages] if stays else [*islice(_filled(stages, kept, spare[:MOST_SPARE]), most)]
         for stays, stages in groups
     ]
     for chosen in islice(product(*options), MOST_TRIED):
@@ -44,6 +45,14 @@ def continuations(
         nodes = [stage.node for stage in stages]
         if len(set(nodes)) == len(nodes):
             yield stages
+
+
+def _most_for_each(gaps: int) -> int:
+    """Return how many ways to fill each gap are tried, so that all of them can be combined.
+
+    Of more gaps than that allows, both neighbours of the last ones.
+    """
+    return max(2, *(ways for ways in range(1, MOST_TRIED + 1) if ways**gaps <= MOST_TRIED))
 
 
 def _filled(

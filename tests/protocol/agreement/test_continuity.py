@@ -84,6 +84,24 @@ def test_without_a_loss_or_survivors_there_is_none(staying: set[NodeId]) -> None
     assert told(THREE, staying, D) == []
 
 
+def test_each_of_several_gaps_may_go_to_both_sides() -> None:
+    seven = plan_of(*((node(200 + at), f"{4 * at}:{4 * at + 4}") for at in range(7)))
+    staying = {stage.node for stage in seven.stages[::2]}
+    spare = [node(100 + number) for number in range(MOST_SPARE)]
+
+    plans = [*continuations(seven, staying, spare)]
+
+    assert len(plans) <= MOST_TRIED
+    heirs = {(stage.node, layer) for plan in plans for stage in plan for layer in layers_of(stage)}
+    for gap in (1, 3, 5):
+        whole = range(4 * gap, 4 * gap + 4)
+        assert heirs >= {(node(200 + gap + side), layer) for side in (-1, 1) for layer in whole}
+
+
+def layers_of(stage: PlanStage) -> range:
+    return range(stage.span.start, stage.span.stop)
+
+
 def test_few_plans_are_tried() -> None:
     spare = [node(100 + number) for number in range(10)]
     assert len([*continuations(THREE, {A, B}, spare)]) == 1 + MOST_SPARE
