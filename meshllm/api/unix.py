@@ -25,7 +25,10 @@ def is_answered(path: Path) -> bool:
 
 
 def check_usable(path: Path) -> None:
-    """Raise `UserError` if no node of this user can listen there; the folder may be missing."""
+    """Raise `UserError` if no node answers there, and none of this user can listen there.
+
+    The folder may be missing.
+    """
     _check_length(path)
     if why := _find_obstacle(path):
         raise UserError(
@@ -53,8 +56,13 @@ def listening(path: Path) -> Iterator[socket.socket]:
 
 
 def _find_obstacle(path: Path) -> str:
-    """Return why no node of this user can use the folder of a socket; empty if one can."""
-    if (found := _probe(path)) not in {*_ANSWERED, errno.ENOENT, errno.ECONNREFUSED}:
+    """Return why no node of this user can use the folder of a socket; empty if one can.
+
+    Empty too if a node answers there, which may be one of another user: root may ask each.
+    """
+    if (found := _probe(path)) in _ANSWERED:
+        return ""
+    if found not in {errno.ENOENT, errno.ECONNREFUSED}:
         return reason_of(OSError(found, os.strerror(found)))
     try:
         is_own = path.parent.stat().st_uid == os.geteuid()

@@ -219,6 +219,14 @@ async def test_is_running_checks_for_a_node(client: NodeClient, tmp_path: Path) 
         is_running(Settings(state="x" * 300))
 
 
+async def test_a_node_that_answers_may_be_of_another_user(
+    client: NodeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: -1)  # as root
+
+    assert is_running(Settings(state=str(client.socket.parent)))
+
+
 async def test_the_client_uses_the_state_folder_of_the_settings(client: NodeClient) -> None:
     async with open_client(Settings(state=str(client.socket.parent))) as ring:
         assert ring == client
