@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshllm.cli.shared.client import NodeClient, is_running, socket_path
+from meshllm.cli.shared.client import NodeClient, socket_path
 from meshllm.cli.shared.options import Json, settings, takes, with_state
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
@@ -87,7 +87,7 @@ def create(
     else:
         render.out(key)
         render.talk("stored as a hash: it cannot be shown again")
-    if limits.models and is_running(chosen):
+    if limits.models and _is_running(chosen):
         _note_unserved(chosen, limits.models)
 
 
@@ -150,13 +150,20 @@ def revoke(
             accounts.revoke(name, time.time())
         tags = accounts.revoked()
     what = "the key" if name == "-" else f"`{name}`"
-    if not is_running(chosen):
+    if not _is_running(chosen):
         render.talk(f"{what} is revoked here; the mesh learns it when the node runs")
         return
     import asyncio
 
     asyncio.run(NodeClient(socket_path(chosen)).revoke(tags))
     render.talk(f"{what} is revoked at all doors of the mesh")
+
+
+def _is_running(chosen: Settings) -> bool:
+    """Return whether a node answers; the keys have changed, so that a folder is not refused."""
+    from meshllm.api.unix import is_answered
+
+    return is_answered(socket_path(chosen))
 
 
 def _read_key() -> str:

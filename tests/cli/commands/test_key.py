@@ -104,6 +104,16 @@ def test_a_key_of_the_owner_says_so(meshllm: Invoke) -> None:
     assert "owner" in meshllm("key", "list").stdout.splitlines()[-1]
 
 
+def test_keys_change_in_a_folder_where_no_node_can_listen(meshllm: Invoke, tmp_path: Path) -> None:
+    state = "--state", str(tmp_path / ("x" * 100))
+
+    made = meshllm("key", "create", "phone", "--models", "m", *state)
+    revoked = meshllm("key", "revoke", "phone", *state)
+
+    assert (made.exit_code, revoked.exit_code) == (0, 0), revoked.stderr
+    assert "is revoked here" in revoked.stderr
+
+
 def test_a_key_of_elsewhere_is_revoked_from_stdin(meshllm: Invoke, home: Path) -> None:
     result = meshllm("key", "revoke", "-", stdin="sk-of-elsewhere\n")
 
@@ -123,7 +133,7 @@ def test_stdin_must_have_a_key(meshllm: Invoke, text: str) -> None:
 def test_a_running_node_tells_the_mesh(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient(monkeypatch)
     monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
-    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+    monkeypatch.setattr("meshllm.cli.commands.key._is_running", lambda _: True)
     key = meshllm("key", "create", "laptop").stdout.strip()
 
     result = meshllm("key", "revoke", "laptop")
@@ -141,7 +151,7 @@ def test_a_model_that_is_not_served_is_noted(
     assert status.model
     client.statuses = [replace(status, models=(replace(status.model, name="a", aliases=("b",)),))]
     monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
-    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+    monkeypatch.setattr("meshllm.cli.commands.key._is_running", lambda _: True)
 
     typo = meshllm("key", "create", "one", "--models", "a,b,c,d", *form)
     known = meshllm("key", "create", "two", "--models", "a,b", *form)
@@ -158,7 +168,7 @@ def test_a_node_that_does_not_answer_fails_no_key(
     client = FakeClient(monkeypatch)
     client.statuses = [TimedOut("the node does not answer")]
     monkeypatch.setattr("meshllm.cli.commands.key.NodeClient", client)
-    monkeypatch.setattr("meshllm.cli.commands.key.is_running", lambda _: True)
+    monkeypatch.setattr("meshllm.cli.commands.key._is_running", lambda _: True)
 
     made = meshllm("key", "create", "one", "--models", "a")
 
