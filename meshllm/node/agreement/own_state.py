@@ -130,7 +130,9 @@ class OwnState:
             used=self.use.used,
             prepared=own.prepared,
             further=tuple(
-                replace(each, obstacle=obstacle or each.obstacle)
+                each
+                if each.obstacle == REFUSES
+                else replace(each, obstacle=obstacle or each.obstacle)
                 for _, each in sorted(further.items())
             ),
         )

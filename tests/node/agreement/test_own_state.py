@@ -9,7 +9,7 @@ from typing import Any, cast
 from meshllm.names import FIRST_GROUP, NodeId
 from meshllm.node.agreement.load_watch import LOAD_S
 from meshllm.node.agreement.own_state import HANGS
-from meshllm.protocol.agreement.groups import groups_of
+from meshllm.protocol.agreement.groups import groups_in, groups_of
 from meshllm.protocol.membership.records import Lifecycle
 from meshllm.protocol.membership.strikes import FAULTS_S, MAX_FAULTS
 from meshllm.testing.clock import run_virtual
@@ -155,6 +155,23 @@ def test_a_node_in_two_rings_serves_and_publishes_both() -> None:
         del place.own.further[third]
         place.own.publish()
         assert place.told[-1].further == ()
+
+    run(story)
+
+
+def test_a_node_that_hangs_takes_part_in_no_ring_that_it_refused() -> None:
+    whole, *_ = several()
+    *_, third = (group.id for group in groups_of(whole) if not group.replica)
+
+    async def story() -> None:
+        place = Place()
+        place.own.refused.add(third)
+        for place.own.is_hung in (False, True):
+            place.own.publish()
+            state = place.told[-1]
+            assert state.obstacle == (HANGS if place.own.is_hung else "")
+            assert groups_in(state) == (FIRST_GROUP,)
+            assert [each.group for each in state.further] == [third]
 
     run(story)
 
