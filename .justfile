@@ -6,7 +6,7 @@ export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 # everything that must be green: format, lint, types, imports, generated files, tests
 check: lint
     pytest -n 2 --dist worksteal --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
-    pytest -n 2 --dist worksteal --ignore=tests/protocol
+    pytest -n 3 --dist worksteal --ignore=tests/protocol
 
 # what needs no test: format, lint, types, imports, generated files
 lint:
