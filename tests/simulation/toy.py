@@ -149,6 +149,13 @@ class ToyRunner:
     def step_many(self, parts: Sequence[Tensor], caches: Sequence[ToyCache | None]) -> list[Tensor]:
         return [self.step(x, cache) for x, cache in zip(parts, caches, strict=True)]
 
+    def refill(self, x: Tensor, cache: ToyCache) -> Tensor:
+        return self.prefill(x, cache)
+
+    def fill(self, x: Tensor, cache: ToyCache, *, is_step: bool) -> None:
+        _ = is_step
+        self.prefill(x, cache)
+
     def prefill(self, x: Tensor, cache: ToyCache | None, rows: int | None = None) -> Tensor:
         """Run tokens or rows ``[1, T]`` or ``[1, T, 1]`` through what this shard holds."""
         marked = [divmod(int(value), PRIME) for value in x.flatten().tolist()]
