@@ -148,7 +148,7 @@ MUTANTS = {
         {"meshllm.node.net.secure.SecureLink.close": stay_open}, "links, of the ring and others", 3
     ),
     "links of a ring that ended stay": Mutant(
-        {"meshllm.node.ring.runtime.RingRuntime._discard": nod}, "links, of the ring and others", 7
+        {"meshllm.node.ring.idle_links.IdleLinks.discard": nod}, "links, of the ring and others", 7
     ),
     "reservations stay": Mutant(
         {"meshllm.protocol.kv_cache.budget.KvBudget.release": nod}, "bytes of its KV cache"

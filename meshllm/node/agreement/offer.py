@@ -137,7 +137,7 @@ class NodeOffer:
         self.measured = self.profile
 
     def set_weights(self, weights: tuple[bytes, ...]) -> None:
-        """Publish the digests of the weights that are here now, unless the offer is retracted."""
+        """Publish the digests of the weights that are here now."""
         self.measured = replace(self.measured, weights=weights)
         self._show(is_open=bool(self.profile.layer_s))
 
@@ -228,7 +228,7 @@ class NodeOffer:
             self._member.runtime.reload()  # the plan may still be the same
 
     def _show(self, *, is_open: bool) -> None:
-        """Publish the measured offer, or retract it."""
+        """Publish the measured offer, or retract it: others may fetch the weights all the same."""
         if is_open:
             own, slow = self.measured, self._slow
             self.publish(
@@ -238,4 +238,4 @@ class NodeOffer:
                 memory_bytes=max(own.memory_bytes, self.shared_bytes),
             )
         else:
-            self.publish(weights=(), layer_s=())
+            self.publish(weights=self.measured.weights, layer_s=())

@@ -235,7 +235,7 @@ def _unready(profile: Profile, state: StateRecord | None) -> str | None:
     if not profile.weights:
         return "it has no model yet"
     if not profile.layer_s:
-        return "it has not measured its speed yet"
+        return "it has measured no speed, or cannot load layers now"
     return None
 
 

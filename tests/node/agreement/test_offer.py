@@ -134,14 +134,12 @@ def test_a_failure_counts_if_the_plan_changes_at_once(case: Case) -> None:
     assert case.told[-1].memory_bytes == 100 + int(200 * SMALLER)
 
 
-def test_weights_that_arrive_while_it_is_retracted_are_published_with_the_next(case: Case) -> None:
-    case.fail(ModelError("damaged"))
+def test_others_may_fetch_the_weights_of_a_retracted_offer(case: Case) -> None:
+    case.fail(ModelError("no node has the other weights"))
+    assert (case.is_open, case.told[-1].weights) == (False, MEASURED.weights)
+
     case.offer.set_weights((b"new",))
-    assert not case.is_open
-
-    case.later.pop()()
-
-    assert case.told[-1].weights == (b"new",)
+    assert (case.is_open, case.told[-1].weights) == (False, (b"new",))
 
 
 def test_another_ring_begins_without_the_offer_and_the_backoff_of_the_last(case: Case) -> None:

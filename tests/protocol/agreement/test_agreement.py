@@ -57,7 +57,7 @@ def test_a_mesh_without_ready_nodes_has_no_ring() -> None:
     agreement = World({A: replace(profile(4), layer_s=())}).agree()
 
     assert agreement.plan is None
-    assert standbys(agreement) == {A: "it has not measured its speed yet"}
+    assert standbys(agreement) == {A: "it has measured no speed, or cannot load layers now"}
 
 
 def test_a_plan_contains_no_standbys() -> None:

@@ -143,7 +143,7 @@ def test_nodes_that_are_not_ready_wait() -> None:
 
     assert found.waiting == {
         A: "it has no model yet",
-        B: "it has not measured its speed yet",
+        B: "it has measured no speed, or cannot load layers now",
         C: "its profile has not arrived yet",
     }
 

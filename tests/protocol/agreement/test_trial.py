@@ -84,7 +84,7 @@ def test_a_node_that_is_not_ready_waits() -> None:
         World({A: profile(4), B: replace(profile(4), layer_s=())}).agree(), TrialTerms(exclude=(B,))
     )
 
-    assert found.standbys == {B: "it has not measured its speed yet"}
+    assert found.standbys == {B: "it has measured no speed, or cannot load layers now"}
 
 
 def test_before_anything_can_be_planned_it_is_busy() -> None:
