@@ -11,7 +11,7 @@ from meshllm.protocol.agreement.groups import (
     NodeGroups,
     groups_in,
     groups_of,
-    has_model,
+    holds,
     memberships,
     plans_in_force,
     used_models,
@@ -89,7 +89,7 @@ class GroupTable:
             self.held[node] = frozenset(
                 number
                 for number, (key, group) in enumerate(models)
-                if has_model(profile, key, group.charter)
+                if holds(profile, group.charter, key)
             )
         for node in sorted(view.alive()):
             if _can_take_part(view, node):

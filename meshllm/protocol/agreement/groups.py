@@ -104,13 +104,8 @@ def is_exact(charter: Charter, plan: Plan, profiles: Mapping[NodeId, Profile]) -
     return is_plain and all(profile is not None and profile.is_exact for profile in known)
 
 
-def holds(profile: Profile, charter: Charter) -> bool:
-    """Return whether a node has a model locally."""
-    return has_model(profile, charter.key, charter)
-
-
-def has_model(profile: Profile, key: ModelKey, charter: Charter) -> bool:
-    """Return whether a node has the model of this key locally; the charter is its own."""
+def holds(profile: Profile, charter: Charter, key: ModelKey) -> bool:
+    """Return whether a node has the model of a charter locally; ``key`` is that of the model."""
     if profile.models:
         return key in profile.models
     config = charter.config_digest[:DIGEST_PART_BYTES]

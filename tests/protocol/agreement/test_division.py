@@ -431,9 +431,11 @@ def test_a_client_that_is_the_entry_holds_no_layers() -> None:
 def test_a_profile_of_one_ring_names_its_model_by_its_weights() -> None:
     charter = model(1, 4)
 
-    assert holds(Profile("", "", (), 0, weights=(charter.config_digest[:16],)), charter)
-    assert not holds(Profile("", "", (), 0, weights=(bytes(16),)), charter)
-    assert not holds(Profile("", "", (), 0), charter)
+    assert holds(
+        Profile("", "", (), 0, weights=(charter.config_digest[:16],)), charter, charter.key
+    )
+    assert not holds(Profile("", "", (), 0, weights=(bytes(16),)), charter, charter.key)
+    assert not holds(Profile("", "", (), 0), charter, charter.key)
 
 
 def test_a_plan_in_force_is_of_nodes_of_one_group() -> None:
