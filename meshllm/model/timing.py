@@ -37,6 +37,7 @@ from meshllm.names import Quant, Span
 
 ROWS = (1, 8, 32, 128, 256, 1024)
 """Of decode steps and prefill chunks; the last two show how time grows with attention."""
+_WARMED = ROWS[:4]  # more rows run the same kernels
 TRIALS = 3
 ENOUGH_S = 0.2  # for repeated runs; many rows of a large layer are timed once
 LONGEST_S = 0.5  # for the largest number of rows, which is skipped if it would take longer
@@ -85,7 +86,7 @@ def measure_speed(
     """
     key: tuple[str | float, ...] = (
         config_digest(source).hex(), str(dtype), quant, torch.get_num_threads(), torch.__version__,
-        meshllm.__version__, name_of(device), *machine(), "chunks by median",
+        meshllm.__version__, name_of(device), *machine(), "chunks by median, warm",
     )  # fmt: skip
     if known := _read(load_cached(cache, *key)):
         return known
@@ -174,7 +175,9 @@ def _stock_seconds(
         around_s = time.perf_counter() - begin - stopwatch.seconds
         return stopwatch.seconds + (around_s / len(sizes) if device == CPU else 0.0)
 
-    seconds(1)  # excludes what only the first call does
+    for rows in _WARMED:  # excludes what only the first call does, such as compiling a kernel
+        if rows <= context:
+            seconds(rows)
     scale = mean / sizes[index]
     most = ROWS[-1]
     times = [(rows, _typical(seconds, rows, device)) for rows in ROWS[:-1] if rows <= context]

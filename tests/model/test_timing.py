@@ -21,6 +21,7 @@ from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import Part, Skeleton, build
 from meshllm.model.steps.cuda_graph import Graph
 from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.runner import Runner
 from meshllm.model.timing import (
     BUSY_AGE_S,
     LONGEST_S,
@@ -81,6 +82,27 @@ def test_the_largest_number_of_rows_is_skipped_if_slow(
         table = module._layer_seconds(source, torch.float32, Quant.NONE)
 
     assert [rows for rows, _ in table] == [rows for rows in ROWS if rows <= longest]
+
+
+def test_compiling_a_kernel_is_not_timed(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, ran, timed = Runner.prefill, set[int](), set[int]()
+
+    def run(self: Runner, x: Tensor, *args: Any) -> Tensor:
+        ran.add(x.shape[1])
+        return prefill(self, x, *args)
+
+    def typical(_: Any, rows: int, __: Any) -> float:
+        if rows in ran:
+            timed.add(rows)
+        return 1e-9
+
+    monkeypatch.setattr(Runner, "prefill", run)
+    monkeypatch.setattr(module, "_typical", typical)
+
+    with torch.inference_mode():
+        module._stock_seconds(source, torch.float32, Quant.NONE, CPU)
+
+    assert timed == {1, 8, 32, 128}
 
 
 def test_what_surrounds_the_layers_counts_with_the_share_of_one(
