@@ -16,10 +16,13 @@ form. While a prompt is prefilled in chunks, ranks alternate between chunks and 
 for one chunk on every rank, sessions that wait for the same chunk become one micro-batch, so that
 there are no more of these than ranks, and a chunk gets the time that steps leave. An engine that
 merges them computes the rows of both together.
+
+Ranks on one machine share the bandwidth of its memory, so that steps take longer while other ranks
+compute too. Sessions do not travel otherwise for that: G stays that of separate machines.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, sqrt
 from typing import NamedTuple
@@ -81,7 +84,7 @@ class _Batch:
 class ReplicaEngine:
     """The speeds of one replica."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- one keyword per independent property
         self,
         times: RingTimes,
         cached_s: Sequence[float],
@@ -90,10 +93,12 @@ class ReplicaEngine:
         chunk: int,
         most_sessions: int = MOST_SESSIONS,
         is_merging: bool = False,
+        contention: float = 1.0,
     ) -> None:
         """``cached_s`` is what each rank needs per cached token, ``room_tokens`` of all sessions.
 
-        ``is_merging`` computes the rows of a chunk and of a step together, on a ring of one.
+        ``is_merging`` computes the rows of a chunk and of a step together, on a ring of one. Steps
+        of all ranks at once take ``contention`` times as long: they run on one machine.
         """
         self.room_tokens = room_tokens
         self.most_sessions = most_sessions
@@ -101,6 +106,7 @@ class ReplicaEngine:
         self._times = times
         self._cached_s = tuple(cached_s)
         self._is_merging = is_merging
+        self._contention = contention
         self._batches: Callable[[int], tuple[_Batch, ...]] = cache(self._all_batches)
         self.prefill: Callable[[int], Prefill] = cache(self._prefill)
         """Return the prefill of a prompt of so many tokens."""
@@ -109,7 +115,8 @@ class ReplicaEngine:
         """Return the period of ``sessions`` with ``cached`` tokens in all, and no prefill."""
         idle = (0.0,) * len(self._cached_s)
         batches = self._batches(sessions)
-        return min(_slowest(each, cached, idle, 0.0) for each in batches)[1]
+        batch = min(batches, key=lambda each: _slowest(each, cached, idle, 0.0))
+        return _slowest(self._slowed(batch), cached, idle, 0.0)[1]
 
     def mixed(self, sessions: int, cached: float, prefill: Prefill) -> tuple[Period, float]:
         """Return the period beside a prefill, and the chunks per second of that."""
@@ -117,13 +124,10 @@ class ReplicaEngine:
             period = self._merged(sessions, prefill)
             return period, 1 / (period.base + period.slope * cached)
         waits, wire_s = prefill.ranks, prefill.wire_s
-        found = [
-            (*_slowest(each, cached, waits, wire_s), at)
-            for at, each in enumerate(self._batches(sessions))
-            if each.count <= len(waits)
-        ]
-        seconds, period, at = min(found)
-        batch = self._batches(sessions)[at]
+        batches = (each for each in self._batches(sessions) if each.count <= len(waits))
+        batch = min(batches, key=lambda each: _slowest(each, cached, waits, wire_s))
+        batch = self._slowed(batch)
+        seconds, period = _slowest(batch, cached, waits, wire_s)
         busy = [rank.base + rank.slope * cached for rank in batch.ranks]
         loads = zip((*busy, batch.wire_s), (*waits, wire_s), strict=True)
         return period, min((1 - step_s / seconds) / chunk_s for step_s, chunk_s in loads if chunk_s)
@@ -153,6 +157,28 @@ class ReplicaEngine:
             trip=Period(sum(steps) + sum(wires), sum(self._cached_s) / count),
             ranks=tuple(Period(count * step, cached) for step, cached in pairs),
             wire_s=count * self._wire_s(rows),
+        )
+
+    def _slowed(self, batch: _Batch) -> _Batch:
+        """Return a batch whose steps take longer by the time in which other ranks compute too."""
+        if self._contention == 1 or len(batch.ranks) == 1:
+            return batch
+        steps = [rank.base / batch.count for rank in batch.ranks]
+        trip_s, others = sum(steps), len(steps) - 1
+        period_s = max(batch.trip.base, batch.count * max(steps))
+        busy = (
+            (batch.count - 1) * (trip_s - step) / others / max(period_s - step, 1e-12)
+            for step in steps
+        )
+        factors = [1 + (self._contention - 1) * min(1.0, each) for each in busy]
+        more = sum((each - 1) * step for each, step in zip(factors, steps, strict=True))
+        return replace(
+            batch,
+            trip=batch.trip._replace(base=batch.trip.base + more),
+            ranks=tuple(
+                rank._replace(base=rank.base * each)
+                for rank, each in zip(batch.ranks, factors, strict=True)
+            ),
         )
 
     def _prefill(self, tokens: int) -> Prefill:

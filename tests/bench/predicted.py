@@ -2,8 +2,11 @@
 
 Every placement is a ring of processes on this machine, one thread each, of a model with random
 weights. Requests arrive at random at each share of the capacity that is predicted; the simulator
-gets the same requests, the cost table of this machine, and the spans and links of the ring. The
-last line has the median error of the mean times, and how many pairs of placements the simulator
+gets the same requests, the spans and links of the ring, and the cost table of this machine: the
+mean of one before and one after each load, as shared machines change by the minute. Ranks on one
+machine share its memory bandwidth: how much steps at once slow each other down is measured, too.
+
+The last line has the median error of the mean times, and how many pairs of placements the simulator
 puts into the order that was measured. It needs a core for each process, and a quiet machine.
 """
 
@@ -11,11 +14,14 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
+from threading import Barrier
 
 import torch
 
@@ -23,8 +29,12 @@ from meshllm.bench.fleet import Fleet, open_fleet
 from meshllm.bench.ring_table import NUMBER_TOKENS, WORD, random_model
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, resolve
+from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.replay import SETTLED
+from meshllm.model.steps.runner import Runner
+from meshllm.model.steps.trial import skip_trial
 from meshllm.model.timing import Speed, measure_speed
-from meshllm.names import NODE_ID_BYTES, NodeId, Quant
+from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
 from meshllm.node.ring.shape import plan_shape
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
@@ -46,6 +56,7 @@ from tests.bench.report import Report, counts, parser_of
 
 DTYPE = torch.bfloat16
 NUMBER_DIGITS = 3  # one more than `NUMBER_TOKENS` counts
+STEPS = 40  # of each rank, to see how much ranks slow each other down
 SAME = 0.05  # of a time: pairs of placements that are closer have no order
 
 
@@ -86,20 +97,23 @@ class Case:
         return ModelLoad(1.0, Lengths((self.prompt,)), answers)
 
 
-async def measure(case: Case, nodes: int, quant: Quant, speed: Speed) -> list[Predicted]:
+async def measure(case: Case, nodes: int, quant: Quant) -> list[Predicted]:
     """Run all loads on one ring."""
     rows = []
+    slowed = contention(case.source, nodes, quant) if nodes > 1 else 1.0
     async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
-        found = (await fleet.entry.get("/mesh/status")).json()
-        engine = engine_of(from_json(MeshStatus, found), case, quant, speed)
+        status = from_json(MeshStatus, (await fleet.entry.get("/mesh/status")).json())
         await fleet.answer(Request(raw=raw(0, case.prompt), max_tokens=case.tokens))
-        sent = 1
+        sent, speed = 1, speed_now(case.source, quant)
         for number, share in enumerate(case.shares, start=1):
+            engine = engine_of(status, case, quant, speed, slowed)
             rate = share * Estimate(engine, case.load).capacity
             load = ModelLoad(rate, case.load.prompt, case.load.answer)
             asked = sample([load], case.requests, seed=number)
             times = await replay(fleet, asked, sent)
             sent += len(asked)
+            before, speed = speed, speed_now(case.source, quant)
+            engine = engine_of(status, case, quant, mean_of(before, speed), slowed)
             run = simulate([SimulatedReplica(0, engine)], asked).latencies(0)
             ttft_ms, token_ms = (fmean(column) for column in zip(*times, strict=True))
             simulated = run.ttft_s[0] * 1e3, run.token_s[0] * 1e3
@@ -109,7 +123,55 @@ async def measure(case: Case, nodes: int, quant: Quant, speed: Speed) -> list[Pr
     return rows
 
 
-def engine_of(status: MeshStatus, case: Case, quant: Quant, speed: Speed) -> ReplicaEngine:
+def speed_now(source: Source, quant: Quant) -> Speed:
+    """Return the cost table of this machine, measured again."""
+    with TemporaryDirectory() as cache:
+        return measure_speed(source, DTYPE, Path(cache), quant)
+
+
+def mean_of(one: Speed, other: Speed) -> Speed:
+    """Return the mean of two cost tables."""
+    pairs = zip(one.layer_s, other.layer_s, strict=False)
+    table = tuple((rows, fmean((first, second))) for (rows, first), (_, second) in pairs)
+    return Speed(table, fmean((one.head_s, other.head_s)))
+
+
+def contention(source: Source, nodes: int, quant: Quant) -> float:
+    """Return how many times as long steps of so many ranks take at once, as in turn."""
+    layers = int(source.config.num_hidden_layers)
+    spans = [Span(layers * at // nodes, layers * (at + 1) // nodes) for at in range(nodes)]
+    runners = [
+        Runner(load_shard(source, span, embed=False, head=False, quant=quant), (1,), skip_trial)
+        for span in spans
+    ]
+
+    width = runners[0].shard.model.config.hidden_size
+    row = torch.ones(1, 1, width, dtype=DTYPE)
+
+    def seconds(runner: Runner, start: Barrier | None = None) -> float:
+        torch.set_num_threads(1)  # of this thread
+        with torch.inference_mode():
+            cache = runner.new_cache()
+            for _ in range(1 + SETTLED):
+                runner.step(row, cache)
+            if start is not None:
+                start.wait()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                runner.step(row, cache)
+            return time.perf_counter() - begin
+
+    def ratio(pool: ThreadPoolExecutor) -> float:
+        start = Barrier(nodes)
+        return sum(pool.map(partial(seconds, start=start), runners)) / sum(map(seconds, runners))
+
+    with ThreadPoolExecutor(nodes) as pool:
+        return max(1.0, median(ratio(pool) for _ in range(3)))
+
+
+def engine_of(
+    status: MeshStatus, case: Case, quant: Quant, speed: Speed, slowed: float = 1.0
+) -> ReplicaEngine:
     """Describe a running ring by its spans and links, and the speed of this machine."""
     sizes = plan_shape(shape_of(case.source, DTYPE, quant))
     stages, predicted = status.ring.stages, status.ring.predicted
@@ -130,6 +192,7 @@ def engine_of(status: MeshStatus, case: Case, quant: Quant, speed: Speed) -> Rep
         [len(stage.layers) * cached_s(sizes, speed) for stage in stages],
         room_tokens=min(rooms),
         chunk=times.best_pace(case.prompt, others=1).chunk,
+        contention=slowed,
     )
 
 
@@ -189,14 +252,13 @@ def main(arguments: Sequence[str]) -> int:
     report, rows = Report(options, threads=1), list[Predicted]()
     report.say("nodes  quant  share  first token ms  simulated  ms per token  simulated")
     torch.set_num_threads(1)
-    with random_model(options.model, DTYPE) as folder, TemporaryDirectory() as cache:
+    with random_model(options.model, DTYPE) as folder:
         shares = tuple(float(share) for share in options.shares.split(","))
         source = resolve(str(folder))
         case = Case(source, options.prompt, options.tokens, options.requests, shares)
         for quant in map(Quant, options.quant.split(",")):
-            speed = measure_speed(source, DTYPE, Path(cache), quant)
             for nodes in options.nodes:
-                for row in asyncio.run(measure(case, nodes, quant, speed)):
+                for row in asyncio.run(measure(case, nodes, quant)):
                     rows.append(row)
                     report.say(
                         f"{row.nodes:>5}  {row.quant:>5}  {row.share:>5}  {row.ttft_ms:>14.1f}"

@@ -29,6 +29,7 @@ def engine(
     chunk: int = 64,
     most: int = 8,
     merging: bool = False,
+    contention: float = 1.0,
 ) -> ReplicaEngine:
     """Make the engine of such a ring; ``cached_s`` is of all ranks together."""
     return ReplicaEngine(
@@ -38,6 +39,7 @@ def engine(
         chunk=chunk,
         most_sessions=most,
         is_merging=merging,
+        contention=contention,
     )
 
 

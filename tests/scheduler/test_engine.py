@@ -49,6 +49,23 @@ def test_sessions_on_fast_wires_wait_for_each_other() -> None:
     assert ring.decode(8, 0).base == pytest.approx(STEP_S * 1.01)  # 4 batches of 2
 
 
+def test_ranks_on_one_machine_slow_each_other_down_while_they_compute_at_once() -> None:
+    alone, shared = engine(2), engine(2, contention=1.5)
+
+    assert shared.decode(1, 0) == alone.decode(1, 0)
+    assert alone.decode(2, 0).base == pytest.approx(STEP_S)
+    assert shared.decode(2, 0).base == pytest.approx(1.5 * STEP_S)
+    assert engine(contention=1.5).decode(8, 0) == engine().decode(8, 0)
+
+
+def test_ranks_that_wait_for_links_slow_each_other_down_by_the_time_that_they_compute() -> None:
+    wire = LinkSpeed(STEP_S / 2)  # two ranks are busy for a quarter of a trip each
+
+    assert engine(2, wire).decode(2, 0).base == pytest.approx(2 * STEP_S)
+    shared = engine(2, wire, contention=1.6).decode(2, 0).base
+    assert shared == pytest.approx(2 * STEP_S + STEP_S * 0.6 / 3)
+
+
 def test_a_narrow_link_bounds_the_sessions() -> None:
     narrow = engine(2, LinkSpeed(0.0, bytes_per_s=1000.0))  # a row of 8 bytes takes 8 ms
 
