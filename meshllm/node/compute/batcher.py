@@ -2,9 +2,11 @@
 
 Steps submitted while the compute thread is busy wait, and the next batch takes all of them: the
 cost of a step is reading the weights, which the steps of a batch share. Chunks of prompts run one
-by one, in the order of submission. While both wait they take turns, one batch and one chunk, so
-that a running session waits for one chunk at most, and a prompt for one batch per chunk. The jobs
-of one session stay in order.
+by one, those of the prompt with the fewest rows left first: prompts that took turns would all end
+late. The oldest chunk is overtaken `MOST_OVERTAKEN` times at most, so that short prompts do not
+starve a long one. While both wait they take turns, one batch and one chunk, so that a running
+session waits for one chunk at most, and a prompt for one batch per chunk. The jobs of one session
+stay in order.
 
 Results are passed to callbacks, not to futures: a core idles between two steps, so all code that
 runs then is as slow as memory. A future, a task and two more rounds of the event loop would cost a
@@ -13,7 +15,7 @@ tenth of a hop.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count, zip_longest
@@ -23,6 +25,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from meshllm.names import SessionId
 from meshllm.node.compute.worker import Worker, as_exception
+
+MOST_OVERTAKEN = 3
+"""Chunks of shorter prompts that run before the oldest one."""
 
 Job = TypeVar("Job")
 Run = Callable[[Sequence[Job]], Iterator[Sequence[Any]]]
@@ -55,6 +60,8 @@ class _LoneJob:
     session: SessionId
     function: Callable[[], Any]
     callbacks: Sequence[Callback]
+    left: int
+    """Rows that the prompt of a chunk has left, 0 for other jobs."""
     is_brief: bool
 
 
@@ -66,9 +73,10 @@ class Batcher(Generic[Job]):
         self._worker = worker
         self._run = run
         self._jobs = jobs
-        self._lock = Lock()  # of the next five
+        self._lock = Lock()  # of the next six
         self._steps: list[_BatchedJob[Job]] = []  # that wait, in order of submission
         self._alone = deque[_LoneJob]()  # the same
+        self._overtaken = 0  # times that the oldest of these was
         self._is_chunk_next = False
         self._is_reporting = False  # the result of a chunk
         self._held = 0  # turns that wait for that
@@ -105,17 +113,21 @@ class Batcher(Generic[Job]):
             self._add_turn()
 
     def submit_alone(
-        self, session: SessionId, function: Callable[[], Any], *callbacks: Callback
+        self, session: SessionId, function: Callable[[], Any], *callbacks: Callback, left: int = 0
     ) -> None:
-        """Run a function by itself, such as a chunk of a prompt, in turn with batches."""
-        self._submit(_LoneJob(next(self._numbers), session, function, callbacks, is_brief=False))
+        """Run a function by itself, such as a chunk of a prompt, in turn with batches.
+
+        Of several, the one with the fewest rows ``left`` runs first.
+        """
+        number = next(self._numbers)
+        self._submit(_LoneJob(number, session, function, callbacks, left, is_brief=False))
 
     def submit_brief(self, session: SessionId, function: Callable[[], Any]) -> None:
         """Run a function that takes no time worth a turn; it stays in order with `submit_alone`.
 
         If it raises, that ends the group of the batcher.
         """
-        self._submit(_LoneJob(next(self._numbers), session, function, (_expect,), is_brief=True))
+        self._submit(_LoneJob(next(self._numbers), session, function, (_expect,), 0, is_brief=True))
 
     def _submit(self, alone: _LoneJob) -> None:
         if self._is_closed:
@@ -146,19 +158,28 @@ class Batcher(Generic[Job]):
     def _next(self) -> tuple[Sequence[_BatchedJob[Job]], _LoneJob | None]:
         """Take what runs next: all steps that may run, or one other job."""
         first: dict[SessionId, int] = {}  # of the other jobs of a session
-        for alone in self._alone:
-            first.setdefault(alone.session, alone.number)
+        for each in self._alone:
+            first.setdefault(each.session, each.number)
         batch, later = list[_BatchedJob[Job]](), list[_BatchedJob[Job]]()
         for step in self._steps:
             is_free = step.session not in first or step.number < first[step.session]
             (batch if is_free else later).append(step)
-        if self._alone and self._may_precede(self._alone[0], batch):
-            alone = self._alone.popleft()
+        alone = self._next_alone(first)
+        if alone and self._may_precede(alone, batch):
+            self._overtaken = 0 if alone is self._alone[0] else self._overtaken + 1
+            self._alone.remove(alone)
             if not alone.is_brief:
                 self._is_chunk_next, self._is_reporting = False, True
             return (), alone
         self._steps, self._is_chunk_next = later, True
         return batch, None
+
+    def _next_alone(self, first: Mapping[SessionId, int]) -> _LoneJob | None:
+        """Return the other job that is next; only the ``first`` of a session can be."""
+        if not self._alone or self._overtaken >= MOST_OVERTAKEN:
+            return self._alone[0] if self._alone else None
+        ready = (alone for alone in self._alone if alone.number == first[alone.session])
+        return min(ready, key=lambda alone: (alone.left, alone.number))
 
     def _may_precede(self, alone: _LoneJob, batch: Sequence[_BatchedJob[Job]]) -> bool:
         """Return whether a job runs before the steps that may run; their sessions' go first."""

@@ -438,7 +438,8 @@ class EntryNode:
             ahead.ask(embedded)
         else:
             work = partial(self._prefill, generation, job, watch)
-            self._samples.submit_alone(session, work, embedded)
+            left = max(0, generation.known_tokens - job.pos)
+            self._samples.submit_alone(session, work, embedded, left=left)
 
     def _embedded(
         self,

@@ -48,13 +48,13 @@ class Log:
             submit(batcher, *args)
 
         def submit_alone_logged(
-            batcher: Batcher[Any], session: SessionId, function: Any, *callbacks: Any
+            batcher: Batcher[Any], session: SessionId, function: Any, *callbacks: Any, left: int = 0
         ) -> None:
             def begin() -> Any:
                 self._note(batcher, "chunk")
                 return function()
 
-            submit_alone(batcher, session, begin, *callbacks)
+            submit_alone(batcher, session, begin, *callbacks, left=left)
 
         def run_logged(batcher: Batcher[Any], *args: Any) -> None:
             self._note(batcher, "batch")

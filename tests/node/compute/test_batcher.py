@@ -186,6 +186,40 @@ async def test_the_step_that_follows_a_chunk_joins_the_next_batch() -> None:
     assert seen == [[[7, 1]]]
 
 
+async def chunks_of(*jobs: tuple[SessionId, int]) -> list[int]:
+    """Submit chunks with rows left while the thread is busy; return the order of their places."""
+    ran: list[int] = []
+    async with recording() as (worker, tracer):
+        gate, done = busy(worker), asyncio.Event()
+        for place, (session, left) in enumerate(jobs):
+            told = partial(_tell, done, ran, len(jobs))
+            tracer.batcher.submit_alone(session, partial(ran.append, place), told, left=left)
+        gate.set()
+        await done.wait()
+    return ran
+
+
+def _tell(done: asyncio.Event, ran: list[int], most: int, _: object) -> None:
+    if len(ran) == most:
+        done.set()
+
+
+async def test_the_prompt_with_the_fewest_rows_left_is_first() -> None:
+    assert await chunks_of((ONE, 300), (TWO, 200), (THREE, 200)) == [1, 2, 0]
+
+
+async def test_short_prompts_do_not_starve_a_long_one() -> None:
+    short = [(SessionId(bytes([number] * 16)), 10) for number in range(10, 15)]
+
+    ran = await chunks_of((ONE, 9000), *short, (TWO, 8000))
+
+    assert ran == [1, 2, 3, 0, 4, 5, 6]
+
+
+async def test_chunks_of_one_prompt_stay_in_order() -> None:
+    assert await chunks_of((ONE, 300), (TWO, 200), (ONE, 100)) == [1, 0, 2]
+
+
 async def test_steps_of_other_sessions_overtake_chunks() -> None:
     jobs = ("chunk", ONE), ("chunk", ONE), ("step", TWO), ("step", THREE)
 
