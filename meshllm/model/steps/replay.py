@@ -20,7 +20,11 @@ from meshllm.model.steps.compiled_step import CompiledStep
 from meshllm.model.steps.trace import Tracer
 
 EAGER_STEPS = 4
-"""Eager steps of more than one row before the trace: some row counts occur once or twice."""
+"""Eager steps of more than one row before the trace: some row counts occur once or twice.
+
+Of one row there is one: the next token after a loss is awaited, and the layers that came for it
+have no trace.
+"""
 CHECKS = 2
 """Steps after the trace that are run both ways and compared."""
 SETTLED = EAGER_STEPS + 1 + CHECKS
@@ -90,7 +94,7 @@ class Replay:
             return forward(x, places)
         if state.compiled and state.checks >= CHECKS:
             return state.compiled.run(x, places, caches, rows)
-        is_early = x.shape[1] > 1 and state.uses <= EAGER_STEPS
+        is_early = state.uses <= (EAGER_STEPS if x.shape[1] > 1 else 1)
         if state.is_unfit or is_early or not jit.jit_available():
             return forward(x, places)
         state.tries += 1
