@@ -7,16 +7,20 @@ mix them. So the concatenated logits of the parts are compared with those of the
 """
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshllm.model.device import CPU
 from meshllm.model.files.source import Source, stored_dtype
+from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.pauses import pause
 from meshllm.model.shape import ModelShape
 from meshllm.model.split.anatomy import PROBE_ERRORS
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
+from meshllm.model.steps.trial import trial_key
 from meshllm.names import Span
 
 LEAST_OUTPUTS = 1 << 13
@@ -34,15 +38,24 @@ Parts = tuple[range, range]
 """Tokens of the last rank, in whole blocks, then those of the entry."""
 
 
-def find_parts(source: Source, shape: ModelShape) -> Parts | None:
+def find_parts(source: Source, shape: ModelShape, cache: Path | None = None) -> Parts | None:
     """Split the head of a model, at the same token on every node; None if it stays whole.
 
     It stays whole if it is small, if its parts do not give the same logits, or if it is cast on
-    load, as each part would hold the whole matrix.
+    load, as each part would hold the whole matrix. That they do is cached in the folder ``cache``:
+    the products of a large vocabulary take half a second, and a ring waits for them after a loss.
     """
     parts = parts_of(shape.vocab_size, shape.hidden_size)
-    is_mapped = str(stored_dtype(source)) == f"torch.{shape.dtype}"
-    return parts if parts and is_mapped and _is_splittable(source, shape, parts) else None
+    if parts is None or str(stored_dtype(source)) != f"torch.{shape.dtype}":
+        return None
+    key = trial_key(source.config, CPU, "split head", shape.dtype)
+    if cache and load_cached(cache, *key) is True:
+        return parts
+    if not _is_splittable(source, shape, parts):
+        return None
+    if cache:
+        store_cached(cache, True, *key)
+    return parts
 
 
 def parts_of(outputs: int, inputs: int) -> Parts | None:

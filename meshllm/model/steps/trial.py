@@ -82,7 +82,11 @@ class CachedTrial:
 
     def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
-        keys = [self._key(shard, kind, most) for kind in sorted(_kinds(shard))]
+        config, device = shard.model.config, shard.device
+        keys = [
+            trial_key(config, device, "trial", kind, shard.quant, most)
+            for kind in sorted(_kinds(shard))
+        ]
         if all(load_cached(self.cache, *key) is True for key in keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
@@ -90,22 +94,19 @@ class CachedTrial:
                 store_cached(self.cache, True, *key)
         return reason
 
-    @staticmethod
-    def _key(shard: Shard, kind: str, most: int) -> tuple[str | float, ...]:
-        """List all that selects kernels: shapes, code, versions, the machine and its threads."""
-        return (
-            "trial",
-            json.dumps(shard.model.config.to_dict(), sort_keys=True, default=str),
-            kind,
-            shard.quant,
-            most,
-            torch.get_num_threads(),
-            _code(),
-            transformers.__version__,
-            torch.__version__,
-            name_of(shard.device),
-            *machine(),
-        )
+
+def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[str | float, ...]:
+    """List all that selects kernels: ``what`` runs, code, versions, the machine and its threads."""
+    return (
+        *what,
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        torch.get_num_threads(),
+        _code(),
+        transformers.__version__,
+        torch.__version__,
+        name_of(device),
+        *machine(),
+    )
 
 
 @cache

@@ -304,7 +304,7 @@ class SpanLoader:
     def _split_head(self) -> Parts | None:
         """Return how the LM head is split, the same on every node that splits it; None if whole."""
         if self._head_parts is None:
-            self._head_parts = [find_parts(self._source, self._shape)]
+            self._head_parts = [find_parts(self._source, self._shape, self._config.cache)]
         return self._head_parts[0]
 
     @property

@@ -1,5 +1,6 @@
 """A split LM head has the logits of the whole one, or is not split."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_a_head_with_dependent_logits_is_not_split(
     )
 
     assert find_parts(source, shape_of(source)) is None
+
+
+def test_the_logits_of_parts_are_compared_once_per_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    source, results = tiny_model(tmp_path / "model"), iter((False, True))
+    monkeypatch.setattr(head, "_is_splittable", lambda *_: next(results))
+    find = partial(find_parts, source, shape_of(source), tmp_path / "cache")
+
+    assert [find(), find(), find()] == [None, PARTS, PARTS]  # a failure is not cached
 
 
 def test_a_custom_head_is_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
