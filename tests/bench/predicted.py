@@ -1,13 +1,15 @@
 """The simulator of workloads against real rings: ``python -m tests.bench.predicted``.
 
 Every placement is a ring of processes on this machine, one thread each, of a model with random
-weights. Requests arrive at random at each share of the capacity that is predicted; the simulator
-gets the same requests, the spans and links of the ring, and the cost table of this machine: the
-mean of one before and one after each load, as shared machines change by the minute. Ranks on one
-machine share its memory bandwidth: how much steps at once slow each other down is measured, too.
+weights. Requests arrive at random at each share of the capacity that is predicted for the first
+placement, so that all have the same loads. The simulator gets the same requests, the spans and
+links of the ring, and the cost table of this machine: the mean of one before and one after each
+load, as shared machines change by the minute. Ranks on one machine share its memory bandwidth: how
+much steps at once slow each other down is measured, too.
 
 The last line has the median error of the mean times, and how many pairs of placements the simulator
-puts into the order that was measured. It needs a core for each process, and a quiet machine.
+puts into the order that was measured: of the mean time of a request under one load. It needs a core
+for each process, and a quiet machine.
 """
 
 import asyncio
@@ -47,7 +49,7 @@ from meshllm.protocol.planning.plan import (
     PlanStage,
 )
 from meshllm.request import Request
-from meshllm.scheduler.engine import ReplicaEngine
+from meshllm.scheduler.engine import MOST_SESSIONS, ReplicaEngine
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.simulator import Arrival, SimulatedReplica, simulate
@@ -67,11 +69,14 @@ class Predicted:
     nodes: int
     quant: Quant
     share: float
-    """Of the predicted capacity."""
+    """Of the capacity that is predicted for the first placement."""
     ttft_ms: float
     simulated_ttft_ms: float
     token_ms: float
     simulated_token_ms: float
+
+    request_ms: float
+    simulated_request_ms: float
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -97,17 +102,20 @@ class Case:
         return ModelLoad(1.0, Lengths((self.prompt,)), answers)
 
 
-async def measure(case: Case, nodes: int, quant: Quant) -> list[Predicted]:
-    """Run all loads on one ring."""
+async def measure(
+    case: Case, nodes: int, quant: Quant, capacity: float | None
+) -> tuple[list[Predicted], float]:
+    """Run all loads on one ring: shares of ``capacity``, None for its own; return both."""
     rows = []
     slowed = contention(case.source, nodes, quant) if nodes > 1 else 1.0
     async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
         status = from_json(MeshStatus, (await fleet.entry.get("/mesh/status")).json())
-        await fleet.answer(Request(raw=raw(0, case.prompt), max_tokens=case.tokens))
-        sent, speed = 1, speed_now(case.source, quant)
+        await warm_up(fleet, case)
+        sent, speed = MOST_SESSIONS, speed_now(case.source, quant)
         for number, share in enumerate(case.shares, start=1):
             engine = engine_of(status, case, quant, speed, slowed)
-            rate = share * Estimate(engine, case.load).capacity
+            capacity = capacity or Estimate(engine, case.load).capacity
+            rate = share * capacity
             load = ModelLoad(rate, case.load.prompt, case.load.answer)
             asked = sample([load], case.requests, seed=number)
             times = await replay(fleet, asked, sent)
@@ -115,12 +123,32 @@ async def measure(case: Case, nodes: int, quant: Quant) -> list[Predicted]:
             before, speed = speed, speed_now(case.source, quant)
             engine = engine_of(status, case, quant, mean_of(before, speed), slowed)
             run = simulate([SimulatedReplica(0, engine)], asked).latencies(0)
-            ttft_ms, token_ms = (fmean(column) for column in zip(*times, strict=True))
-            simulated = run.ttft_s[0] * 1e3, run.token_s[0] * 1e3
+            columns = zip(*times, strict=True)
+            ttft_ms, token_ms, request_ms = (fmean(column) for column in columns)
             rows.append(
-                Predicted(nodes, quant, share, ttft_ms, simulated[0], token_ms, simulated[1])
+                Predicted(
+                    nodes,
+                    quant,
+                    share,
+                    ttft_ms,
+                    run.ttft_s[0] * 1e3,
+                    token_ms,
+                    run.token_s[0] * 1e3,
+                    request_ms,
+                    run.total_s[0] * 1e3,
+                )
             )
-    return rows
+    assert capacity is not None  # there are shares
+    return rows, capacity
+
+
+async def warm_up(fleet: Fleet, case: Case) -> None:
+    """Run batches of each number of sessions, which are traced at first."""
+    async with asyncio.TaskGroup() as group:
+        for number in range(MOST_SESSIONS):
+            tokens = case.tokens + 2 * SETTLED * number  # they end one after the other
+            asked = Request(raw=raw(number, case.prompt), max_tokens=tokens)
+            group.create_task(fleet.answer(asked))
 
 
 def speed_now(source: Source, quant: Quant) -> Speed:
@@ -201,15 +229,21 @@ def cached_s(sizes: ModelSizes, speed: Speed) -> float:
     return speed.layer_s[0][1] * sum(sizes.kv_bytes_per_token) / sum(sizes.layer_bytes)
 
 
-async def replay(fleet: Fleet, asked: Sequence[Arrival], first: int) -> list[tuple[float, float]]:
-    """Send requests when they arrive; return the time to first token and per token of each."""
+async def replay(
+    fleet: Fleet, asked: Sequence[Arrival], first: int
+) -> list[tuple[float, float, float]]:
+    """Send requests when they arrive.
+
+    Return the milliseconds to the first token, per further token, and of all of each.
+    """
     began = time.perf_counter()
 
-    async def one(number: int, each: Arrival) -> tuple[float, float]:
+    async def one(number: int, each: Arrival) -> tuple[float, float, float]:
         await asyncio.sleep(max(0.0, began + each.at_s - time.perf_counter()))
         asked = Request(raw=raw(first + number, each.prompt), max_tokens=each.answer)
         answer = await fleet.answer(asked)
-        return answer.ttft_ms, answer.ms_per_token
+        whole_ms = answer.ttft_ms + answer.ms_per_token * (each.answer - 1)
+        return answer.ttft_ms, answer.ms_per_token, whole_ms
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(*each)) for each in enumerate(asked)]
@@ -226,10 +260,10 @@ def order(rows: Sequence[Predicted]) -> tuple[int, int]:
     """Return how many pairs of placements under the same load are in the right order, of all."""
     right = total = 0
     for one, other in combinations(rows, 2):
-        measured = one.token_ms / other.token_ms
+        measured = one.request_ms / other.request_ms
         if one.share == other.share and abs(measured - 1) > SAME:
             total += 1
-            right += (one.simulated_token_ms < other.simulated_token_ms) == (measured < 1)
+            right += (one.simulated_request_ms < other.simulated_request_ms) == (measured < 1)
     return right, total
 
 
@@ -247,9 +281,11 @@ def main(arguments: Sequence[str]) -> int:
         default=20,
         help="of each load, up to 4 times if few",
     )
-    parser.add_argument("--shares", default="0.2,0.5,0.8", help="of the predicted capacity")
+    parser.add_argument(
+        "--shares", default="0.2,0.5,0.8", help="of the capacity predicted for the first placement"
+    )
     options = parser.parse_args(arguments)
-    report, rows = Report(options, threads=1), list[Predicted]()
+    report, rows, capacity = Report(options, threads=1), list[Predicted](), None
     report.say("nodes  quant  share  first token ms  simulated  ms per token  simulated")
     torch.set_num_threads(1)
     with random_model(options.model, DTYPE) as folder:
@@ -258,7 +294,8 @@ def main(arguments: Sequence[str]) -> int:
         case = Case(source, options.prompt, options.tokens, options.requests, shares)
         for quant in map(Quant, options.quant.split(",")):
             for nodes in options.nodes:
-                for row in asyncio.run(measure(case, nodes, quant)):
+                found, capacity = asyncio.run(measure(case, nodes, quant, capacity))
+                for row in found:
                     rows.append(row)
                     report.say(
                         f"{row.nodes:>5}  {row.quant:>5}  {row.share:>5}  {row.ttft_ms:>14.1f}"

@@ -12,7 +12,9 @@ SPEED = Speed(((1, 0.001), (256, 0.010)), 0.002)
 
 
 def predicted(share: float, measured: float, simulated: float) -> Predicted:
-    return Predicted(1, Quant.NONE, share, 100.0, 110.0, measured, simulated)
+    return Predicted(
+        1, Quant.NONE, share, 100.0, 110.0, measured, simulated, 9 * measured, 9 * simulated
+    )
 
 
 def test_pairs_of_one_load_are_compared_unless_they_are_as_fast() -> None:
