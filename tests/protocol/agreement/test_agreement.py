@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -912,3 +913,39 @@ def test_a_node_without_layers_takes_those_of_a_lost_one() -> None:
     found = spans(planned(replace(world, gone={B}).agree(A)))
 
     assert found == {A: "0:4", D: "4:8", C: "8:12"}
+
+
+SIX_ONE_FIVE = ring((A, 0, 6), (B, 6, 7), (C, 7, 12))
+
+
+@pytest.mark.parametrize(
+    ("ms", "after"),
+    [(0.9, {A: "0:6", D: "6:7", C: "7:12"}), (1.1, {A: "0:7", C: "7:12"})],
+)
+def test_lost_layers_go_to_a_node_without_any_only_if_it_computes_them_sooner(
+    ms: float, after: dict[NodeId, str]
+) -> None:
+    profiles = dict.fromkeys((A, B, C, D), replace(wide(), memory_bytes=800))
+    apart_ms = {frozenset(pair): 0.01 for pair in combinations(profiles, 2)}
+    followed = dict.fromkeys(profiles, SIX_ONE_FIVE)
+    spare = replace(wide(ms), memory_bytes=100)
+    world = World({**profiles, D: spare}, WIDE, apart_ms, followed=followed)
+
+    assert spans(planned(replace(world, gone={B}).agree(A))) == after
+
+
+@pytest.mark.parametrize(
+    ("ms", "after"),
+    [(0.1152, {A: "0:6", D: "6:7", C: "7:12"}), (0.1153, {A: "0:7", C: "7:12"})],
+)
+def test_lost_layers_that_are_computed_sooner_may_make_a_token_slower_by_the_slack(
+    ms: float, after: dict[NodeId, str]
+) -> None:
+    """12 layers and 1.024 ms for two hops: 13.024 ms, and a twentieth more is 13.6752 ms."""
+    profiles = dict.fromkeys((A, B, C, D), replace(wide(), memory_bytes=800))
+    apart_ms = {frozenset((other, D)): 2.048 for other in (A, C)}
+    followed = dict.fromkeys(profiles, SIX_ONE_FIVE)
+    spare = replace(wide(ms), memory_bytes=100)
+    world = World({**profiles, D: spare}, WIDE, apart_ms, followed=followed)
+
+    assert spans(planned(replace(world, gone={B}).agree(A))) == after
