@@ -100,6 +100,26 @@ def test_a_node_dials_once_all_have_loaded() -> None:
     assert machine.formed(4.0, is_formed=True) == []
 
 
+def test_a_span_is_loaded_once() -> None:
+    machine = dialing()
+
+    assert machine.loaded(1.0) == []
+    assert machine.state is FormingState.DIALING
+
+
+@pytest.mark.parametrize(("me", "before", "after"), [(B, A, C), (C, B, A)])
+def test_each_rank_dials_the_next_and_waits_for_the_previous(
+    me: NodeId, before: NodeId, after: NodeId
+) -> None:
+    machine = Forming(me)
+    machine.follow(RING, 0.0)
+    machine.loaded(0.0)
+
+    assert machine.formed(0.0, is_formed=True) == [OpenLink(after)]
+    assert machine.dialled(7, 1.0) == []
+    assert machine.arrived(before, hello(before), 8, 1.0) == [Begin(RING, 8, 7)]
+
+
 def test_the_ring_opens_when_both_links_exist() -> None:
     machine = half()
 
@@ -161,6 +181,14 @@ def test_links_for_older_plans_are_closed() -> None:
     assert machine.follow(LATER, 1.0) == [Stop(), CloseLink(1), UNLOADED, Load(LATER)]
     assert machine.follow(None, 2.0) == [Stop(), CloseLink(2), UNLOADED, Release()]
     assert (machine.state, machine.plan) == (FormingState.IDLE, None)
+
+
+def test_a_link_for_a_later_plan_is_kept_while_there_is_none() -> None:
+    machine = dialing()
+    machine.arrived(C, hello(C, LATER), 1, 0.0)
+
+    assert machine.follow(None, 1.0) == [Stop(), UNLOADED, Release()]
+    assert machine.close() == [Stop(), CloseLink(1)]
 
 
 def test_a_node_without_a_stage_unloads() -> None:
@@ -254,6 +282,14 @@ def test_after_a_ring_was_open_for_a_while_the_next_is_formed_at_once() -> None:
     assert machine.deadline == now + FIRST_PAUSE_S
 
 
+def test_a_ring_that_was_open_no_longer_than_a_silent_link_backs_off() -> None:
+    machine = half(now=1.0)
+    machine.arrived(C, hello(), 8, 1.0)
+
+    assert machine.broke("gone", 1.0 + SILENCE) == [AttemptEnded("gone")]
+    assert machine.state is FormingState.BACKOFF
+
+
 def test_a_ring_that_breaks_while_its_nodes_do_not_all_serve_waits_for_them() -> None:
     machine = half()
     machine.arrived(C, hello(), 8, 0.0)
@@ -301,6 +337,14 @@ def test_a_next_rank_that_cannot_be_dialled_is_missing_after_a_while() -> None:
     machine = dialing(now=1.0)
     machine.failed("no answer", LINK_S)
     assert machine.missing(LINK_S) is None
+
+    assert machine.missing(1.0 + LINK_S) == B
+
+
+def test_a_node_is_missing_since_all_have_loaded_however_often_that_is_said() -> None:
+    machine = dialing(now=1.0)
+    machine.failed("no answer", 2.0)
+    machine.formed(3.0, is_formed=True)
 
     assert machine.missing(1.0 + LINK_S) == B
 

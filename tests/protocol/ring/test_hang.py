@@ -58,6 +58,10 @@ def test_the_first_jobs_of_a_kind_may_take_longer(limits: HangLimits) -> None:
     first = [limits.begin(5, 0, is_step=True) >= FIRST_S for _ in range(FIRST_STEPS + 1)]
 
     assert first == [True] * FIRST_STEPS + [False]
+    limits = HangLimits()
+    limits.plan(RankTimes(Offer(NodeId(b"a"), 0, ((1, 1e-6),), 0.0), 1.0, LinkSpeed(0.0)))
+    chunks = [limits.begin(CHUNK, 0, is_step=False) for _ in range(2)]
+    assert chunks == [FIRST_S + HANG_S, HANG_S]
     assert HangLimits().begin(1, 0, is_step=True) == FIRST_S
 
 
@@ -82,7 +86,9 @@ def test_a_hang_does_not_raise_it_beyond_measure(limits: HangLimits) -> None:
 
 
 def test_short_jobs_say_nothing(limits: HangLimits) -> None:
-    limits.plan(RankTimes(Offer(NodeId(b"a"), 0, ((1, 1e-3),), 0.0), 1000.0, LinkSpeed(0.0)))
     limits.ended(1, 0, TELLING_S - 0.1, is_step=True)
+    assert limits.begin(CHUNK, 0, is_step=False) == TIMES * CHUNK_S
 
-    assert limits.begin(1, 0, is_step=True) == TIMES * 1.0
+    limits.ended(1, 0, TELLING_S, is_step=True)
+    slowness = TELLING_S / (STEP_S + HEAD_S)
+    assert limits.begin(CHUNK, 0, is_step=False) == pytest.approx(slowness * TIMES * CHUNK_S)

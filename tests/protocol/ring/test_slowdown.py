@@ -8,6 +8,7 @@ from meshllm.protocol.planning.plan import LinkSpeed, Offer
 from meshllm.protocol.ring.hang import FIRST_STEPS
 from meshllm.protocol.ring.slowdown import (
     LEAST_S,
+    MOST_ATTENTION,
     RECENT_S,
     WINDOW_S,
     WINDOW_STEPS,
@@ -50,8 +51,10 @@ def run(
     [
         ((4.0, 2.0, 8.0), 2.0),
         ((0.5, 0.75, 0.625), 0.75),
+        ((1.5, 1.25, 1.75), 1.25),
         ((4.0, 4.0, 0.5), 1.0),
         ((8.0, 2.0, 2.0, 2.0), 2.0),  # the latest count
+        ((0.3125,) * 3, 0.3125),  # which makes a window of `WINDOW_STEPS` as long as `WINDOW_S`
     ],
 )
 def test_what_windows_in_a_row_agree_on_counts(ratios: tuple[float, ...], taken: float) -> None:
@@ -92,6 +95,18 @@ def test_a_window_is_as_long_as_many_short_steps() -> None:
     assert slowdown.take_layer_s() == pytest.approx(2 * LEAST_S)
 
 
+@pytest.mark.parametrize(("share", "counts"), [(0.9, True), (1.1, False)])
+def test_steps_count_if_little_of_them_is_attention(share: float, *, counts: bool) -> None:
+    layers_s = RANK.compute_s(1)
+    one_s = RANK.compute_s(1, 1000) - layers_s
+    before = round(1000 * share * MOST_ATTENTION * layers_s / one_s)
+    slowdown = known()
+
+    run(slowdown, *[4.0] * WINDOWS, before=before)
+
+    assert (slowdown.take_layer_s() is not None) is counts
+
+
 def test_steps_that_cannot_tell_do_not_count() -> None:
     slowdown = known()
     run(slowdown, *[4.0] * WINDOWS, before=10**6)  # nearly all of it is attention
@@ -112,6 +127,15 @@ def test_old_windows_do_not_count() -> None:
     assert slowdown.take_layer_s() is None
 
     run(slowdown, 4.0, 4.0, now=RECENT_S + 2)
+    assert slowdown.take_layer_s() is not None
+
+
+def test_windows_count_for_a_while() -> None:
+    slowdown = known()
+    run(slowdown, 4.0, 4.0)
+
+    run(slowdown, 4.0, now=RECENT_S)
+
     assert slowdown.take_layer_s() is not None
 
 
