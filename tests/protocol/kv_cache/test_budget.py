@@ -72,6 +72,26 @@ def test_free_bytes_are_lent_until_a_session_needs_them() -> None:
     assert taken == ["all", "a block"]
 
 
+def test_a_loan_is_taken_back_once_and_only_for_sessions_that_have_no_room_beside_it() -> None:
+    budget, taken = KvBudget([room(4)]), list[str]()
+    assert budget.lend(2 * BLOCK, lambda: taken.append("all"))
+
+    assert budget.reserve(A, 2 * BLOCK)
+    assert not taken
+    assert budget.reserve(A, 3 * BLOCK)
+    assert budget.reserve(A, 4 * BLOCK)
+    assert taken == ["all"]
+    assert not budget.is_over
+
+
+def test_a_loan_that_was_refused_takes_no_room() -> None:
+    budget = KvBudget([room(4)])
+    budget.reserve(A, 4 * BLOCK)
+
+    assert not budget.lend(1, lambda: None)
+    assert not budget.is_over
+
+
 def test_a_loan_that_has_ended_is_not_taken_back() -> None:
     budget, taken = KvBudget([room(4)]), list[str]()
     assert budget.lend(4 * BLOCK, lambda: taken.append("all"))

@@ -180,6 +180,14 @@ def test_fewer_recurrent_states_are_kept() -> None:
         assert sum(map(len, gone)) == 1
 
 
+def test_a_model_keeps_as_much_as_is_configured() -> None:
+    for most_bytes, resumes in ((0, False), (BLOCK, True)):
+        index = prefix_index_for(KvBudget([room(9)]), most_bytes, None, resumes=resumes)
+
+        assert (index.keeps, index.resumes) == (most_bytes > 0, resumes)
+        assert index.put(A, 1, BLOCK + 1, 0.0) == [A]
+
+
 def test_a_smaller_budget_evicts_the_least_recently_used() -> None:
     index = shelf_of(3)
     for number, session in enumerate((A, B)):

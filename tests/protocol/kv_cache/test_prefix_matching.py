@@ -51,8 +51,8 @@ def test_a_shared_prefix_must_be_long_and_croppable(
 
 @pytest.mark.parametrize(
     ("shared", "prompt", "whole"),
-    [(40, 30, True), (25, 30, True), (23, 30, False), (19, 20, False)],
-    ids=["next turn", "thoughts dropped", "another question", "a short beginning"],
+    [(40, 30, True), (24, 30, True), (23, 30, False), (20, 20, True), (19, 20, False)],
+    ids=["next turn", "thoughts dropped", "another question", "half of it", "a short beginning"],
 )
 def test_the_next_turn_takes_the_cache_and_another_chat_copies_it(
     shared: int, prompt: int, whole: bool
@@ -125,6 +125,14 @@ def test_the_cache_is_taken_over_if_a_copy_does_not_fit() -> None:
     assert not prefixes._texts
 
 
+@pytest.mark.parametrize("length", [30, 40])
+def test_the_last_token_of_a_prompt_is_computed_even_if_it_is_known(length: int) -> None:
+    found = kept().find(PROMPT[:length], 1.0)
+
+    assert found is not None
+    assert found[0].length == length - 1
+
+
 def test_the_longest_prefix_is_found() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
     for name, length in (("a", 20), ("b", 35), ("c", 25)):
@@ -143,6 +151,8 @@ def test_a_prefix_that_another_rank_has_lost_is_dropped() -> None:
     prefixes.forget(SessionId(b"a" * 16))
     prefixes.forget(SessionId(b"a" * 16))
 
+    assert prefixes.index.budget.kept_bytes == 0
+    assert not prefixes.index.holds(SessionId(b"a" * 16))
     assert prefixes.find((*PROMPT, *MORE), 1.0) is None
 
 
