@@ -244,6 +244,8 @@ def test_a_malformed_result_ends_the_generation(message: Data) -> None:
 
     assert isinstance(failed, Failed)
     assert (failed.code, failed.rank, failed.is_seen) == (FaultCode.RULES, 2, True)
+    end = message.pos + message.rows
+    assert failed.text == f"Unexpected result for positions 2 to {end}"
     assert close == Forward(Close(SESSION, EPOCH))
 
 
@@ -577,6 +579,20 @@ def test_a_prompt_starts_after_a_kept_prefix() -> None:
     assert entry.reused == 2
 
 
+def test_a_generation_without_a_kept_prefix_reuses_nothing() -> None:
+    entry = Entry(TASK, PACE)
+    entry.open(0.0)
+
+    assert (entry.reused, entry.lost, entry.kept) == (0, (), [])
+
+
+def test_a_ring_of_two_sends_resume_and_cancel_to_the_other_rank() -> None:
+    entry = Entry(replace(TASK, ring=2), PACE)
+
+    assert entry.open(0.0, BASE)[0] == Forward(RESUME)
+    assert entry.missed(0.1)[0] == Forward(Cancel(SESSION, EPOCH, 1))
+
+
 def test_a_ring_of_one_sends_no_resume() -> None:
     entry = Entry(replace(TASK, ring=1), PACE)
 
@@ -619,6 +635,19 @@ def test_a_row_in_flight_is_kept_if_caches_cannot_be_cropped(
     entry.computed(blob(2), 0.0)
     entry.receive(back(0, 2, row=blob(1)), 1.0)
     entry.picked((90,), 1.0)
+
+    assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
+
+
+@pytest.mark.parametrize(("guesses", "keep"), [((), 2), ((91,), 0)])
+def test_of_rows_in_flight_a_sliding_window_is_cropped_by_one(
+    guesses: tuple[int, ...], keep: int
+) -> None:
+    entry = Entry(replace(TASK, prompt=(11, 12), max_tokens=9, max_crop=40), PACE)
+    entry.open(0.0)
+    entry.computed(blob(2), 0.0)
+    entry.receive(back(0, 2, row=blob(1)), 1.0)
+    entry.picked((90,), 1.0, (guesses,) if guesses else ())
 
     assert entry.finish(CANCELLED, 2.0)[-1] == Forward(Close(SESSION, EPOCH, keep=keep))
 

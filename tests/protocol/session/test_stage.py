@@ -116,6 +116,8 @@ def test_logits_are_forwarded_while_the_step_is_wanted() -> None:
     stage, logits = filled(4), Logits(ONE, EPOCH, 1, 4, blob(1))
 
     assert stage.helped(logits) == [Forward(logits)]
+    same_gen = replace(logits, gen=0)
+    assert stage.helped(same_gen) == [Forward(same_gen)]
     assert not Forward(logits).control
     stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
     assert stage.helped(logits) == []
@@ -148,6 +150,13 @@ def test_a_write_beyond_the_end_is_answered_by_a_gap(stage: Stage) -> None:
     assert stage.receive(data(4), 1.0) == [Forward(Gap(ONE, EPOCH, 0, kv_len))]
 
 
+def test_a_write_beyond_the_end_begins_no_session() -> None:
+    stage = middle()
+
+    assert stage.receive(data(1), 1.0) == [Forward(Gap(ONE, EPOCH, 0, 0))]
+    assert stage.deadline is None
+
+
 def test_older_data_is_dropped() -> None:
     stage = filled(4)
     stage.receive(Cancel(ONE, EPOCH, 2), 1.0)
@@ -172,6 +181,7 @@ def broken(text: str) -> Forward:
 def test_a_step_of_too_many_rows_ends_its_session() -> None:
     fault = broken("Step of 18 rows; the limit is 17")
 
+    assert middle().receive(data(0, rows=17), 0.0) == [compute(0, 17, 17)]
     assert middle().receive(data(0, rows=18), 0.0) == [fault]
     assert filled(2).receive(data(2, rows=18), 1.0) == [Free(ONE), fault]
     assert middle().receive(data(0, rows=18, flags=Flags.PREFILL), 0.0)
@@ -434,6 +444,12 @@ def test_a_cache_too_long_or_incomplete_is_freed(most_bytes: int | None, kv_len:
     assert stage.receive(Close(ONE, EPOCH, keep=4), 1.0)[0] == Free(ONE)
 
 
+def test_without_an_index_no_cache_is_kept() -> None:
+    closed = filled(4).receive(Close(ONE, EPOCH, keep=4), 1.0)
+
+    assert closed == [Free(ONE), Forward(Close(ONE, EPOCH, 0, (NO_TALLY,)))]
+
+
 def test_the_oldest_is_evicted_for_the_newest() -> None:
     stage = shelved(blocks=1)
 
@@ -464,6 +480,13 @@ def test_a_session_resumes_from_a_kept_prefix() -> None:
 
     assert stage.receive(RESUME, 1.0) == [Adopt(TWO, ONE, 3, whole=True), Forward(RESUME)]
     assert stage.receive(data(3, session=TWO), 1.0) == [compute(3, 1, 1, TWO)]
+
+
+@pytest.mark.parametrize(("context", "fits"), [(3, True), (2, False)])
+def test_a_session_resumes_within_the_context(context: int, *, fits: bool) -> None:
+    stage = Stage(1, 3, epoch=EPOCH, context=context, index=shelved()._index)
+
+    assert (stage.receive(RESUME, 1.0)[0] == Adopt(TWO, ONE, 3, whole=True)) is fits
 
 
 def test_a_base_is_taken_once_and_copied_often() -> None:
@@ -541,6 +564,7 @@ def test_rows_without_a_cache_are_requested_again() -> None:
 
     assert stage.missed(TWO) == [Forward(Gap(TWO, EPOCH, 0, 0))]
     assert stage.missed(TWO) == []
+    assert stage.receive(data(1, session=TWO), 1.1) == [Forward(Gap(TWO, EPOCH, 0, 0))]
     assert stage.receive(data(0, gen=1, session=TWO), 1.1) == [compute(0, 1, 1, TWO)]
 
 
