@@ -34,6 +34,7 @@ from meshllm.protocol.membership.records import (
     StateRecord,
 )
 from meshllm.protocol.planning.plan import Ends, ModelSizes, Offer, Plan, PlanStage
+from meshllm.protocol.planning.problem import least_memory
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.weights.holders import FETCHES, LACKS, with_fetched
 from tests.bench.turnover import SharedTurnover, SpanTurnover, Turnover
@@ -426,6 +427,30 @@ def test_a_client_that_is_the_entry_holds_no_layers() -> None:
 
     assert shortage(view_of(charter, {A: 4, B: 4}, places)) == {group(charter, 2): 4 * LAYER}
     assert shortage(view_of(charter, {A: 9, B: 3}, places))[FIRST_GROUP] == LAYER
+
+
+@pytest.mark.parametrize(
+    ("layers", "lacking"), [({A: 4, B: 4}, 0), ({A: 4, B: 2, C: 2}, 2), ({A: 4, B: 4, C: 4}, 0)]
+)
+def test_a_client_is_not_the_node_that_holds_the_layers(
+    layers: dict[NodeId, float], lacking: int
+) -> None:
+    charter = mesh_of(model(1, 4), members=1, ends=Ends.CLIENT)
+
+    found = shortage(view_of(charter, layers, dict.fromkeys(layers, FIRST_GROUP)))
+
+    assert found == ({FIRST_GROUP: lacking * LAYER} if lacking else {})
+
+
+@pytest.mark.parametrize(("memory", "lacking"), [(6.25, {}), (6.24, {FIRST_GROUP: LAYER})])
+def test_each_layer_takes_its_caches_and_the_largest_is_copied(
+    memory: float, lacking: dict[GroupId, int]
+) -> None:
+    """4 layers with caches of 2 sessions take 120 bytes each, a copy 20, and that is 80 %."""
+    plain = model(1, 4, sessions=2)
+    charter = replace(plain, shape=replace(plain.shape, kv_bytes_per_token=(2, 1, 1, 1)))
+
+    assert shortage(view_of(charter, {A: memory}, {A: FIRST_GROUP})) == lacking
 
 
 def test_a_profile_of_one_ring_names_its_model_by_its_weights() -> None:
@@ -1054,6 +1079,17 @@ def sharing() -> SharedMesh:
     mesh = settled({0: 2000, 1: 650}, served_model(0, 12, 2))
     assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}
     return mesh
+
+
+def test_a_share_of_a_replica_has_the_memory_of_its_layers_and_caches() -> None:
+    plain = served_model(0, 12, 2, workspace=40)
+    shape = replace(plain.shape, kv_bytes_per_token=(4,) * 12)
+    mesh = settled({0: 2300, 1: 650}, replace(plain, shape=shape))
+    replica = ids_of(mesh)[1]
+
+    assert spans_of(mesh) == {0: WHOLE, 1: [(1, "0:6"), (0, "6:12")]}
+    needed = least_memory(shape, Span(6, 12), is_entry=False, sessions=1, reserve=40)
+    assert mesh.parts[NODES[0]].further == {replica: needed}
 
 
 def test_a_better_plan_of_the_first_model_replaces_another() -> None:
