@@ -469,6 +469,17 @@ def test_who_used_least_overtakes_first() -> None:
     assert order_of(entry, A) == [B, D, C]
 
 
+def test_of_those_who_ask_at_one_node_who_used_least_overtakes_first() -> None:
+    entry = Admission(KvBudget([]), 2)
+    thoughts(entry, 2, None)  # the second one has the turn
+    entry.ask(A, QUANTUM, NOW, MODEST, "z key")
+    entry.ask(B, QUANTUM, NOW, MODEST, "z key")
+    entry.ask(C, QUANTUM, NOW, MODEST, "z key")
+    entry.ask(D, QUANTUM, NOW, MODEST, "a key")
+
+    assert order_of(entry, A) == [B, D, C]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_everyone_starts_however_short_and_long_ones_mix(seed: int) -> None:
     random = Random(seed)
