@@ -131,11 +131,13 @@ async def test_a_founder_in_another_ring_says_who_may_read_prompts(mesh: Mesh, r
 async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> None:
     a = await mesh.start("a", model="builtin", more_models=(random,))
     await until(lambda: serving(a) == {("builtin", 0)}, a)
-    first = await ask(a)
+    first, entry = await ask(a), a.ring_member.rank
+    assert entry is not None
 
     await control_of(a).serve(ModelOptions(random))
 
     await until(lambda: serving(a) == {("builtin", 0), (random, 0)}, a)
+    assert a.ring_member.rank is entry  # its ring went on
     assert all(ring.is_own for ring in rings(a).values())
     answers = await asyncio.gather(ask(a), ask(a, model=random))
     assert answers[0] == first != answers[1]

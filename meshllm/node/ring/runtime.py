@@ -187,12 +187,18 @@ class RingRuntime:
         self._act(self._machine.formed(loop_time(), is_formed=is_formed))
 
     def narrow(self) -> None:
-        """Form the ring again if a rank has less room for caches than this one works with."""
+        """Work with less room for caches if a rank has less than before.
+
+        The ring forms again, unless this node is alone in it and what runs and waits still fits.
+        """
         node = self._entry or self.stage
         if node is None or self.plan is None or (budget := self._budget(self.plan)) is None:
             return
-        pairs = zip(budget.rooms, node.budget.rooms, strict=True)
-        if any(now.total < before.total for now, before in pairs):
+        totals = [room.total for room in budget.rooms]
+        pairs = zip(totals, node.budget.rooms, strict=True)
+        if not any(total < before.total for total, before in pairs):
+            return
+        if not (isinstance(node, EntryNode) and node.narrow(totals)):
             self._is_narrow.set()
 
     async def run(self) -> None:

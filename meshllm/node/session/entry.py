@@ -132,7 +132,8 @@ class EntryNode:
         self._samples = Batcher(worker, self._sample, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
-        self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
+        self._admission = Admission(self.budget, config.max_sessions)
+        self._queue = AdmissionQueue(self._admission)
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._since = loop_time()
@@ -177,6 +178,16 @@ class EntryNode:
     def sessions(self) -> int:
         """Number of generations in progress."""
         return len(self._sessions)
+
+    def narrow(self, totals: Sequence[int]) -> bool:
+        """Give caches so many bytes from now on; return whether that ends no generation.
+
+        Only in a ring of one: other ranks count their rooms by themselves, at another time.
+        """
+        if self._neighbours is not None or not self._admission.narrow(totals):
+            return False
+        self._prefixes.make_room(0)
+        return True
 
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost, and return why; in a ring of one, until cancelled."""

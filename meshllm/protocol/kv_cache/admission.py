@@ -38,7 +38,7 @@ one for the next asker.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Generic, TypeAlias, TypeVar
@@ -151,6 +151,12 @@ class _AskerQueue:
                     break
         return found[max(found, key=self._turns.credit)] if found else None
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that one of them asks for."""
+        demands = (each for sessions in self._waiting.values() for each in sessions.values())
+        return max((each.tokens for each in demands), default=0)
+
     def remove(self, session: SessionId, *, spent: int = 0) -> None:
         """Remove a generation that starts, for which credit was spent, or leaves."""
         name = next(name for name, sessions in self._waiting.items() if session in sessions)
@@ -221,6 +227,14 @@ class Admission:
         self._long.discard(session)
         self._budget.release(session)
         return self._admit(now)
+
+    def narrow(self, totals: Sequence[int]) -> bool:
+        """Work with so many bytes on each rank from now on, if what runs and waits fits.
+
+        Return whether it does: those that wait fit on an empty ring, as `ask` promises.
+        """
+        longest = max((queue.longest for queue in self._waiting.values()), default=0)
+        return self._budget.narrow(totals, longest)
 
     def _admit(self, now: float) -> list[SessionId]:
         begun = []

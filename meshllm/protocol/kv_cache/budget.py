@@ -27,7 +27,7 @@ again once the prefix index has evicted, which happens before the new rows are c
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshllm.names import SessionId
@@ -100,6 +100,21 @@ class KvBudget:
             self._reserved[session] = self._charge(tokens)
             self._recall()
         return is_fit
+
+    def narrow(self, totals: Sequence[int], longest: int = 0) -> bool:
+        """Give the ranks so many bytes, if all that runs fits into them, and a session on its own.
+
+        That session has ``longest`` tokens. Return whether they do. Kept sessions may not fit any
+        more, see `is_over`.
+        """
+        before = self.rooms
+        pairs = zip(before, totals, strict=True)
+        self.rooms = [replace(room, total=total) for room, total in pairs]
+        if not (self._is_within(self._reserved.values()) and self.holds(longest)):
+            self.rooms = before
+            return False
+        self._recall()
+        return True
 
     def has_room(self, size: int) -> bool:
         """Return whether so many bytes of this rank are free."""

@@ -233,14 +233,11 @@ def test_a_broken_ring_forms_again(world: World) -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("plan", [ALONE, BOTH], ids=["one", "two"])
-def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(
-    world: World, plan: Plan
-) -> None:
+def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(world: World) -> None:
     async def main() -> None:
-        async with world.serving(A, B) as (a, b):
-            ranks = (a, b)[: len(plan.stages)]
-            world.follow(plan)
+        async with world.serving(A, B) as ranks:
+            a = ranks[0]
+            world.follow(BOTH)
             await until(lambda: at_work(*ranks))
             before, entry = await tokens(a), a.runtime.entry
             for place in ranks:
@@ -257,6 +254,55 @@ def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(
             assert await tokens(a) == before
             budgets = [(at.runtime.entry or at.runtime.stage).budget for at in ranks]  # type: ignore[union-attr]  # at work
             assert [budget.rooms[0].total for budget in budgets] == [1 << 28] * len(ranks)
+
+    run_virtual(main())
+
+
+def test_a_ring_of_one_goes_on_with_less_memory(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            entry = a.runtime.entry
+            assert entry is not None
+            order = GenerationRequest(tuple(range(3, 30)), Sampling(), 6, lambda _: False)
+            assert [out async for out in entry.generate(order)]
+            assert entry.budget.kept_bytes
+
+            a.room = entry.budget.kept_bytes
+            a.runtime.narrow()
+            await asyncio.sleep(1)
+            assert a.runtime.entry is entry
+            assert entry.budget.rooms[0].total == entry.budget.kept_bytes == a.room
+            a.room -= 1
+            a.runtime.narrow()
+            await asyncio.sleep(1)
+            assert a.runtime.entry is entry
+            assert (entry.budget.rooms[0].total, entry.budget.kept_bytes) == (a.room, 0)
+            assert a.broken == []
+
+    run_virtual(main())
+
+
+def test_a_ring_of_one_forms_again_with_less_memory_than_its_answers_need(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A) as (a,):
+            world.follow(ALONE)
+            await until(lambda: at_work(a))
+            entry = a.runtime.entry
+            assert entry is not None
+            order = GenerationRequest((3, 1, 4, 1, 5), Sampling(), 99, lambda _: False)
+            outputs = entry.generate(order)
+            await anext(outputs)
+
+            a.room = entry.budget.live_bytes - 1
+            a.runtime.narrow()
+
+            with pytest.raises(LinkLost):
+                async for _ in outputs:
+                    pass
+            await until(lambda: a.runtime.entry not in {None, entry})
+            assert a.broken == [ALONE]
 
     run_virtual(main())
 

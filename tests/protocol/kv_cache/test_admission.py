@@ -115,6 +115,21 @@ def test_a_generation_that_can_never_fit_is_rejected_with_numbers() -> None:
     assert not entry.ask(C, 4 * BLOCK, NOW)
 
 
+def test_there_may_be_less_room_as_long_as_what_runs_and_waits_fits() -> None:
+    entry = admission(blocks=6)
+    entry.ask(A, 2 * BLOCK, NOW)
+    entry.ask(B, 5 * BLOCK, NOW)
+
+    assert not entry.narrow([9 * BLOCK, 4 * BLOCK])  # the one that waits could never start
+    assert entry.narrow([9 * BLOCK, 5 * BLOCK])
+    assert entry.leave(A, NOW) == [B]
+    assert not entry.narrow([9 * BLOCK, 4 * BLOCK])
+    entry.leave(B, NOW)
+    assert entry.narrow([9 * BLOCK, 4 * BLOCK])
+    with pytest.raises(UserError):
+        entry.ask(C, 5 * BLOCK, NOW)
+
+
 def order_of(entry: Admission, first: SessionId) -> list[SessionId]:
     """End one generation after the other, and return the order in which the others started."""
     order, ends = [], first
