@@ -54,6 +54,11 @@ class FurtherRing:
         """When it ends if it still is not wanted then, in loop time; None while it is wanted."""
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its model was opened and measured here, until it has ended."""
+        return self.server.member.runtime is not None
+
     def begin(self, failed: Failed, ended: Callable[[], None]) -> None:
         """Serve in the background; ``ended`` is called in the end, ``failed`` before if it did."""
         self._task = self._parts.spawn(partial(self._run, failed, ended))
@@ -155,6 +160,7 @@ class FurtherRings:
         if not any(each and each.key == model for each in others):
             self._failed(model, error)
             return
+        self._end_backoff(group)
         retry_s = self._retry_s.get(group, FIRST_RETRY_S)
         self._retry_s[group] = min(2 * retry_s, LAST_RETRY_S)
         self._parts.state.refused.add(group)
@@ -171,8 +177,14 @@ class FurtherRings:
         self._look_again()
 
     def _ended(self, group: GroupId) -> None:
+        self._end_backoff(group)
         del self.rings[group]
         self._look_again()
+
+    def _end_backoff(self, group: GroupId) -> None:
+        """Begin with the shortest pause at the next failure of a ring that could begin."""
+        if self.rings[group].has_begun:
+            self._retry_s.pop(group, None)
 
     def _look_again(self) -> None:
         """Begin what is wanted at the next look at the records, though the same was wanted."""

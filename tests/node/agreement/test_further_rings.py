@@ -28,7 +28,10 @@ class Server:
     def __init__(self, memory: int) -> None:
         self.memory, self.sessions = memory, 0
         self.error: ModelError | None = None
-        self.member = SimpleNamespace(charter=SimpleNamespace(key=KEY), end=lambda _: None)
+        self.fails = asyncio.Event()
+        self.member = SimpleNamespace(
+            charter=SimpleNamespace(key=KEY), end=lambda _: None, runtime=None
+        )
         self.offer = SimpleNamespace(resize=lambda _: None, close=lambda: None)
         self.planner = SimpleNamespace(run=self._run, invalidate=lambda: None)
         self.ended: list[GroupId] = []
@@ -37,6 +40,9 @@ class Server:
         if self.error is not None:
             await asyncio.sleep(SETTLE_S)
             raise self.error
+        self.member.runtime = "serves"
+        await self.fails.wait()
+        raise ModelError("a part was deleted")
 
     def end(self, group: GroupId) -> None:
         self.ended.append(group)
@@ -206,6 +212,36 @@ def test_a_ring_that_could_not_be_served_is_tried_again_with_backoff(run: Run) -
         assert node.failed == []
         assert node.refused == set()
         assert node.published == [set()] * (len(node.begun_at) - 1)
+
+    run(story)
+
+
+@pytest.mark.parametrize("ends", ["not wanted", "failed"])
+def test_the_backoff_begins_again_after_a_ring_that_could_be_served(run: Run, ends: str) -> None:
+    async def story(node: Node) -> None:
+        node.members.append(SimpleNamespace(group=OTHER, charter=SimpleNamespace(key=KEY)))
+        node.error = error = ModelError("the disk is full")
+        node.wanted = {ONE: 5}
+        node.rings.want({ONE: 5})
+        await asyncio.sleep(LAST_RETRY_S)
+        node.error = None
+        await asyncio.sleep(LAST_RETRY_S + SHORT_S)
+        assert node.running == {ONE: 5}
+
+        node.error = error
+        if ends == "failed":
+            node.begun[-1].fails.set()
+        else:
+            node.wanted = {}
+            node.rings.want({})
+            await asyncio.sleep(SHORT_S)
+            node.wanted = {ONE: 5}
+            node.rings.want({ONE: 5})
+        await asyncio.sleep(SHORT_S)
+        assert node.refused == {ONE}
+        tries = len(node.begun)
+        await asyncio.sleep(FIRST_RETRY_S + SHORT_S)
+        assert len(node.begun) == tries + 1
 
     run(story)
 
