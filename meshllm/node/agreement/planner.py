@@ -17,9 +17,9 @@ from typing import TypeAlias
 from meshllm.names import NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
-from meshllm.protocol.agreement.agreement import Agreement, agree
+from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import divide, has_several, ring_of
+from meshllm.protocol.agreement.division import agree_on_ring, divide, has_several
 from meshllm.protocol.agreement.groups import NodeGroups
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
@@ -97,9 +97,7 @@ class Planner:
                 take()
 
     async def _plan(self, view: MeshView) -> Callable[[], None]:
-        ring, agreement = ring_of(view), None
-        if ring is not None:
-            agreement = await self._off_loop(agree, ring, self.agreement)
+        agreement = await self._off_loop(agree_on_ring, view, self.agreement)
         return partial(self._take_agreement, agreement)
 
     def _take_agreement(self, agreement: Agreement | None) -> None:

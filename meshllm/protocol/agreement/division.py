@@ -70,6 +70,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshllm.names import FIRST_GROUP, NODE_ID_BYTES, GroupId, NodeId
+from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.agreement.filling import Filling
 from meshllm.protocol.agreement.group_table import GroupTable
@@ -158,6 +159,12 @@ def ring_of(view: MeshView) -> MeshView | None:
         states={node: state.in_ring(at) for node, state in states.items()},
         profiles=profiles | shares,
     )
+
+
+def agree_on_ring(view: MeshView, before: Agreement | None = None) -> Agreement | None:
+    """Return the plan in force of the ring of its group, see `agree`; None without such a group."""
+    ring = ring_of(view)
+    return agree(ring, before) if ring else None
 
 
 def _sharing(view: MeshView, group: Group) -> frozenset[NodeId]:

@@ -9,10 +9,11 @@ import pytest
 
 from meshllm.node.agreement import planner as module
 from meshllm.node.agreement.planner import Planner
+from meshllm.protocol.agreement import division
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import divide
+from meshllm.protocol.agreement.division import divide, ring_of
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import NodeKey
@@ -227,7 +228,8 @@ async def test_planning_and_advice_run_off_the_event_loop() -> None:
         return note
 
     with (
-        patch.object(module, "agree", noting(agree)),
+        patch.object(division, "ring_of", noting(ring_of)),
+        patch.object(division, "agree", noting(agree)),
         patch.object(module, "advise", noting(advise)),
         patch.object(module, "QUIET_S", 0.0),
     ):
@@ -241,7 +243,7 @@ async def test_planning_and_advice_run_off_the_event_loop() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    assert len(threads) == 2
+    assert len(threads) == 3
     assert current_thread().name not in threads
 
 
@@ -254,7 +256,7 @@ def test_a_bug_ends_the_planner() -> None:
         case.planner.invalidate()
         await case.planner.run()
 
-    with patch.object(module, "agree", fail), pytest.raises(ExceptionGroup) as raised:
+    with patch.object(division, "agree", fail), pytest.raises(ExceptionGroup) as raised:
         run_virtual(story())
 
     assert raised.group_contains(ValueError, match="a bug")

@@ -11,7 +11,14 @@ from meshllm.names import FIRST_GROUP, Digest, GroupId, ModelKey, NodeId, Quant,
 from meshllm.protocol.agreement import replica_gain
 from meshllm.protocol.agreement.agreement import agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import assign, divide, has_several, ring_of, shortage
+from meshllm.protocol.agreement.division import (
+    agree_on_ring,
+    assign,
+    divide,
+    has_several,
+    ring_of,
+    shortage,
+)
 from meshllm.protocol.agreement.groups import (
     REFUSES,
     UNASSIGNED,
@@ -675,6 +682,17 @@ def test_a_share_is_what_a_ring_leaves_and_at_most_the_whole_model() -> None:
     first, other = ids_of(mesh)
     assert mesh.parts[NODES[0]] == NodeGroups(first, {other: 310})
     assert settled({0: 600}, served_model(0, 3), served_model(1, 3)).served() == {first}
+
+
+def test_a_ring_is_agreed_on_where_the_mesh_has_its_group() -> None:
+    mesh = settled({0: 700}, served_model(0, 3), served_model(1, 3))
+
+    for group in ids_of(mesh):
+        view = mesh.view(group)
+        ring = ring_of(view)
+        assert ring is not None
+        assert agree_on_ring(view) == agree(ring)
+    assert agree_on_ring(mesh.view(UNASSIGNED)) is None
 
 
 @pytest.mark.parametrize(("memory", "is_served"), [(310 + 350, True), (310 + 349, False)])
