@@ -75,15 +75,10 @@ def examine(
 def check_state(folder: Path) -> Iterator[Finding]:
     """Check the permissions of the state folder and the key; create and repair nothing."""
     key = folder / "node.key"
-    if not folder.exists():
-        nearest = next(each for each in folder.parents if each.exists())
-        if os.access(nearest, os.W_OK | os.X_OK):
-            yield Finding("ok", "state", f"{folder} is created on first use")
-        else:
-            found = f"{folder} cannot be created: {nearest} cannot be written"
-            yield Finding("fail", "state", found, "choose one with `--state`")
+    if not _is_there(folder):
+        yield _check_creatable(folder)
         return
-    open_ones = [path for path in (folder, key) if path.exists() and _is_open(path)]
+    open_ones = [path for path in (folder, key) if _is_there(path) and _is_open(path)]
     for path in open_ones:
         wanted = "700" if path.is_dir() else "600"
         found = f"{path} is open to other users ({stat.filemode(path.stat().st_mode)})"
@@ -96,6 +91,24 @@ def check_state(folder: Path) -> Iterator[Finding]:
     elif not open_ones:
         yield Finding("ok", "state", f"{folder} is private")
         yield _check_key(key)
+
+
+def _check_creatable(folder: Path) -> Finding:
+    """Check whether a folder can be created in the nearest one that exists.
+
+    Root may write anywhere, also where there is no disk, as in /proc.
+    """
+    nearest = next(each for each in folder.parents if _is_there(each))
+    if not nearest.is_dir():
+        why = f"{nearest} is not a folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        why = f"{nearest} cannot be written"
+    elif (free := shutil.disk_usage(nearest).free) < FREE_BYTES:
+        why = f"the disk of {nearest} has {bytes_of(free)} left"
+    else:
+        return Finding("ok", "state", f"{folder} is created on first use")
+    found = f"{folder} cannot be created: {why}"
+    return Finding("fail", "state", found, "choose one with `--state`")
 
 
 def check_clock(folder: Path, now_s: float) -> Finding:
@@ -131,7 +144,7 @@ def check_no_node(path: Path, error: MeshError) -> Finding:
     """Report why the node did not respond; a node that is not running is only a warning."""
     if not isinstance(error, LinkLost):
         return Finding("fail", "node", str(error), error.hint or "")
-    if path.exists():
+    if _is_there(path):
         left = f"no process listens at {path}"
         return Finding("warn", "node", left, "the node was killed; restart it with `meshllm node`")
     return Finding("warn", "node", "no node is running", START)
@@ -297,6 +310,15 @@ def _check_key(path: Path) -> Finding:
         return Finding("ok", "key", show(StateStore.open(path.parent).key.node))
     except MeshError as error:
         return Finding("fail", "key", str(error), error.hint or "")
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a file exists, as far as this user may know."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _is_open(path: Path) -> bool:

@@ -71,6 +71,35 @@ def test_a_missing_folder_that_cannot_be_created_fails(
     assert (found.verdict, f"{home} cannot be written" in found.found) == ("fail", True)
 
 
+def test_a_missing_folder_where_nothing_can_be_stored_fails(home: Path) -> None:
+    (home / "file").touch()
+
+    for folder, why in (
+        (Path("/proc/none/state"), "the disk of /proc has 0 B left"),
+        (home / "file" / "state", f"{home / 'file'} is not a folder"),
+    ):
+        (found,) = checks.check_state(folder)
+        assert found == Finding(
+            "fail", "state", f"{folder} cannot be created: {why}", "choose one with `--state`"
+        )
+
+
+def test_what_this_user_may_not_look_at_counts_as_missing(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(self: Path, **_: object) -> os.stat_result:
+        if self != home and home in self.parents:
+            raise PermissionError
+        return os.stat(self)  # noqa: PTH116 -- the method is replaced
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+    assert [each.verdict for each in checks.check_state(home / "a" / "b")] == ["ok"]
+    assert checks.check_no_node(home / "a", LinkLost("No node is running")).advice.startswith(
+        "start"
+    )
+
+
 def test_a_full_disk_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.chmod(0o700)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
