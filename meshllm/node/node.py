@@ -505,6 +505,8 @@ async def open_node(
                 open_endpoints(options, store.key, transport)
             )
             endpoints.reserve(store.peers.values())
+            if options.join and preparation is not None:
+                await preparation.check_layers()
             own = await enter(store, options, endpoints.transports)
             options = with_own_entry(options, store.key.node, is_founder=own.is_founder)
             node = MeshNode(options, store, preparation, endpoints, own, off_loop)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from meshllm.errors import ModelError
+from meshllm.model.capacity import shape_of
 from meshllm.model.device import CPU, choose
 from meshllm.model.files.manifest import config_digest, hash_files, manifest
 from meshllm.model.files.parts import ModelParts, check_parts, most_bytes
@@ -40,6 +41,25 @@ class Preparation:
     """Folder of cached digests and measurements."""
     described: list[str] = field(default_factory=list)
     """Models that the owner of this node let the mesh serve, which it can hold too."""
+
+    async def check_layers(self) -> None:
+        """Raise `UserError` if each model that the options name lacks layers that they name.
+
+        Called before a ticket is used. Models that are not here, which may be fetched, have any.
+        """
+        options = self.options
+        own = (options.model, *options.more_models) if options.model else ()
+        if options.layers is None or not own:
+            return
+        try:
+            sources = [await self._resolve(name) for name in own]
+            shapes = [
+                await self.worker.run(shape_of, each, None, Quant.NONE, self.cache)
+                for each in sources
+            ]
+        except ModelError:
+            return
+        refuse_layers(options, max(shapes, key=lambda each: each.layers))
 
     async def found(self) -> tuple[ModelRuntime, Charter]:
         """Open the model of a new mesh, and create its charter.

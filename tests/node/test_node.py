@@ -316,6 +316,18 @@ async def test_a_joiner_ends_that_is_to_hold_layers_that_the_model_lacks(mesh: M
             await b.stopped
 
 
+async def test_a_joiner_whose_own_models_lack_its_layers_uses_no_ticket(mesh: Mesh) -> None:
+    a = await mesh.start("a")
+    ticket = a.invite(Role.NODE, 60, 1)
+
+    with pytest.raises(UserError, match="layers `2:9` end above the 8 layers of `builtin`"):
+        await mesh.start("b", join=ticket, model="builtin", layers=Span(2, 9))
+
+    assert a.store.invitations()[-1].guests == ()
+    b = await mesh.start("b", join=ticket, model="builtin", layers=Span(2, 8))
+    assert a.store.invitations()[-1].guests == (b.me,)
+
+
 async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     other = mesh.folder / "other"
     shutil.copytree(resolve("builtin").folder, other)

@@ -48,6 +48,18 @@ async def test_a_founder_cannot_hold_layers_that_its_model_lacks(
     await prepare(tmp_path, model=str(llama), layers=Span(2, 6)).found()
 
 
+async def test_a_joiner_cannot_hold_layers_that_all_its_models_lack(
+    llama: Path, tmp_path: Path
+) -> None:
+    own: dict[str, Any] = {"model": str(llama), "layers": Span(2, 7)}
+
+    with pytest.raises(UserError, match="layers `2:7` end above the 6 layers of"):
+        await prepare(tmp_path, **own).check_layers()
+    await prepare(tmp_path, **own, more_models=("builtin",)).check_layers()
+    await prepare(tmp_path, **own, more_models=("no/model",)).check_layers()  # may be fetched
+    await prepare(tmp_path, layers=Span(2, 7)).check_layers()
+
+
 async def test_a_mesh_starts_with_the_builtin_model(tmp_path: Path) -> None:
     _, charter = await prepare(tmp_path).found()
 
