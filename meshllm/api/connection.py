@@ -11,6 +11,7 @@ from meshllm.node.event_loop import LATE_S
 
 HEADERS_S = 20.0  # s from the connection, or the last response, to the end of the next headers
 STALL_S = 30.0  # s in which a client must read what is buffered for it
+RENEWALS = 3  # times in a row that a client gets its time again
 MAX_OPEN = 512  # connections; more close the one that has been idle longest
 
 
@@ -18,7 +19,7 @@ class ClientTimer:
     """Ends a connection whose client is slow.
 
     If it fires late, this process was stopped, and has not read or sent anything meanwhile: the
-    client gets the time again.
+    client gets the time again, up to `RENEWALS` times, as an overloaded process is always late.
     """
 
     def __init__(self) -> None:
@@ -29,21 +30,29 @@ class ClientTimer:
     ) -> None:
         """Give the client some time from now."""
         self.stop()
-
-        def fire() -> None:
-            if loop.time() > due + LATE_S:
-                self.start(loop, transport, seconds)
-            else:
-                transport.abort()
-
-        due = loop.time() + seconds
-        self._end = loop.call_at(due, fire)
+        self._arm(loop, transport, seconds, RENEWALS)
 
     def stop(self) -> None:
         """Note that the client was fast enough, or is gone."""
         if self._end is not None:
             self._end.cancel()
             self._end = None
+
+    def _arm(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        seconds: float,
+        renewals: int,
+    ) -> None:
+        def fire() -> None:
+            if renewals and loop.time() > due + LATE_S:
+                self._arm(loop, transport, seconds, renewals - 1)
+            else:
+                transport.abort()
+
+        due = loop.time() + seconds
+        self._end = loop.call_at(due, fire)
 
 
 class PublicProtocol(H11Protocol):

@@ -86,6 +86,20 @@ async def test_a_client_has_its_time_again_after_this_process_was_stopped(
     await asyncio.wait_for(wire_of(protocol).aborted.wait(), 5)
 
 
+async def test_a_client_has_its_time_again_a_few_times_only(
+    protocol: SocketProtocol, advance: Callable[[float], None]
+) -> None:
+    protocol.pause_writing()
+    for _ in range(connection.RENEWALS):
+        advance(3 * connection.STALL_S)
+        await asyncio.sleep(0.01)  # the timer fires
+        assert not wire_of(protocol).aborted.is_set()
+
+    advance(3 * connection.STALL_S)
+
+    await asyncio.wait_for(wire_of(protocol).aborted.wait(), 5)
+
+
 async def test_a_client_that_reads_after_a_stop_of_this_process_is_kept(
     protocol: SocketProtocol, advance: Callable[[float], None]
 ) -> None:
