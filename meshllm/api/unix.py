@@ -16,6 +16,7 @@ SOCKET = "door.sock"
 """Name of the socket in the state folder."""
 PATH_BYTES = 100  # sun_path has 104 bytes on macOS, 108 on Linux, with the terminating zero
 
+_CHOOSE = "choose a folder that only you can write to: `--state FOLDER`"
 _ANSWERED = {0, errno.EAGAIN}  # EAGAIN: the queue of the listening socket is full
 
 
@@ -33,7 +34,7 @@ def check_usable(path: Path) -> None:
     if why := _find_obstacle(path):
         raise UserError(
             f"State folder `{path.parent}` cannot be used: {why}",
-            hint="choose a folder that only you can write to: `--state FOLDER`",
+            hint=_CHOOSE,
         )
 
 
@@ -99,7 +100,10 @@ def _make_private(folder: Path) -> None:
     except OSError as error:
         text = f"Cannot use the folder `{folder}`: {error.strerror}"
         raise UserError(text, hint="choose another folder with `--state`") from None
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if found.st_uid != os.geteuid():
+        text = f"Folder `{folder}` belongs to another user"
+        raise UserError(text, hint=_CHOOSE)
+    if found.st_mode & 0o077:
         mode = stat.filemode(found.st_mode)
         message = f"Folder `{folder}` is accessible to other users ({mode})"
         raise UserError(message, hint=f"`chmod 700 {folder}`")

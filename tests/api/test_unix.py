@@ -103,6 +103,16 @@ def test_a_folder_accessible_to_others_is_refused(path: Path) -> None:
         pass
 
 
+def test_a_folder_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.parent.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: path.parent.stat().st_uid + 1)
+
+    with pytest.raises(UserError, match="belongs to another user") as wrong, listening(path):
+        pass
+
+    assert wrong.value.hint == "choose a folder that only you can write to: `--state FOLDER`"
+
+
 def test_a_file_instead_of_the_folder_is_reported(path: Path) -> None:
     path.parent.write_text("")
 

@@ -45,12 +45,17 @@ def choose(
     """
     if flags["nodes"] is not None:
         if flags["join"] is not None:
-            raise UserError("`--nodes`, a ring in this process, cannot be combined with `--join`")
+            raise UserError(
+                "`--nodes`, a ring in this process, cannot be combined with `--join`",
+                hint="omit one of them",
+            )
         return open_local, chosen, _here(chosen)
     if flags["join"] is None and is_running(chosen):
         node = _open_named if names_hops else open_client
         return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
+        if chosen.state is not None and not quiet:
+            _announce_local(chosen)
         return open_local, chosen, _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
     mesh = f"the mesh of node `{_inviter(chosen)}`, which made the ticket"
@@ -163,6 +168,14 @@ async def open_ticket(settings: Settings) -> AsyncIterator[Backend]:
 
 def _announce(reader: str) -> None:
     render.talk(render.dim(f"the prompt leaves this machine: it goes to {reader}"))
+
+
+def _announce_local(chosen: Settings) -> None:
+    """Say that this process answers, to somebody who named the folder of a node."""
+    folder = state_path(chosen)
+    found = "no node is running at" if folder.exists() else "no node has used"
+    text = f"{found} `{_one_line(str(folder))}`: {_here(chosen)} answers"
+    render.talk(render.dim(text))
 
 
 def _inviter(chosen: Settings) -> str:

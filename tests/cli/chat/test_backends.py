@@ -312,8 +312,16 @@ def test_a_state_folder_without_a_node_is_no_error(
 ) -> None:
     (tmp_path / "empty").mkdir()
 
-    for folder in ("empty", "missing/below"):
-        assert ask("chat", "--state", str(tmp_path / folder)).stdout == "You said: hi\n"
+    for folder, found in (
+        ("empty", "no node is running at"),
+        ("missing/below", "no node has used"),
+    ):
+        path = tmp_path / folder
+        shown = ask("chat", "--state", str(path))
+        quiet = ask("chat", "--state", str(path), "--quiet")
+        assert shown.stdout == quiet.stdout == "You said: hi\n"
+        assert shown.stderr == f"{found} `{path}`: a ring of 1 in this process answers\n"
+        assert quiet.stderr == ""
 
 
 def test_a_usual_state_folder_that_cannot_be_used_does_not_matter(
@@ -465,3 +473,4 @@ def test_a_flag_without_effect_for_a_client_is_refused(
 
     assert (result.exit_code, thin) == (2, [])
     assert result.stderr.startswith(f"error: {message}")
+    assert "\nhint: omit " in result.stderr
