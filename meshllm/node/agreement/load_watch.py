@@ -1,7 +1,8 @@
 """Watches that the nodes of a plan load their spans in time, and link to their neighbours.
 
 A plan with a node that only claims to take part would wait for it without end. If this process was
-suspended, the others may have loaded and linked meanwhile: they get `LINK_S` to say so.
+suspended, the others may have loaded and linked meanwhile: they get `LINK_S` to say so, up to
+`RENEWALS` times in a row, as each check of an overloaded process is late.
 """
 
 import logging
@@ -22,6 +23,7 @@ from meshllm.protocol.weights.holders import missing_parts, needed_parts
 LOAD_S = 60.0  # s until a node of a plan must have loaded its span,
 LOAD_BYTES_PER_S = 10e6  # and for its bytes, from a slow disk,
 FETCH_BYTES_PER_S = 1e6  # or from other nodes over a slow network
+RENEWALS = 3  # times in a row that a check which is late is repeated
 _CHECK_S = LINK_S + 1.0  # more than the rounding error by which a timer may be early
 
 logger = logging.getLogger(__name__)
@@ -104,21 +106,24 @@ class LoadWatch:
             return False
         return bool(missing_parts(profile.weights, needed_parts(plan, node)))
 
-    def _check_loaded(self, plan: Plan, node: NodeId, until: float) -> None:
-        if self._was_suspended(until):
-            now = loop_time()
-            self._call_later(LINK_S, self._check_loaded, plan, node, now + LINK_S)
+    def _check_loaded(
+        self, plan: Plan, node: NodeId, until: float, renewals: int = RENEWALS
+    ) -> None:
+        if renewals and self._was_suspended(until):
+            until, renewals = loop_time() + LINK_S, renewals - 1
+            self._call_later(LINK_S, self._check_loaded, plan, node, until, renewals)
         elif self._is_in_force(plan) and not has_loaded(self._machine, plan, node):
             self._report(node, "did not load its layers in time")
 
-    def _check_linked(self, plan: Plan, since: float) -> None:
+    def _check_linked(self, plan: Plan, since: float, renewals: int = RENEWALS) -> None:
         """Check that the neighbours link, as long as a plan is in force."""
         if self._ring is None or not self._is_in_force(plan):
             return
         is_awake = self._machine.woke < since and not self._was_suspended(since + _CHECK_S)
-        if is_awake and (node := self._ring.missing):
+        if (is_awake or not renewals) and (node := self._ring.missing):
             self._report(node, "does not link to its neighbour")
-        self._call_later(_CHECK_S, self._check_linked, plan, loop_time())
+        left = RENEWALS if is_awake else max(0, renewals - 1)
+        self._call_later(_CHECK_S, self._check_linked, plan, loop_time(), left)
 
     def _was_suspended(self, due: float) -> bool:
         """Return whether a check that was due is late, or was due while this process stood."""

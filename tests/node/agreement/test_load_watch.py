@@ -10,6 +10,7 @@ import pytest
 
 from meshllm.names import FIRST_GROUP, NodeId
 from meshllm.node.agreement.load_watch import LOAD_S, LoadWatch, is_formed
+from meshllm.protocol.membership.link_table import BEAT
 from meshllm.protocol.membership.records import StateRecord
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import LINK_S
@@ -129,6 +130,26 @@ def test_nodes_get_time_after_this_one_was_suspended_before_they_are_late(
             case.states[STAGE], case.ring.missing = loaded(), None
         await asyncio.sleep(3 * LINK_S)
         assert set(case.late) == (set() if comes_back else {STAGE})
+
+    run(story)
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+def test_an_overloaded_node_finds_late_ones_too(*, has_loaded: bool) -> None:
+    def late(delay_s: float, callback: Callable[..., None], /, *args: object) -> None:
+        call_later(delay_s + 2 * BEAT, callback, *args)
+
+    async def story() -> None:
+        case = Watched()
+        case.watch = LoadWatch(case.machine, case.late.append, late)
+        case.machine.woke = inf  # at each check
+        if has_loaded:
+            case.states[STAGE], case.ring.missing = loaded(), STAGE
+        case.follow()
+        await asyncio.sleep(2 * LINK_S)
+        assert case.late == []
+        await asyncio.sleep(LOAD_S + 4 * LINK_S)
+        assert set(case.late) == {STAGE}
 
     run(story)
 
