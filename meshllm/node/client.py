@@ -321,6 +321,10 @@ class MeshClient:
         _ = before, after
         return LossCause.LINK_LOST, "the node that answered is gone; another one answers"
 
+    def name_of(self, node: NodeId) -> str:
+        """Return the short id of a node: a client knows no names."""
+        return short(node)
+
     def is_provided(self, model: str) -> bool:
         """Return False: the ingress knows who provides a model."""
         _ = model

@@ -95,6 +95,9 @@ class Inn(House):
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         return {self.me: ModelOffer(model)} if model else {}
 
+    def name_of(self, node: NodeId) -> str:
+        raise NotImplementedError
+
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         return tuple(show(self.me) if name == self.name else name for name in names)
 

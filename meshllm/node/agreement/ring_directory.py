@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
-from meshllm.names import GroupId, LossCause, NodeId
+from meshllm.names import GroupId, LossCause, NodeId, short
 from meshllm.node.agreement.load_watch import is_formed
 from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
-from meshllm.node.founding import find_node
+from meshllm.node.founding import find_node, name_of
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.protocol.agreement.candidates import decoded
 from meshllm.protocol.agreement.groups import groups_in, groups_of, is_exact
@@ -58,6 +58,11 @@ class RingDirectory:
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
         return tuple(show(find_node(name, self._machine.profiles)) for name in names)
+
+    def name_of(self, node: NodeId) -> str:
+        """Return the name of a node, if it is known, and its short id."""
+        name, id_ = name_of(node, self._machine.profiles), short(node)
+        return id_ if name == id_ else f"{name} ({id_})"
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None

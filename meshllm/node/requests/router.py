@@ -52,7 +52,6 @@ from meshllm.names import (
     NodeId,
     SessionId,
     bits_of,
-    short,
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
@@ -141,6 +140,10 @@ class Ring(Protocol):
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""
+        ...
+
+    def name_of(self, node: NodeId) -> str:
+        """Return the name of a node, if it is known, and its short id."""
         ...
 
 
@@ -300,7 +303,7 @@ class RequestRouter:
                 if is_begun:
                     raise
                 tried[node] = error
-                logger.info("provider %s failed: %s", short(node), error)
+                logger.info("provider %s failed: %s", self._ring.name_of(node), error)
             else:
                 return
 
@@ -320,7 +323,7 @@ class RequestRouter:
         if tried:
             raise list(tried.values())[-1]
         if trusted:
-            raise _unmet(trusted, request)
+            raise _unmet(trusted, request, self._ring.name_of)
         who = "trusted node" if known else "node"
         raise ModelError(
             f"No {who} provides `{request.model[:100]}`",
@@ -460,11 +463,12 @@ class RequestRouter:
         if self._asks_ingress:
             return None
         nodes = self._nodes(entry, request.model)
-        if others := [short(node) for node in nodes if not _is_trusted(node, request)]:
+        strange = (node for node in nodes if not _is_trusted(node, request))
+        if others := [self._ring.name_of(node) for node in strange]:
             text = f"The ring has nodes that are not trusted: {', '.join(others)}"
             return WrongField("meshllm.trust", text)
         if request.needs_exact and not self._ring.is_exact(entry, request.model):
-            text = f"The ring of {short(entry)} is not bit-identical to transformers"
+            text = f"The ring of {self._ring.name_of(entry)} is not bit-identical to transformers"
             return WrongField("meshllm.exact", text, hint="start its nodes with `--exact`")
         return None
 
@@ -510,7 +514,9 @@ def _lacks(offer: ModelOffer, request: Request) -> str:
     return "meshllm.min_context" if offer.context < request.min_context else ""
 
 
-def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> UserError:
+def _unmet(
+    offers: Mapping[NodeId, ModelOffer], request: Request, name_of: Callable[[NodeId], str]
+) -> UserError:
     """Return the error of a need that no provider meets, with what each has."""
     name, lacks = request.model[:100], {_lacks(offer, request) for offer in offers.values()}
     longest = max(offer.context for offer in offers.values())
@@ -523,7 +529,7 @@ def _unmet(offers: Mapping[NodeId, ModelOffer], request: Request) -> UserError:
         text = f"`{name}` of a provider is not bit-identical to transformers"
         return WrongField("meshllm.exact", text)
     listed = ", ".join(
-        f"{short(node)} {offer.precision or 'of unknown precision'}"
+        f"{name_of(node)} {offer.precision or 'of unknown precision'}"
         f" with {offer.context or 'an unknown number of'} tokens"
         for node, offer in offers.items()
     )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import FIRST_GROUP, LossCause
+from meshllm.names import FIRST_GROUP, LossCause, short
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
@@ -119,6 +119,16 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         place.states[STAGE] = replace(loaded(replace(plan, model="other")), group=third)
         assert place.directory.serving_entries("other") == [STAGE]
         assert place.directory.serving_entries() == [ENTRY]
+
+    run(story)
+
+
+def test_a_node_is_named_as_in_the_status() -> None:
+    async def story() -> None:
+        place = Place()
+        place.profiles[ENTRY] = replace(profile(3), name="attic")
+        assert place.directory.name_of(ENTRY) == f"attic ({short(ENTRY)})"
+        assert place.directory.name_of(STAGE) == short(STAGE)
 
     run(story)
 

@@ -127,6 +127,10 @@ class FakeRing:
         provided = self.provided.get(model, ())
         return {node: self.offered.get(node, ModelOffer(model)) for node in provided}
 
+    def name_of(self, node: NodeId) -> str:
+        known = {ME: "me", ENTRY: "entry", OTHER: "other"}
+        return f"{known[node]} ({short(node)})" if node in known else short(node)
+
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         known = {"me": ME, "entry": ENTRY, "other": OTHER}
         if unknown := set(names) - known.keys():
@@ -1102,9 +1106,9 @@ def test_a_need_that_no_provider_meets_is_refused_with_what_there_is(
             await all_of(router, replace(FOX, **needs))
         assert refused.value.name == param
         assert str(refused.value) == (
-            f"No provider of `fox` has what the request needs: {short(ENTRY)} bf16 with 2048"
-            f" tokens, {short(OTHER)} int4 with 4096 tokens, {short(THIRD)} of unknown precision"
-            " with an unknown number of tokens"
+            f"No provider of `fox` has what the request needs: entry ({short(ENTRY)}) bf16 with"
+            f" 2048 tokens, other ({short(OTHER)}) int4 with 4096 tokens, {short(THIRD)} of unknown"
+            " precision with an unknown number of tokens"
         )
 
     world.run(story)
@@ -1294,8 +1298,11 @@ def test_no_node_of_a_ring_with_a_stranger_gets_a_prompt(world: World) -> None:
     world.add(ENTRY, FakeRing(attempts=[answer()]))
 
     async def story() -> None:
-        with pytest.raises(WrongField, match="nodes that are not trusted: or2hi5d") as refused:
+        named = rf"not trusted: entry \({short(ENTRY)}\), or2hi5d$"
+        with pytest.raises(WrongField, match=r"nodes that are not trusted: or2hi5d$") as refused:
             await all_of(router, replace(REQUEST, trusted=("entry", "other")))
+        with pytest.raises(WrongField, match=named):
+            await all_of(router, replace(REQUEST, trusted=("other",)))
         assert refused.value.name == "meshllm.trust"
 
     world.run(story)
@@ -1312,7 +1319,8 @@ def test_an_answer_that_must_be_exact_comes_from_exact_rings_only(world: World) 
             request = replace(FOX, raw=f"{number}", needs_exact=True)
             assert text_of(await all_of(router, request)) == TEXT
         world.rings[ME].exact = frozenset()
-        with pytest.raises(WrongField, match="not bit-identical") as refused:
+        named = r"The ring of (entry|other) \(\w+\) is not bit-identical"
+        with pytest.raises(WrongField, match=named) as refused:
             await all_of(router, replace(FOX, needs_exact=True))
         assert refused.value.name == "meshllm.exact"
 
