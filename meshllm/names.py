@@ -101,6 +101,15 @@ class Span:
         return cls(int(start), int(stop))
 
 
+@dataclass(frozen=True, slots=True)
+class RingEntry:
+    """A node as the entry of one ring; it may be that of several."""
+
+    node: NodeId
+    group: GroupId | None = None
+    """The ring; None leaves the choice to the node, which may also be a provider, in no ring."""
+
+
 class LossCause(StrEnum):
     """Why the ring of an answer was lost."""
 

@@ -184,6 +184,9 @@ class Request:
     """Continue the answer behind end tokens, for benchmarks."""
     reports_prompt: bool = False
     """Yield the token ids of the prompt before anything else."""
+    group: str | None = None
+    """The ring that answers, as the hex digits of its id, none for the first of a mesh. An ingress
+    names it to the entry, and ignores what others say; None leaves the choice to the entry."""
 
 
 class FinishReason(StrEnum):

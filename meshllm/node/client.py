@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import LossCause, NodeId, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
 from meshllm.node.membership.bootstrap import (
     check_client_ticket,
     client_folder,
@@ -158,7 +158,8 @@ class MeshClient:
         try:
             async with asyncio.timeout(ASK_S):
                 while self._told_at < begin:
-                    (node,) = await self.entries()
+                    (entry,) = await self.entries()
+                    node = entry.node
                     self._told.clear()
                     self.links.post(node, AskModels())
                     await self._told.wait()
@@ -247,7 +248,7 @@ class MeshClient:
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[NodeId]:
+    ) -> Sequence[RingEntry]:
         """Wait for a linked node that may read a request; any can be the ingress for any model.
 
         Raises:
@@ -258,7 +259,7 @@ class MeshClient:
             if self.failed.done():
                 self.failed.result()
             if node := self._reader(trusted):
-                return [node]
+                return [RingEntry(node)]
             if self.links.by_peer and not self._knows_reader(trusted):
                 raise WrongField(
                     "meshllm.trust",
@@ -306,12 +307,12 @@ class MeshClient:
 
     loads_until = 0.0  # a client does not know whether its ingress loads
 
-    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         """Return None: a client knows no rings."""
         _ = entry, model
         return None
 
-    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
         """Return True: the ingress knows which rings are exact."""
         _ = entry, model
         return True
@@ -340,7 +341,7 @@ class MeshClient:
         return tuple(names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = ""
+        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager[Backend]:
         """Raise `LinkLost`: a client holds no model."""
         raise LinkLost("A client does not serve requests")

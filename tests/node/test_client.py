@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import LossCause, NodeId, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
 from meshllm.node import client as thin_module
 from meshllm.node.client import (
     ASK_S,
@@ -72,18 +72,18 @@ class Inn(House):
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[NodeId]:
-        return [self.me]
+    ) -> Sequence[RingEntry]:
+        return [RingEntry(self.me)]
 
     def reason(self, model: str = "") -> str:
         return ""
 
     loads_until = 0.0
 
-    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         return None
 
-    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
         return True
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
@@ -102,7 +102,7 @@ class Inn(House):
         return tuple(show(self.me) if name == self.name else name for name in names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = ""
+        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager["Inn"]:
         return nullcontext(self)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from meshllm.names import GroupId
+from meshllm.names import GroupId, RingEntry
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.agreement.division import divide, shortage
@@ -64,7 +64,8 @@ class RingChecks(Checks):
             runtime, rank = member.runtime, plan.rank(self.here[number].me)
             if not runtime or (rank is not None) is not bool(runtime.entry or runtime.stage):
                 return f"{number} {'is not' if rank is not None else 'is'} at work"
-        entry, model = plan.stages[0].node, next(iter(ring.values())).charter
+        first = next(iter(ring.values()))
+        entry, model = RingEntry(plan.stages[0].node, first.group), first.charter
         assert model is not None
         for number, other in self.here.items():
             if entry not in other.rings.serving_entries(model.shape.name):

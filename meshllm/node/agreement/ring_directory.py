@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
-from meshllm.names import GroupId, LossCause, NodeId, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
 from meshllm.node.agreement.load_watch import is_formed
 from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
@@ -66,7 +66,7 @@ class RingDirectory:
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[NodeId]:
+    ) -> Sequence[RingEntry]:
         """Wait until a ring serves a model; return the entries of all rings that do."""
         _ = trusted  # the router knows all nodes of a ring
         with self._own.use.using(model):
@@ -76,13 +76,13 @@ class RingDirectory:
                     return entries
                 await news.wait()
 
-    def serving_entries(self, model: str = "") -> Sequence[NodeId]:
+    def serving_entries(self, model: str = "") -> Sequence[RingEntry]:
         """Return the entries of the rings that serve a model now, as far as known here."""
         entries = (
-            at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group)
+            (at.serving_entry() if (at := self._in_ring(group)) else self._entry_of(group), group)
             for group in self._groups(model)
         )
-        return [entry for entry in entries if entry is not None]
+        return [RingEntry(entry, group) for entry, group in entries if entry is not None]
 
     def ring(self, group: GroupId) -> tuple[Plan | None, bool]:
         """Return the plan of a ring of the mesh, and whether it serves, as far as known here."""
@@ -113,14 +113,16 @@ class RingDirectory:
             return f"the ring of `{wanted.shape.name}` does not serve: {self._awaits(wanted)}"
         return at.reason
 
-    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         """Return the ring of a model with this entry, as far as it is known here."""
-        rings = ((group, self.ring(group)[0]) for group in self._groups(model))
+        groups = (each for each in self._groups(model) if entry.group in {None, each})
+        rings = ((group, self.ring(group)[0]) for group in groups)
         return next(
-            ((group, plan) for group, plan in rings if plan and plan.stages[0].node == entry), None
+            ((group, plan) for group, plan in rings if plan and plan.stages[0].node == entry.node),
+            None,
         )
 
-    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
         """Return whether the ring of a model with this entry computes as transformers does."""
         wanted, ring = self._wanted(model), self.ring_at(entry, model)
         if wanted is None or ring is None:
@@ -132,20 +134,24 @@ class RingDirectory:
         return explain_loss(self._machine, before, after)
 
     @asynccontextmanager
-    async def backend(self, asker: NodeId | None = None, model: str = "") -> AsyncIterator[Backend]:
+    async def backend(
+        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
+    ) -> AsyncIterator[Backend]:
         """Serve an asker as a provider or as the entry, and keep the plan from changing meanwhile.
 
-        None is the owner of this node.
+        An asker that is None is the owner of this node. A ``group`` that is None is any ring of the
+        model, of several the one whose entry this node is.
 
         Raises:
-            LinkLost: this node is not the entry, its ring did not form, or it provides nothing.
+            LinkLost: this node is not the entry, has left the ring, its ring did not form, or it
+                provides nothing.
         """
         if self.is_provided(model):
             if self._own.provider is None:
                 raise LinkLost(f"This node does not provide `{model[:100]}`")
             yield self._own.provider
             return
-        at = self._find(model)
+        at = self._find(model, group)
         with self._own.use.using(model), at.hold.holding():
             entry, plan, own = await at.serving()
             from meshllm.node.session.text import RingBackend
@@ -172,24 +178,36 @@ class RingDirectory:
         """Return this node in a ring in which it takes part, and has opened the model."""
         return next((at for at in self._own.members if at.group == group and at.runtime), None)
 
-    def _serving(self, wanted: Charter) -> RingMember | None:
-        """Return this node in its ring of a model, of several in the one whose entry it is.
+    def _serving(self, wanted: Charter, group: GroupId | None = None) -> RingMember | None:
+        """Return this node in a ring of a model, of several in the one whose entry it is.
 
-        None if it takes part in none.
+        None if it takes part in none, or not in the ``group`` that is given.
         """
-        owned = ((at, at.charter) for at in self._own.members)
+        owned = ((at, at.charter) for at in self._own.members if group in {None, at.group})
         found = [at for at, own in owned if own and own.key == wanted.key]
         entered = (at for at in found if at.plan and at.plan.stages[0].node == self._machine.me)
         return next(entered, found[0] if found else None)
 
-    def _find(self, model: str) -> RingMember:
-        """Return this node in its ring of a model; raise `LinkLost` without: it may have moved."""
+    def _find(self, model: str, group: GroupId | None) -> RingMember:
+        """Return this node in a ring of a model, in the ``group`` if that is given.
+
+        Raises:
+            LinkLost: it takes part in none; it may have moved, or the ring may have ended.
+        """
         wanted = self._wanted(model)
-        if wanted is None:
+        if wanted is None:  # this node knows no charter yet, thus no plan
             return self._own.first
-        if (at := self._serving(wanted)) is None:
-            raise LinkLost(f"This node does not serve `{wanted.shape.name}` now")
+        if (at := self._serving(wanted, group)) is None:
+            raise LinkLost(self._absence(wanted, group), hint="see `meshllm ring status`")
         return at
+
+    def _absence(self, wanted: Charter, group: GroupId | None) -> str:
+        """Return that this node does not serve a model, or not in the ring that is given."""
+        name, groups = f"`{wanted.shape.name}`", self._groups_of(wanted)
+        if group is not None and group not in groups:
+            return f"{name} has no ring `{group.hex() or 'first'}` now"
+        what = name if group is None else f"replica {groups.index(group) + 1} of {name}"
+        return f"This node does not serve {what} now"
 
     def _awaits(self, wanted: Charter) -> str:
         """Return what the rings of another model wait for."""

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import replace
 
 from meshllm.errors import Busy, MeshError, PeerFault, UserError
-from meshllm.names import NodeId
+from meshllm.names import GroupId, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.node.requests.request_json import error_to_json, event_to_lines, request_from_json
 from meshllm.node.timer import loop_time
@@ -47,14 +47,14 @@ class PeerRequests:
 
     def __init__(
         self,
-        backend: Callable[[NodeId, str], AbstractAsyncContextManager[Backend]],
+        backend: Callable[[NodeId, str, GroupId | None], AbstractAsyncContextManager[Backend]],
         answer: Callable[[Request, NodeId], AsyncGenerator[Event, None]],
         send: Callable[[NodeId, RequestMessage], None],
         *,
         longest: Callable[[], int],
         off_loop: OffLoop,
     ) -> None:
-        """Answer nodes by ``backend``, for an asker and a model, and clients by ``answer``.
+        """Answer nodes by ``backend``, for an asker, a model and its ring; clients by ``answer``.
 
         ``longest`` returns the limit on the bytes of a request.
         """
@@ -135,7 +135,9 @@ class PeerRequests:
                 if is_client:
                     answer = self._limited(request, peer)
                 else:
-                    ring = self._backend(peer, request.model)
+                    group = request.group
+                    at = None if group is None else GroupId(bytes.fromhex(group))
+                    ring = self._backend(peer, request.model, at)
                     backend = await stack.enter_async_context(ring)
                     answer = backend.generate(request)
                 events = await stack.enter_async_context(aclosing(answer))

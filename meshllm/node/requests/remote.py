@@ -4,10 +4,10 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
-from meshllm.names import NodeId
+from meshllm.names import NodeId, RingEntry
 from meshllm.node.requests.request_json import AnswerReader, request_to_json
 from meshllm.protocol.membership.codec import (
     REQUEST_ID_BYTES,
@@ -86,10 +86,11 @@ class Remote:
             if call.peer == peer:
                 call.lines.put_nowait(None)
 
-    async def generate(self, peer: NodeId, request: Request) -> AsyncGenerator[Event, None]:
-        """Send a request to a node and yield its events, see `Backend`."""
+    async def generate(self, entry: RingEntry, request: Request) -> AsyncGenerator[Event, None]:
+        """Send a request to a node, naming the ring, and yield its events, see `Backend`."""
         reader = AnswerReader()
-        with self._calling(peer, request) as call:
+        group = None if entry.group is None else entry.group.hex()
+        with self._calling(entry.node, replace(request, group=group)) as call:
             while not call.is_complete:
                 line = await call.next()
                 try:

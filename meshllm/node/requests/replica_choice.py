@@ -37,7 +37,7 @@ from math import inf
 from blake3 import blake3
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, RingEntry
 from meshllm.node.timer import loop_time
 from meshllm.request import Answer, Request
 
@@ -54,11 +54,11 @@ BEGINNING_BYTES = 256  # of a prompt without turns, which may go on with an answ
 class Tried:
     """The rings that failed to serve a request, and those that could."""
 
-    failed: list[NodeId] = field(default_factory=list)
+    failed: list[RingEntry] = field(default_factory=list)
     """Entries, once for each failure, the last one at the end."""
-    entries: Sequence[NodeId] = ()
+    entries: Sequence[RingEntry] = ()
     """Of the rings of the latest choice."""
-    entry: NodeId | None = None
+    entry: RingEntry | None = None
     """Of the ring that was asked last."""
 
     @property
@@ -72,19 +72,19 @@ class ReplicaChoice:
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
         self._clock = clock
-        self._active: Counter[NodeId] = Counter()
-        self._times: dict[tuple[str, NodeId], deque[tuple[float, float]]] = {}
+        self._active: Counter[RingEntry] = Counter()
+        self._times: dict[tuple[str, RingEntry], deque[tuple[float, float]]] = {}
         """When the latest answers of each ring of a model ended, and their times per step."""
-        self._known: dict[bytes, NodeId] = {}
+        self._known: dict[bytes, RingEntry] = {}
         """The ring that each beginning went to last; the oldest are first, and forgotten."""
 
     def choose(
         self,
-        entries: Sequence[NodeId],
+        entries: Sequence[RingEntry],
         request: Request,
         tried: Tried,
-        nodes: Callable[[NodeId], Collection[NodeId]] = lambda entry: (entry,),
-    ) -> NodeId:
+        nodes: Callable[[RingEntry], Collection[NodeId]] = lambda entry: (entry.node,),
+    ) -> RingEntry:
         """Return the entry of one of the rings; there is at least one.
 
         ``nodes`` returns those of the ring of an entry, as far as they are known.
@@ -97,13 +97,13 @@ class ReplicaChoice:
         beginning = _beginning(request)
         slowness = self._slowness(others, request.model)
 
-        busy = self._busy({entry: {entry, *nodes(entry)} for entry in entries})
+        busy = self._busy({entry: {entry.node, *nodes(entry)} for entry in entries})
 
-        def load(entry: NodeId, fewer: int = 0) -> tuple[float, float]:
+        def load(entry: RingEntry, fewer: int = 0) -> tuple[float, float]:
             own = self._active[entry] + 1 - fewer
             return (busy[entry] + 1 - fewer) * slowness[entry], own * slowness[entry]
 
-        def is_busier(entry: NodeId) -> bool:
+        def is_busier(entry: RingEntry) -> bool:
             shared, own = load(entry, MARGIN)
             return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
@@ -111,13 +111,13 @@ class ReplicaChoice:
         chosen = self._known.pop(beginning, None)
         if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)
-            chosen = min(idle, key=lambda entry: blake3(beginning + entry).digest())
+            chosen = min(idle, key=lambda entry: _rank(beginning, entry))
         self._known[beginning] = chosen
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return chosen
 
-    def _busy(self, rings: Mapping[NodeId, Collection[NodeId]]) -> dict[NodeId, int]:
+    def _busy(self, rings: Mapping[RingEntry, Collection[NodeId]]) -> dict[RingEntry, int]:
         """Return the requests in progress that the busiest node of each ring has."""
         queues = Counter[NodeId]()
         for entry, nodes in rings.items():
@@ -125,7 +125,7 @@ class ReplicaChoice:
                 queues[node] += self._active[entry]
         return {entry: max(queues[node] for node in nodes) for entry, nodes in rings.items()}
 
-    def note(self, entry: NodeId, model: str, step_ms: float) -> None:
+    def note(self, entry: RingEntry, model: str, step_ms: float) -> None:
         """Note the time per step of an answer that has ended, see `step_ms`; 0 is unknown."""
         if not 0 < step_ms < inf:
             return
@@ -135,7 +135,7 @@ class ReplicaChoice:
         if len(self._times) > MAX_TIMED:
             del self._times[next(iter(self._times))]
 
-    def _slowness(self, entries: Sequence[NodeId], model: str) -> dict[NodeId, float]:
+    def _slowness(self, entries: Sequence[RingEntry], model: str) -> dict[RingEntry, float]:
         """Return how many times as slow as the fastest each ring is; 1 for those that are alike."""
         best = {entry: self._best(entry, model) for entry in entries}
         least = min((each for each in best.values() if each), default=inf)
@@ -144,7 +144,7 @@ class ReplicaChoice:
             for entry, each in best.items()
         }
 
-    def _best(self, entry: NodeId, model: str) -> float:
+    def _best(self, entry: RingEntry, model: str) -> float:
         """Return the least time per step of late; 0 if there is none."""
         if not (times := self._times.get((model, entry))):
             return 0.0
@@ -152,7 +152,7 @@ class ReplicaChoice:
         return min((each for ended, each in times if ended >= since), default=0.0)
 
     @contextmanager
-    def asking(self, entry: NodeId, tried: Tried) -> Iterator[None]:
+    def asking(self, entry: RingEntry, tried: Tried) -> Iterator[None]:
         """Count a request in progress; note the entry if an error ends it."""
         self._active[entry] += 1
         tried.entry = entry
@@ -173,6 +173,11 @@ def step_ms(answer: Answer) -> float:
     if per_step <= 0 or answer.completion_tokens <= LEAST_STEPS * per_step:
         return 0.0
     return answer.ms_per_token * per_step
+
+
+def _rank(beginning: bytes, entry: RingEntry) -> bytes:
+    """Return what ranks a ring among those for a beginning, the same on every node."""
+    return blake3(beginning + entry.node + (entry.group or b"")).digest()
 
 
 def _beginning(request: Request) -> bytes:

@@ -18,6 +18,7 @@ Unknown lines and fields, which a later version may send, are ignored; so are un
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
@@ -38,6 +39,7 @@ from meshllm.errors import (
     UserError,
 )
 from meshllm.json_shape import check_shape
+from meshllm.names import GROUP_BYTES
 from meshllm.protocol.kv_cache.prefix_scope import MAX_SCOPE_CHARS
 from meshllm.request import (
     Answer,
@@ -65,6 +67,8 @@ LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, esca
 MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
 MESSAGE_CHARS = 4096
 MAX_RETRY_S = 86_400
+
+_GROUP = re.compile(f"([0-9a-f]{{{2 * GROUP_BYTES}}})?")  # in hex; the id of the first is empty
 
 _ERRORS: dict[str, type[MeshError]] = {
     "mesh_error": MeshError,
@@ -141,6 +145,9 @@ def request_from_json(data: bytes) -> Request:
     if len(request.given) > request.max_tokens and not request.scores_prompt:
         text = f"`given` has {len(request.given)} tokens, more than `max_tokens`"
         raise WrongField("given", text)
+    if request.group is not None and not _GROUP.fullmatch(request.group):
+        text = f"`group` is not the id of a ring: {2 * GROUP_BYTES} hex digits, or none"
+        raise WrongField("group", text)
     return request
 
 

@@ -5,9 +5,11 @@ Theory of operation
 The node that receives a request is its ingress. If it is the entry, it answers by itself; otherwise
 it forwards the request to the entry over their link: a `Generate` one way, an `AnswerEvent` for
 each line the other way until the answer or an error, and a `CancelRequest` if the ingress cancels
-before that. A client sends its request to any node, which is then the ingress, and may ask it for
-the models (`AskModels`), since it knows no records of the mesh. Only the entry
-serves the `Generate` of a node, so no request is forwarded in a circle.
+before that. The request names the ring, as a node may be the entry of several; the entry refuses it
+if it is not that of this ring any more, and picks the ring for an ingress of an earlier version,
+which names none. A client sends its request to any node, which is then the ingress, and may ask it
+for the models (`AskModels`), since it knows no records of the mesh. Only the entry serves the
+`Generate` of a node, so no request is forwarded in a circle.
 
 An ingress has at most `MAX_FORWARDED` requests at an entry. Further ones wait here: those of its
 owner first, the others in turns, as at the entry. When `MAX_WAITING` of the owner wait, the next is
@@ -48,8 +50,10 @@ from meshllm.errors import (
 )
 from meshllm.names import (
     SESSION_ID_BYTES,
+    GroupId,
     LossCause,
     NodeId,
+    RingEntry,
     SessionId,
     bits_of,
 )
@@ -88,7 +92,7 @@ class Ring(Protocol):
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[NodeId]:
+    ) -> Sequence[RingEntry]:
         """Wait for a ring of a model, the first if it is empty; return the entries of all.
 
         With ``asks_ingress`` these are nodes that may read a request which only the ``trusted`` may
@@ -105,11 +109,11 @@ class Ring(Protocol):
         """Until when its nodes may still load layers, in loop time; a past time if none does."""
         ...
 
-    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
+    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
         """Return the ring of a model with this entry, as far as it is known here."""
         ...
 
-    def is_exact(self, entry: NodeId, model: str = "") -> bool:
+    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
         """Return whether all nodes of that ring compute bit-identically to transformers."""
         ...
 
@@ -121,12 +125,14 @@ class Ring(Protocol):
         ...
 
     def backend(
-        self, asker: NodeId | None = None, model: str = ""
+        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager[Backend]:
         """Return the local entry or provider as a context, for an asker; None is the owner.
 
+        ``group`` is a ring of the model; None is any whose entry this node is.
+
         Raises:
-            LinkLost: this node is not the entry of a ring of the model, or does not provide it.
+            LinkLost: this node is not the entry of that ring, or does not provide the model.
         """
         ...
 
@@ -290,24 +296,24 @@ class RequestRouter:
         """Yield the events of an answer of a provider, of another one if it fails at once."""
         tried: dict[NodeId, MeshError] = {}
         while True:
-            node, is_begun = self._choose(request, tried), False
+            at, is_begun = self._choose(request, tried), False
             try:
-                async with self._from(node, request) as events:
+                async with self._from(at, request) as events:
                     async for event in events:
                         is_begun = True
                         if isinstance(event, Answer):
                             self.counts.count(event, None)
-                            self._replicas.note(node, request.model, step_ms(event))
+                            self._replicas.note(at, request.model, step_ms(event))
                         yield event
             except (LinkLost, Busy, TimedOut) as error:
                 if is_begun:
                     raise
-                tried[node] = error
-                logger.info("provider %s failed: %s", self._ring.name_of(node), error)
+                tried[at.node] = error
+                logger.info("provider %s failed: %s", self._ring.name_of(at.node), error)
             else:
                 return
 
-    def _choose(self, request: Request, tried: Mapping[NodeId, MeshError]) -> NodeId:
+    def _choose(self, request: Request, tried: Mapping[NodeId, MeshError]) -> RingEntry:
         """Return a provider of a model, as between replicas.
 
         Raises:
@@ -318,7 +324,7 @@ class RequestRouter:
         known = self._ring.offers(request.model)
         trusted = {node: offer for node, offer in known.items() if _is_trusted(node, request)}
         able = [node for node, offer in trusted.items() if not _lacks(offer, request)]
-        if left := [node for node in able if node not in tried]:
+        if left := [RingEntry(node) for node in able if node not in tried]:
             return self._replicas.choose(left, request, Tried())
         if tried:
             raise list(tried.values())[-1]
@@ -332,17 +338,17 @@ class RequestRouter:
 
     @asynccontextmanager
     async def _from(
-        self, node: NodeId, request: Request
+        self, at: RingEntry, request: Request
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         """Open the event stream of a provider, local or remote; close it at the end."""
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._replicas.asking(node, Tried()))
-            if node == self._me:
+            stack.enter_context(self._replicas.asking(at, Tried()))
+            if at.node == self._me:
                 backend = await stack.enter_async_context(self._ring.backend(None, request.model))
                 events = backend.generate(request)
             else:
-                await stack.enter_async_context(self._slot(node, request))
-                events = self._remote.generate(node, request)
+                await stack.enter_async_context(self._slot(at.node, request))
+                events = self._remote.generate(at, request)
             yield await stack.enter_async_context(aclosing(events))
 
     def _with_ids(self, request: Request, asker: NodeId | None) -> Request:
@@ -397,8 +403,9 @@ class RequestRouter:
             slot = await stack.enter_async_context(AsyncExitStack())
             entry = await self._turn(slot, request, wait_s, tried)
             stack.enter_context(self._replicas.asking(entry, tried))
-            if entry == self._me:
-                backend = await stack.enter_async_context(self._ring.backend(asker, request.model))
+            if entry.node == self._me:
+                ring = self._ring.backend(asker, request.model, entry.group)
+                backend = await stack.enter_async_context(ring)
                 events = backend.generate(request)
             else:
                 events = self._remote.generate(entry, request)
@@ -406,17 +413,17 @@ class RequestRouter:
 
     async def _turn(
         self, slot: AsyncExitStack, request: Request, wait_s: float, tried: Tried
-    ) -> NodeId:
+    ) -> RingEntry:
         """Wait for a slot at an entry; return the entry, which may answer the request then.
 
         Raises:
             WrongField: no ring may.
         """
-        waited: NodeId | None = None
+        waited: RingEntry | None = None
         entry = await self._entry(request, wait_s, tried)
         while entry != waited:
             await slot.aclose()
-            if entry != self._me:
+            if entry.node != self._me:
                 await self._enter_slot(slot, entry, request, tried)
             waited, entries = entry, await self._entries(request, wait_s)
             if entry not in entries or self._objection(entry, request):  # it has changed
@@ -426,10 +433,10 @@ class RequestRouter:
         return entry
 
     async def _enter_slot(
-        self, stack: AsyncExitStack, entry: NodeId, request: Request, tried: Tried
+        self, stack: AsyncExitStack, entry: RingEntry, request: Request, tried: Tried
     ) -> None:
         try:
-            await stack.enter_async_context(self._slot(entry, request))
+            await stack.enter_async_context(self._slot(entry.node, request))
         except Busy:
             tried.failed.append(entry)
             raise
@@ -443,22 +450,24 @@ class RequestRouter:
         asker, answer = asker_of((None, request.scope)), request.max_tokens
         return queue.admitted(session, tokens, asker, answer=answer)
 
-    async def _entry(self, request: Request, wait_s: float, tried: Tried) -> NodeId:
+    async def _entry(self, request: Request, wait_s: float, tried: Tried) -> RingEntry:
         """Wait `RING_S` for a ring, and up to ``wait_s`` while its nodes load their layers."""
         return self._choose_entry(await self._entries(request, wait_s), request, tried)
 
-    def _choose_entry(self, entries: Sequence[NodeId], request: Request, tried: Tried) -> NodeId:
+    def _choose_entry(
+        self, entries: Sequence[RingEntry], request: Request, tried: Tried
+    ) -> RingEntry:
         allowed = [entry for entry in entries if self._objection(entry, request) is None]
         return self._replicas.choose(
             allowed or entries, request, tried, lambda entry: self._nodes(entry, request.model)
         )
 
-    def _nodes(self, entry: NodeId, model: str) -> list[NodeId]:
+    def _nodes(self, entry: RingEntry, model: str) -> list[NodeId]:
         """Return the nodes of the ring with this entry, as far as they are known here."""
         ring = None if self._asks_ingress else self._ring.ring_at(entry, model)
-        return [stage.node for stage in ring[1].stages] if ring else [entry]
+        return [stage.node for stage in ring[1].stages] if ring else [entry.node]
 
-    def _objection(self, entry: NodeId, request: Request) -> WrongField | None:
+    def _objection(self, entry: RingEntry, request: Request) -> WrongField | None:
         """Return why a ring may not answer a request, as far as the ring is known here."""
         if self._asks_ingress:
             return None
@@ -468,11 +477,12 @@ class RequestRouter:
             text = f"The ring has nodes that are not trusted: {', '.join(others)}"
             return WrongField("meshllm.trust", text)
         if request.needs_exact and not self._ring.is_exact(entry, request.model):
-            text = f"The ring of {self._ring.name_of(entry)} is not bit-identical to transformers"
+            name = self._ring.name_of(entry.node)
+            text = f"The ring of {name} is not bit-identical to transformers"
             return WrongField("meshllm.exact", text, hint="start its nodes with `--exact`")
         return None
 
-    async def _entries(self, request: Request, wait_s: float) -> Sequence[NodeId]:
+    async def _entries(self, request: Request, wait_s: float) -> Sequence[RingEntry]:
         since = loop_time()
         until = since + RING_S
         while until > loop_time():

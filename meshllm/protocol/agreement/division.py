@@ -37,8 +37,8 @@ If nothing else completes a group, it takes nodes that no ring uses, and shares 
 replica may then have shares of nodes in an earlier one, so that the layers of these are on several
 nodes, with these rules:
 
-- It has a node of its own, which is in no earlier replica. One of these is the entry: a node is the
-  entry of one ring of a model, as requests name the entry.
+- It has a node of its own, which is in no earlier replica. One of these is the entry: a share has
+  no memory for the ends, and requests of earlier versions name the entry only, not the ring.
 - The share is as small as the nodes of its own allow, and of the node that computes least: what it
   computes in one ring is in the way of the other, see `throughput`.
 - All rings of the model, and of other models in use, give more with it than without it, and than
@@ -148,7 +148,7 @@ def ring_of(view: MeshView) -> MeshView | None:
         node: replace(profiles[node], reserve_bytes=workspace) for node in further & profiles.keys()
     }
     charter = group.charter
-    if sharing := _sharing(view, group):  # the entry names the ring of a request, see above
+    if sharing := _sharing(view, group):  # a node of its own is the entry, see above
         able = [node for node in charter.entries or sorted(states) if node not in sharing]
         charter = replace(charter, entries=tuple(able) or (_NOBODY,))
     return replace(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import FIRST_GROUP, LossCause, short
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, RingEntry, short
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
@@ -55,7 +55,7 @@ def test_a_loss_is_explained_with_the_names_of_nodes() -> None:
     async def story() -> None:
         place = Place()
         place.serve(replace(ALONE, epoch=PLAN.epoch + 1))
-        after = place.directory.ring_at(ENTRY)
+        after = place.directory.ring_at(RingEntry(ENTRY))
         place.alive.discard(STAGE)
         place.profiles[STAGE] = SimpleNamespace(name="cellar")
         cause, text = place.directory.explain((FIRST_GROUP, PLAN), after)
@@ -86,7 +86,7 @@ def test_the_entry_is_known_when_it_serves() -> None:
         await asyncio.sleep(1)
         assert not waiting.done()
         place.work()
-        assert await waiting == [ENTRY]
+        assert await waiting == [RingEntry(ENTRY, FIRST_GROUP)]
 
     run(story)
 
@@ -102,7 +102,7 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         place.own.publish()
         assert place.directory.serving_entries() == []
         place.links.by_peer[STAGE] = None
-        assert place.directory.serving_entries("tiny") == [STAGE]
+        assert place.directory.serving_entries("tiny") == [RingEntry(STAGE, second)]
         assert place.directory.ring(second) == (plan, True)
         assert place.directory.ring(FIRST_GROUP) == (None, False)
         place.states[STAGE] = replace(place.states[STAGE], group=FIRST_GROUP)
@@ -111,14 +111,15 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         place.serve()
         assert place.directory.ring(FIRST_GROUP) == (PLAN, False)
         place.work()
-        assert await place.directory.entries() == [ENTRY, STAGE]
+        own = RingEntry(ENTRY, FIRST_GROUP)
+        assert await place.directory.entries() == [own, RingEntry(STAGE, second)]
         assert place.directory.serving_entries("other") == []
         assert place.directory.plan_of(second) == plan
         place.states[STAGE] = replace(place.states[STAGE], followed=b"garbage")
         assert place.directory.plan_of(second) is None
         place.states[STAGE] = replace(loaded(replace(plan, model="other")), group=third)
-        assert place.directory.serving_entries("other") == [STAGE]
-        assert place.directory.serving_entries() == [ENTRY]
+        assert place.directory.serving_entries("other") == [RingEntry(STAGE, third)]
+        assert place.directory.serving_entries() == [own]
 
     run(story)
 
@@ -143,17 +144,21 @@ def test_a_ring_is_exact_if_all_its_nodes_are() -> None:
         )
         rings, plan = place.directory, replace(ALONE, epoch=7)
         plan = replace(plan, stages=(replace(plan.stages[0], node=STAGE),))
-        assert not rings.is_exact(ENTRY)
+        assert not rings.is_exact(RingEntry(ENTRY))
         place.machine.charter = whole
         place.profiles |= {ENTRY: other, STAGE: exact}
         place.states[STAGE] = replace(loaded(plan), group=second)
         place.links.by_peer[STAGE] = None
         place.serve()
         place.work()
-        assert rings.serving_entries() == [ENTRY, STAGE]
-        assert [rings.is_exact(entry) for entry in (ENTRY, STAGE, C)] == [False, True, False]
+        own, others = rings.serving_entries()
+        assert (own.node, others.node) == (ENTRY, STAGE)
+        assert [rings.is_exact(each) for each in (own, others)] == [False, True]
+        nodes = map(RingEntry, (ENTRY, STAGE, C))
+        assert [rings.is_exact(each) for each in nodes] == [False, True, False]
+        assert not rings.is_exact(RingEntry(STAGE, FIRST_GROUP))
         place.profiles[ENTRY] = exact
-        assert rings.is_exact(ENTRY, "tiny")
+        assert rings.is_exact(own, "tiny")
 
     run(story)
 
@@ -317,7 +322,7 @@ def test_a_node_in_two_rings_serves_requests_in_both() -> None:
         further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
         runtime.entry = cast("Any", "entry")
         further.at_work()
-        assert await place.directory.entries("other") == [ENTRY]
+        assert await place.directory.entries("other") == [RingEntry(ENTRY, third)]
         async with place.directory.backend(None, "other") as backend:
             assert isinstance(backend, RingBackend)
             assert not place.told[-1].further[0].may_change
@@ -340,10 +345,59 @@ def test_a_node_in_two_rings_of_a_model_answers_in_the_one_whose_entry_it_is() -
         further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
         place.own.publish()
 
-        assert place.directory.serving_entries("tiny") == [ENTRY]
+        assert place.directory.serving_entries("tiny") == [RingEntry(ENTRY, second)]
         async with place.directory.backend(None, "tiny") as backend:
             assert isinstance(backend, RingBackend)
             assert not place.told[-1].further[0].may_change
             assert place.told[-1].may_change
+
+    run(story)
+
+
+def test_a_request_names_which_ring_of_a_model_an_entry_of_two_answers_in() -> None:
+    whole, second, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = whole
+        place.serve(ALONE)
+        place.work("entry of the first")
+        further = place.own.begin_further(second, lambda: "")
+        runtime = place.fake_runtime(replace(ALONE, epoch=7))
+        runtime.entry = cast("Any", "entry of the second")
+        further.runtime = cast("Any", runtime)
+        further.model = cast("Any", SimpleNamespace(worker="worker", text=text, runners={1}))
+        place.own.publish()
+        rings = [RingEntry(ENTRY, each) for each in (FIRST_GROUP, second)]
+        assert place.directory.serving_entries("tiny") == rings
+        plans = [place.directory.ring_at(each, "tiny") for each in rings]
+        assert [ring and ring[1].epoch for ring in plans] == [ALONE.epoch, 7]
+
+        for group, name, may_change in (
+            (None, "first", [False, True]),
+            (FIRST_GROUP, "first", [False, True]),
+            (second, "second", [True, False]),
+        ):
+            async with place.directory.backend(STAGE, "tiny", group) as backend:
+                assert isinstance(backend, RingBackend)
+                assert cast("Any", backend.entry) == f"entry of the {name}"
+                told = place.told[-1]
+                assert [told.may_change, told.further[0].may_change] == may_change
+            await asyncio.sleep(2 * CALM_S)
+
+        del place.own.further[second]
+        unknown = GroupId(b"?" * 9)
+        for group, message in (
+            (second, "This node does not serve replica 2 of `tiny` now"),
+            (third, f"`tiny` has no ring `{third.hex()}` now"),
+            (unknown, f"`tiny` has no ring `{unknown.hex()}` now"),
+        ):
+            with pytest.raises(LinkLost) as refused:
+                async with place.directory.backend(STAGE, "tiny", group):
+                    pass
+            assert (str(refused.value), bool(refused.value.hint)) == (message, True)
+        with pytest.raises(LinkLost, match="`other` has no ring `first` now"):
+            async with place.directory.backend(STAGE, "other", FIRST_GROUP):
+                pass
 
     run(story)

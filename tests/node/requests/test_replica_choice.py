@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import NodeId
+from meshllm.names import FIRST_GROUP, GroupId, NodeId, RingEntry
 from meshllm.node.requests.replica_choice import (
     FRESH_S,
     MARGIN,
@@ -20,9 +20,11 @@ from meshllm.node.requests.replica_choice import (
     step_ms,
 )
 from meshllm.request import Request, Turn
+from tests.builders import offers
 from tests.builders.fake_ring import answer_of
-from tests.builders.offers import A, B, C, node
+from tests.builders.offers import node
 
+A, B, C = (RingEntry(each) for each in (offers.A, offers.B, offers.C))
 RINGS = (A, B, C)
 
 
@@ -70,7 +72,7 @@ def test_nodes_choose_alike_while_all_rings_are_idle() -> None:
 def test_new_chats_go_to_the_least_busy_ring_and_stay_where_they_went() -> None:
     choice = ReplicaChoice()
     requests = [Request(turns=(user(f"question {number}"),)) for number in range(30)]
-    chosen = list[NodeId]()
+    chosen = list[RingEntry]()
 
     with ExitStack() as stack:
         for request in requests:
@@ -93,7 +95,7 @@ class Clock:
 
 def spread(choice: ReplicaChoice, chats: int, model: str = "", begin: str = "") -> list[int]:
     """Begin chats at the same time; return how many went to each ring."""
-    counts = Counter[NodeId]()
+    counts = Counter[RingEntry]()
     with ExitStack() as stack:
         for number in range(chats):
             request = Request(raw=f"{begin}{number}", model=model)
@@ -113,14 +115,14 @@ def test_a_ring_gets_as_many_new_chats_as_it_is_fast() -> None:
 
 
 def choose_in(
-    rings: Mapping[NodeId, tuple[NodeId, ...]], choice: ReplicaChoice, request: Request
-) -> NodeId:
+    rings: Mapping[RingEntry, tuple[NodeId, ...]], choice: ReplicaChoice, request: Request
+) -> RingEntry:
     return choice.choose(list(rings), request, Tried(), rings.__getitem__)
 
 
 def test_the_requests_of_a_node_that_is_in_two_rings_count_for_both() -> None:
-    choice, counts = ReplicaChoice(Clock()), Counter[NodeId]()
-    rings = {A: (A, node(9)), B: (B, node(9)), C: (C,)}
+    choice, counts = ReplicaChoice(Clock()), Counter[RingEntry]()
+    rings = {A: (A.node, node(9)), B: (B.node, node(9)), C: (C.node,)}
     with ExitStack() as stack:
         for number in range(24):
             entry = choose_in(rings, choice, Request(raw=str(number)))
@@ -132,7 +134,7 @@ def test_the_requests_of_a_node_that_is_in_two_rings_count_for_both() -> None:
 
 def test_a_chat_leaves_a_ring_with_many_more_of_its_own_though_both_have_a_node() -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="x")
-    rings = {A: (A, node(9)), B: (B, node(9))}
+    rings = {A: (A.node, node(9)), B: (B.node, node(9))}
     first = choose_in(rings, choice, request)
     with ExitStack() as stack:
         for _ in range(MARGIN - 1):
@@ -231,7 +233,7 @@ def test_the_oldest_beginning_is_forgotten() -> None:
 
 
 def test_the_same_question_to_two_models_stays_where_each_went() -> None:
-    choice, others = ReplicaChoice(), (node(5), node(6))
+    choice, others = ReplicaChoice(), (RingEntry(node(5)), RingEntry(node(6)))
     one, two = (Request(raw="hello", model=name) for name in ("one", "two"))
     first = choice.choose(RINGS, one, Tried())
     with ExitStack() as stack:
@@ -248,7 +250,7 @@ def test_the_same_question_to_two_models_stays_where_each_went() -> None:
 def test_beginnings_are_spread_and_a_ring_that_goes_moves_only_its_share() -> None:
     choice = ReplicaChoice()
     requests = [Request(raw=f"{number}, please") for number in range(300)]
-    rings = [node(number) for number in range(1, 5)]
+    rings = [RingEntry(node(number)) for number in range(1, 5)]
 
     before = [choice.choose(rings, each, Tried()) for each in requests]
     after = [choice.choose(rings[1:], each, Tried()) for each in requests]
@@ -301,5 +303,36 @@ def test_each_ring_is_tried_before_one_is_tried_again() -> None:
     assert {*tried.failed} == {*RINGS}
     assert not tried.has_other
     assert choice.choose(RINGS, request, tried) == tried.failed[0]
-    choice.choose((*RINGS, node(4)), request, tried)
+    choice.choose((*RINGS, RingEntry(node(4))), request, tried)
     assert tried.has_other
+
+
+def test_rings_of_one_entry_are_chosen_counted_and_tried_each_for_itself() -> None:
+    choice, tried = ReplicaChoice(Clock()), Tried()
+    rings = tuple(RingEntry(A.node, group) for group in (FIRST_GROUP, GroupId(b"x" * 9)))
+    counts = Counter[RingEntry]()
+    with ExitStack() as stack:
+        for number in range(24):
+            entry = choice.choose(rings, Request(raw=str(number)), Tried())
+            counts[entry] += 1
+            stack.enter_context(choice.asking(entry, Tried()))
+    assert counts == dict.fromkeys(rings, 12)
+
+    choice.note(rings[0], "", 10.0)
+    choice.note(rings[1], "", 30.0)
+    slow = Counter(choice.choose(rings, Request(raw=f"x{number}"), Tried()) for number in range(9))
+    assert slow == {rings[0]: 9}
+
+    with pytest.raises(LinkLost), choice.asking(rings[0], tried):
+        raise LinkLost("gone")
+    assert choice.choose(rings, Request(raw="x"), tried) == rings[1]
+    assert tried.has_other
+
+
+def test_beginnings_are_spread_over_rings_of_one_entry() -> None:
+    rings = [RingEntry(A.node, GroupId(bytes([number]) * 9)) for number in range(3)]
+    requests = [Request(raw=f"{number}, please") for number in range(300)]
+
+    chosen = Counter(ReplicaChoice().choose(rings, each, Tried()) for each in requests)
+
+    assert min(chosen[each] for each in rings) > 60

@@ -332,3 +332,35 @@ def test_a_scope_is_short() -> None:
         line = request_to_json(Request(raw="a", scope="x" * size))
         with nullcontext() if is_read else pytest.raises(WrongField, match="more than 64"):
             assert request_from_json(line).scope == "x" * size
+
+
+@pytest.mark.parametrize("group", [None, "", "0123456789abcdef01"])
+def test_a_request_may_name_a_ring_by_its_id_in_hex(group: str | None) -> None:
+    request = Request(raw="a", group=group)
+
+    assert request_from_json(request_to_json(request)) == request
+
+
+def test_a_request_of_an_earlier_version_names_no_ring() -> None:
+    fields = json.loads(request_to_json(Request(raw="a", group="")))
+    del fields["group"]
+
+    assert request_from_json(json.dumps(fields).encode()).group is None
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["0", "00", "0" * 16, "0" * 20, "0" * 999, "A" * 18, "g" * 18, " " * 18, "0" * 18 + "\n"],
+)
+def test_a_ring_is_named_by_nothing_but_an_id(group: str) -> None:
+    with pytest.raises(WrongField, match="not the id of a ring") as refused:
+        request_from_json(request_to_json(Request(raw="a", group=group)))
+    assert refused.value.name == "group"
+
+
+@pytest.mark.parametrize("group", [1, 1.5, True, ["00"], {"id": "00"}])
+def test_the_id_of_a_ring_is_text(group: object) -> None:
+    fields = json.loads(request_to_json(Request(raw="a"))) | {"group": group}
+
+    with pytest.raises(WrongField, match="`group` is"):
+        request_from_json(json.dumps(fields).encode())

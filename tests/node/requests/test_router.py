@@ -1,6 +1,7 @@
 """Requests that are answered locally, remotely, after a retry, or not at all."""
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext, suppress
@@ -20,7 +21,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.names import GroupId, LossCause, NodeId, Span, short
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, RingEntry, Span, short
 from meshllm.node.requests import remote
 from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
@@ -92,6 +93,10 @@ class FakeRing:
 
     replicas: dict[str, tuple[NodeId, ...]] = field(default_factory=dict)
     """The entries of the rings of each model that several serve."""
+    groups: dict[str, tuple[GroupId, ...]] = field(default_factory=dict)
+    """The rings of each model whose entry is the same node,"""
+    named: list[GroupId | None] = field(default_factory=list)
+    """and those that requests named."""
 
     plans: dict[NodeId, Plan] = field(default_factory=dict)
     """Of the ring of each entry."""
@@ -101,27 +106,29 @@ class FakeRing:
 
     async def entries(
         self, model: str = "", trusted: Sequence[str] | None = None
-    ) -> Sequence[NodeId]:
+    ) -> Sequence[RingEntry]:
         while self.at is None:  # noqa: ASYNC110  # in virtual time
             await asyncio.sleep(1)
-        return self.replicas.get(model, (self.at,))
+        if groups := self.groups.get(model):
+            return [RingEntry(self.at, group) for group in groups]
+        return [RingEntry(node) for node in self.replicas.get(model, (self.at,))]
 
     def reason(self, model: str = "") -> str:
         return "they sleep"
 
-    def ring_at(self, entry: NodeId, model: str = "") -> RingPlan | None:
-        plan = self.plans.get(entry)
+    def ring_at(self, entry: RingEntry, model: str = "") -> RingPlan | None:
+        plan = self.plans.get(entry.node)
         return (GroupId(model.encode()), plan) if plan else None
 
-    def is_exact(self, entry: NodeId, model: str = "") -> bool:
-        return entry in self.exact
+    def is_exact(self, entry: RingEntry, model: str = "") -> bool:
+        return entry.node in self.exact
 
     def explain(self, before: RingPlan | None, after: RingPlan | None) -> tuple[LossCause, str]:
         self.explained.append((before, after))
         return LossCause.NODE_LOST, "they slept"
 
     def is_provided(self, model: str) -> bool:
-        return bool(model) and model not in self.replicas
+        return bool(model) and model not in self.replicas.keys() | self.groups.keys()
 
     def offers(self, model: str) -> dict[NodeId, ModelOffer]:
         provided = self.provided.get(model, ())
@@ -138,10 +145,11 @@ class FakeRing:
         return tuple(show(known[name]) for name in names)
 
     def backend(
-        self, asker: NodeId | None = None, model: str = ""
+        self, asker: NodeId | None = None, model: str = "", group: GroupId | None = None
     ) -> AbstractAsyncContextManager["FakeRing"]:
         self.askers.append(asker)
         self.models.append(model)
+        self.named.append(group)
         return nullcontext(self)
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -1169,9 +1177,14 @@ def test_a_client_asks_only_nodes_that_it_trusts(world: World) -> None:
 TWINS: dict[str, tuple[NodeId, ...]] = {"fox": (ENTRY, OTHER)}
 
 
+def first_choice() -> NodeId:
+    """Return the entry of the ring that an idle node chooses for `FOX`."""
+    return ReplicaChoice().choose(list(map(RingEntry, TWINS["fox"])), FOX, Tried()).node
+
+
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
-    first = ReplicaChoice().choose(TWINS["fox"], FOX, Tried())
+    first = first_choice()
     (second,) = {ENTRY, OTHER} - {first}
     router = world.add(ME, FakeRing(replicas=TWINS))
     world.add(first, FakeRing(replicas=TWINS, attempts=[[*answer()[:cut], GONE]]))
@@ -1187,7 +1200,7 @@ def test_an_answer_goes_on_at_another_replica(world: World, cut: int) -> None:
 
 
 def test_a_request_goes_to_another_replica_at_once_if_the_first_is_busy(world: World) -> None:
-    first = ReplicaChoice().choose(TWINS["fox"], FOX, Tried())
+    first = first_choice()
     (second,) = {ENTRY, OTHER} - {first}
     router = world.add(ME, FakeRing(replicas=TWINS))
     world.add(first, FakeRing(replicas=TWINS, attempts=[[BUSY], [BUSY]]))
@@ -1243,6 +1256,83 @@ def test_parallel_requests_are_spread_over_replicas(world: World) -> None:
 
     asked = sorted(len(world.rings[entry].asked) for entry in TWINS["fox"])
     assert asked in ([4, 6], [3, 7], [2, 8])  # alike beginnings, but for the margin
+
+
+TWO = FIRST_GROUP, GroupId(b"k" * 8 + b"\1")
+
+
+def spread() -> list[Request]:
+    """Return requests that begin differently."""
+    return [replace(FOX, raw=f"{number}") for number in range(16)]
+
+
+@pytest.mark.parametrize("at", [ME, ENTRY])
+def test_a_request_names_the_ring_to_the_entry_of_two(world: World, at: NodeId) -> None:
+    router = world.add(ME, FakeRing(at=at, groups={"fox": TWO}))
+    if at != ME:
+        world.add(at)
+    world.rings[at].attempts = [answer() for _ in range(16)]
+
+    async def story() -> None:
+        await asyncio.gather(*(all_of(router, each) for each in spread()))
+
+    world.run(story)
+    assert Counter(world.rings[at].named) == dict.fromkeys(TWO, 8)
+
+
+@pytest.mark.parametrize("at", [ME, ENTRY])
+def test_a_request_goes_to_another_ring_of_an_entry_that_left_the_first(
+    world: World, at: NodeId
+) -> None:
+    router = world.add(ME, FakeRing(at=at, groups={"fox": TWO}))
+    if at != ME:
+        world.add(at)
+    gone = LinkLost("This node does not serve replica 2 of `fox` now")
+    world.rings[at].attempts = [[gone], answer()]
+
+    async def story() -> None:
+        assert text_of(await all_of(router, FOX)) == TEXT
+
+    world.run(story)
+    first, second = world.rings[at].named
+    assert {first, second} == {*TWO}
+
+
+def test_who_asks_an_ingress_cannot_choose_the_ring(world: World) -> None:
+    router = world.add(ME, FakeRing(at=ENTRY, groups={"fox": TWO[1:]}, provided={"dog": (OTHER,)}))
+    for node in (ENTRY, OTHER):
+        world.add(node, FakeRing(attempts=[answer(), answer()], provided={"dog": (OTHER,)}))
+    named = replace(FOX, group=FIRST_GROUP.hex())
+
+    async def story() -> None:
+        await all_of(router, named)  # from this node's door
+        router.receive(THIRD, Generate(ASK, request_to_json(named)), is_client=True)
+        await asyncio.sleep(1)
+        await all_of(router, replace(named, model="dog"))
+
+    world.run(story)
+    assert world.rings[ENTRY].named == [TWO[1]] * 2
+    assert world.rings[OTHER].named == [None]
+
+
+def test_an_entry_picks_the_ring_for_an_ingress_of_an_earlier_version(world: World) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer(), answer()]))
+    fields = json.loads(request_to_json(REQUEST))
+    del fields["group"]
+
+    async def story() -> None:
+        router.receive(OTHER, Generate(ASK, json.dumps(fields).encode()), is_client=False)
+        await asyncio.sleep(1)
+        for group in ("x" * 18, TWO[1].hex()):
+            wanted = json.dumps(fields | {"group": group}).encode()
+            router.receive(OTHER, Generate(ASK, wanted), is_client=False)
+            await asyncio.sleep(1)
+
+    world.run(story)
+    assert world.rings[ME].named == [None, TWO[1]]
+    (refused,) = (each for each in world.said(OTHER) if isinstance(each, MeshError))
+    assert isinstance(refused, WrongField)
+    assert refused.name == "group"
 
 
 def test_a_slow_replica_gets_fewer_new_requests(world: World) -> None:
