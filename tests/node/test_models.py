@@ -12,10 +12,11 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.errors import ModelError
-from meshllm.names import Span
+from meshllm.names import GroupId, NodeId, Span
 from meshllm.node import preparation
-from meshllm.node.agreement import further_rings, plan_follower, ring_service
+from meshllm.node.agreement import further_rings, plan_follower, planner, ring_service
 from meshllm.node.agreement.further_rings import FurtherRings
+from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.compute.worker import compute_thread
 from meshllm.node.control import NodeControl, control_of
@@ -24,8 +25,10 @@ from meshllm.node.options import ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.ring.memory import measure
 from meshllm.node.ring.runtime import RingRuntime
-from meshllm.protocol.agreement import filling
-from meshllm.protocol.agreement.groups import REFUSES, groups_in
+from meshllm.protocol.agreement import division, filling
+from meshllm.protocol.agreement.candidates import MeshView
+from meshllm.protocol.agreement.group_table import Sizes
+from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, groups_of
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.node.test_node import PATIENCE_S, Mesh, until
@@ -259,6 +262,46 @@ async def test_a_replica_shares_a_node_with_another_one(mesh: Mesh, random: str)
     assert len(set(answers)) == 1
     own_rings = [each.status for each in rings(a).values() if each.status]
     assert [bool(each.measured) for each in own_rings] == [True, True]  # both have answered
+
+
+async def test_the_entry_of_two_rings_of_a_model_answers_in_the_one_that_is_named(
+    mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divide(view: MeshView) -> dict[NodeId, NodeGroups]:
+        """Let `a` be alone in all rings, as no plan does: it would gain nothing."""
+        first, *further = (group.id for group in groups_of(view.charter))
+        shares = dict.fromkeys(further, Sizes.of(view.charter).whole)
+        named = (node for node, profile in view.profiles.items() if profile.name == "a")
+        return {node: NodeGroups(first, shares) for node in named}
+
+    found, find = list[GroupId](), RingDirectory._find
+
+    def noted(self: RingDirectory, model: str, group: GroupId | None) -> RingMember:
+        member = find(self, model, group)
+        found.append(member.group)
+        return member
+
+    with monkeypatch.context() as forced:
+        forced.setattr(RingDirectory, "_find", noted)
+        forced.setattr(planner, "divide", divide)
+        forced.setattr(division, "_sharing", lambda *_: frozenset())
+        a = await mesh.start("a", model=random, replicas=2)
+        b = await mesh.start("b", join=a.ticket, model=random)
+        await both([a, b], lambda node: serving(node) == {(random, 0), (random, 1)})
+        entries = b.rings.serving_entries()
+        assert [entry.node for entry in entries] == [a.me] * 2
+        groups = [each.group for each in a.state.members]
+        assert [entry.group for entry in entries] == groups
+
+        answers = await asyncio.gather(*(ask(b, affinity=str(number)) for number in range(8)))
+
+        assert len(set(answers)) == 1
+        assert {*found} == {*groups}
+
+    # The second ring of `a` ends, as `b` is to have one of its own.
+    await both([a, b], lambda node: [at.name for at in rings(node)[random, 1].stages] == ["b"])
+    await both([a, b], lambda node: serving(node) == {(random, 0), (random, 1)})
+    assert {await ask(node) for node in (a, b)} == {answers[0]}
 
 
 @pytest.mark.usefixtures("alike")
