@@ -95,7 +95,7 @@ class Bf16Matrix:
         is_wide = each > alone and outputs % _TOGETHER == 0 and registers() > LANES
         together, has_bias = _TOGETHER if is_wide else 1, bool(self._bias)
         if self._dot:
-            has_prefetch = each > 1 or prefetch.helps()
+            has_prefetch = each > 1 or prefetch.helps_to_read(outputs, self._inputs)
             function = _dot_gemv(each, together, has_bias, has_prefetch)
         else:
             function = _gemv(each, together, has_bias)

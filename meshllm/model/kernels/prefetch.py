@@ -16,7 +16,7 @@ fixed distance ahead of itself.
 With one or two rows there is hardly any arithmetic, and on some CPUs the hardware prefetcher reads
 a stream by itself: there prefetches only compete with it for the buffers of outstanding loads (an
 AMD EPYC of the Zen 4 kind reads 33 GB/s without them, 22 with them). So that is measured once per
-machine. None of this changes a result.
+machine, unless all matrices are small. None of this changes a result.
 """
 
 import time
@@ -35,9 +35,13 @@ from meshllm.model.kernels.ir import BYTE, LANES, WORD, Code
 
 LINE = 64  # bytes of a cache line; some CPUs fetch two at a time
 AHEAD = 1 << 14  # bytes; prefetch distance of weights that are read in a single pass
+NARROW = 768
+"""Inputs below which the matrices of a model stay in a CPU cache, unless they have `_LARGE` or more
+numbers, as an LM head may."""
 FEW = 2
 """Rows up to which a stream of weights may be read without prefetches."""
 
+_LARGE = 2 << 20
 _BYTES = 64 << 20  # of memory that is read to measure: more than most CPU caches hold
 _PART = 2 << 20  # bytes that are read at a time
 _ROUNDS = 3
@@ -74,6 +78,11 @@ def prefetch_share(
     for line in range(share):
         place = do.add(at, code.index(line * LINE))
         code.prefetch(code.at(following, place, BYTE), is_far=True)
+
+
+def helps_to_read(outputs: int, inputs: int) -> bool:
+    """Whether prefetches make this CPU read a bf16 matrix faster; a small one needs none."""
+    return (inputs >= NARROW or outputs * inputs >= _LARGE) and helps()
 
 
 @cache

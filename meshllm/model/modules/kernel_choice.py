@@ -33,7 +33,7 @@ from meshllm.model.kernels.ir import PAIRS_FEATURE
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.probe import probe_matrix
 
-FEWEST = 512
+FEWEST = 768
 """Inputs from which on matrices are measured."""
 MOST = 1 << 18
 """Inputs up to which they are measured: more, which a config may say, take gigabytes."""

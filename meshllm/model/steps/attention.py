@@ -28,6 +28,9 @@ from meshllm.model.modules.kernel_choice import (
 )
 
 SCORES = 1 << 20  # attention scores computed at a time
+NARROW = 512
+"""Numbers of a row, in all of its query heads, below which kernels differ little: those of such
+models, the embedded one among them, are not measured, which would take longer than an answer."""
 FUSED_ROWS = 256
 """Rows that the fused kernel of torch gets with the same keys."""
 
@@ -62,10 +65,11 @@ def prefill_attention(
 ) -> Tensor:
     """Compute attention of a prefill chunk, see `decode_attention`; bfloat16 or float32.
 
-    Of the kernels for bfloat16, the fastest on this machine computes it, see `PrefillKernel`.
+    Of the kernels for bfloat16, the fastest on this machine computes it, see `prefill_kernel`.
     """
     is_usual = query.is_cpu and query.dtype == torch.bfloat16
-    return _KERNELS[fastest_prefill() if is_usual else PrefillKernel.BLOCKS](
+    numbers = query.shape[1] * query.shape[3]
+    return _KERNELS[prefill_kernel(numbers) if is_usual else PrefillKernel.BLOCKS](
         query, key, value, scale, window
     )
 
@@ -79,6 +83,13 @@ class PrefillKernel(StrEnum):
     """The fused kernel of torch, fast where the CPU multiplies matrices of bfloat16 (AMX)."""
     BLOCKS = "torch"
     """Products of blocks by torch, in float32 where the CPU multiplies no matrices."""
+
+
+def prefill_kernel(numbers: int) -> PrefillKernel:
+    """Return the kernel for prompts whose rows have so many numbers in all query heads."""
+    if numbers >= NARROW:
+        return fastest_prefill()
+    return PrefillKernel.OWN if _has_own() else PrefillKernel.BLOCKS
 
 
 @cache
@@ -100,8 +111,7 @@ def _measure() -> dict[str, float]:
     heads, groups, rows, keys, width = _PROBE
     query = torch.ones(1, heads, rows, width, dtype=torch.bfloat16)
     key = torch.ones(1, groups, keys, width, dtype=torch.bfloat16)
-    able = jit.jit_available() and has_bf16_dot()
-    kernels = [each for each in PrefillKernel if able or each is not PrefillKernel.OWN]
+    kernels = [each for each in PrefillKernel if _has_own() or each is not PrefillKernel.OWN]
     times: dict[str, list[float]] = {str(each): [] for each in kernels}
     with one_thread():
         for _ in range(1 + _ROUNDS):  # the first round compiles
@@ -109,6 +119,10 @@ def _measure() -> dict[str, float]:
                 attend = partial(_KERNELS[each], query, key, key, 1.0, None)
                 times[each].append(cpu_seconds(attend))
     return {kernel: median(each[1:]) for kernel, each in times.items()}
+
+
+def _has_own() -> bool:
+    return jit.jit_available() and has_bf16_dot()
 
 
 def _own(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

@@ -16,7 +16,7 @@ from meshllm.model.modules.linear_padded import PaddedLinear
 from meshllm.model.modules.quant_kernels import packed_bytes
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.split.skeleton import build
-from meshllm.model.steps.attention import PrefillKernel, fastest_prefill
+from meshllm.model.steps.attention import PrefillKernel, prefill_kernel
 from meshllm.names import Quant
 
 SDPA = "sdpa"
@@ -118,13 +118,23 @@ def forecast(
         kinds = Counter(str(choose_kernel(module)) for module in linears)
     else:
         kinds = Counter({str(quant): len(linears)})
-    return Execution(Strategy.REPLAYED, tuple(kinds.items()), own_attention(dtype))
+    return Execution(Strategy.REPLAYED, tuple(kinds.items()), own_attention(config, dtype))
 
 
-def own_attention(dtype: torch.dtype) -> str:
+def own_attention(config: Any, dtype: torch.dtype) -> str:
     """Name the kernels of attention on this CPU, where that of steps is ours."""
-    prompts = fastest_prefill() if dtype == torch.bfloat16 else PrefillKernel.OWN
+    is_usual = dtype == torch.bfloat16
+    prompts = prefill_kernel(_query_numbers(config)) if is_usual else PrefillKernel.OWN
     return "own" if prompts is PrefillKernel.OWN else f"own, of prompts {prompts}"
+
+
+def _query_numbers(config: Any) -> int:
+    """Count the numbers of a row in all query heads; of the row where a config has no heads."""
+    text = config.get_text_config(decoder=True)
+    heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "head_dim"))
+    if isinstance(heads, int) and isinstance(width, int):
+        return heads * width
+    return int(text.hidden_size)
 
 
 def mixes(model: nn.Module) -> bool:

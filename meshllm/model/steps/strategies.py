@@ -385,7 +385,7 @@ def choose_steps(
             reason,
         )
         return _stock(shard, reason)
-    own = own_attention(shard.model.dtype)
+    own = own_attention(config, shard.model.dtype)
     if reason := _replay_obstacle(shard):
         return steps, _execution(shard, Strategy.INVARIANT, own, reason)
     return ReplayedSteps(steps), _execution(shard, Strategy.REPLAYED, own)

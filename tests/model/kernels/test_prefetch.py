@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,6 +92,20 @@ def test_without_a_folder_a_process_measures(monkeypatch: pytest.MonkeyPatch) ->
     assert prefetch.helps() is True
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "is_measured"),
+    [(6144, 256, False), (256, 704, False), (49152, 576, True), (64, 768, True)],
+)
+def test_nothing_is_measured_for_small_matrices(
+    monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int, *, is_measured: bool
+) -> None:
+    measure = Mock(return_value=True)
+    monkeypatch.setattr(prefetch, "_measure", measure)
+
+    assert prefetch.helps_to_read(outputs, inputs) is is_measured
+    assert measure.call_count == is_measured
+
+
 def products(x: Tensor, weight: Tensor) -> list[Tensor]:
     found = [kind.pack(weight) for kind in (int8, int4)]
     products = [
@@ -106,6 +121,7 @@ def test_prefetches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) ->
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 256, generator=generator).bfloat16()
     weight = torch.randn(128, 256, generator=generator)
+    monkeypatch.setattr(prefetch, "NARROW", 0)
     results = []
     for helps in (False, True):
         for module in (gemm_int8, gemm_int4, prefetch):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshllm.model.kernels import attention as native_attention
+from meshllm.model.kernels import jit
 from meshllm.model.modules import int8
 from meshllm.model.modules.kernel_choice import has_bf16_dot
 from meshllm.model.steps import attention
@@ -253,7 +254,7 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
 
     with (
         patch.object(int8, "multiplies_matrices", lambda: has_matrices),
-        patch.object(attention, "fastest_prefill", lambda: PrefillKernel.BLOCKS),
+        patch.object(attention, "prefill_kernel", lambda _: PrefillKernel.BLOCKS),
     ):
         found = attention.prefill_attention(query, key, value, 0.125)
 
@@ -280,7 +281,7 @@ def test_a_bfloat16_chunk_is_attention_by_each_kernel(
     exact = reference(query.double(), key.double(), value.double(), window)
 
     with (
-        patch.object(attention, "fastest_prefill", lambda: kernel),
+        patch.object(attention, "prefill_kernel", lambda _: kernel),
         patch.object(attention, "FUSED_ROWS", 16),
     ):
         found = attention.prefill_attention(query, key, value, heads[2] ** -0.5, window)
@@ -296,7 +297,7 @@ def test_values_of_another_width_are_not_given_to_the_fused_kernel() -> None:
     exact = reference(query.double(), key.double(), value.double())
 
     with (
-        patch.object(attention, "fastest_prefill", lambda: PrefillKernel.FUSED),
+        patch.object(attention, "prefill_kernel", lambda _: PrefillKernel.FUSED),
         patch.object(functional, "scaled_dot_product_attention", side_effect=AssertionError),
     ):
         found = attention.prefill_attention(query, key, value, 32**-0.5)
@@ -320,6 +321,22 @@ def test_the_fastest_kernel_reads_prompts_and_ours_in_a_tie(
 
 
 @pytest.mark.parametrize("has_dot", [False, True])
+def test_kernels_of_narrow_models_are_not_measured(has_dot: bool) -> None:
+    measured = Mock(return_value=PrefillKernel.FUSED)
+    with (
+        patch.object(attention, "has_bf16_dot", lambda: has_dot),
+        patch.object(attention, "fastest_prefill", measured),
+    ):
+        narrow = attention.prefill_kernel(attention.NARROW - 1)
+        count = measured.call_count
+        wide = attention.prefill_kernel(attention.NARROW)
+
+    own = has_dot and jit.jit_available()
+    assert narrow is (PrefillKernel.OWN if own else PrefillKernel.BLOCKS)
+    assert (count, wide) == (0, PrefillKernel.FUSED)
+
+
+@pytest.mark.parametrize("has_dot", [False, True])
 def test_only_kernels_that_this_processor_has_are_measured(has_dot: bool) -> None:
     if has_dot and not has_bf16_dot():
         pytest.skip("no instruction for pairs of bf16 here")
@@ -334,7 +351,7 @@ def test_only_kernels_that_this_processor_has_are_measured(has_dot: bool) -> Non
 def test_shapes_that_the_kernel_does_not_take_are_computed_too(kernel: PrefillKernel) -> None:
     query, key, value = drawn((6, 2, 24), 40, 90, torch.bfloat16)
 
-    with patch.object(attention, "fastest_prefill", lambda: kernel):
+    with patch.object(attention, "prefill_kernel", lambda _: kernel):
         found = attention.prefill_attention(query, key, value, 0.2)
 
     exact = reference(query.double(), key.double(), value.double(), None)
