@@ -16,6 +16,7 @@ one CUDA graph with a fixed number of rows, see `meshllm.model.steps.cuda_graph`
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -50,7 +51,7 @@ from meshllm.model.steps.execution import (
 from meshllm.model.steps.lm_head_only import find_head_modules, run_modules
 from meshllm.model.steps.replay import CHECKS, Replay
 from meshllm.model.steps.trace import NotReplayable, Tracer
-from meshllm.model.steps.trial import BEFORE, TRIED, draw_rows, read_prompt
+from meshllm.model.steps.trial import BEFORE, TRIED, CachedTrial, draw_rows, read_prompt
 
 REPLAYED_BYTES = 600_000_000
 """Largest size of the matrices of a layer with which steps are replayed.
@@ -102,6 +103,10 @@ class Steps(Protocol):
     def warm_up(self) -> Iterator[None]:
         """Make later steps faster: each ``next`` runs one step, with rows of no session."""
         ...
+
+
+Trial = Callable[[Shard, Steps, int], str]
+"""Returns why steps of a shard, with at most so many rows, cannot be used; or ""."""
 
 
 class StockSteps:
@@ -160,6 +165,8 @@ class InvariantSteps:
         self.counts, self.shard = counts, shard
         self.most_refilled = MOST_ROWS
         """Rows of a session in one pass, at most, when they are computed again."""
+        self.untried: Trial | None = None
+        """Tries `REFILLED` rows in the warm-up; None if they were tried, or cannot be used."""
         self.attention = AttentionSwitch(shard)
         self._stock = StockSteps(shard)
 
@@ -191,8 +198,24 @@ class InvariantSteps:
         return rows in self.counts
 
     def warm_up(self) -> Iterator[None]:
-        """Nothing gets faster."""
-        return iter(())
+        """Try `REFILLED` rows in one pass, unless that was done on load."""
+        if self.untried is not None:
+            yield
+            trial, self.untried = self.untried, None
+            self.try_refill(trial)
+
+    def try_refill(self, trial: Trial) -> None:
+        """Compute rows again `REFILLED` at a time, if they are like those of steps."""
+        tried = copy(self)  # in pauses, steps run with the counts that were tried before
+        tried.counts = self.counts | {MOST_ROWS, REFILLED}
+        try:
+            reason = trial(self.shard, tried, REFILLED)
+        except PROBE_ERRORS as error:  # such as more rows than the model has positions
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            logger.info("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
+        else:
+            self.most_refilled = REFILLED
 
     def run(self, x: Tensor, caches: Sequence[SpanCache], rows: Sequence[int]) -> Tensor:
         """Run a step."""
@@ -271,10 +294,14 @@ class ReplayedSteps:
 
     @torch.inference_mode()
     def warm_up(self) -> Iterator[None]:
-        """Trace the steps of all ``counts``.
+        """Trace the steps of all ``counts``, then do what `InvariantSteps.warm_up` does.
 
         The first one also reads a prompt. Other steps may run in between, on the same thread.
         """
+        yield from self._trace()
+        yield from self.inner.warm_up()
+
+    def _trace(self) -> Iterator[None]:
         shard, counts = self.inner.shard, sorted(self.inner.counts)
         if not any(map(self.replay.expect, counts)):
             return
@@ -345,10 +372,6 @@ class GraphSteps:
     def runs_in_one_pass(self, rows: int) -> bool:
         """Return whether so many rows of a session run in one pass."""
         return rows <= MOST_ROWS
-
-
-Trial = Callable[[Shard, Steps, int], str]
-"""Returns why steps of a shard, with at most so many rows, cannot be used; or ""."""
 
 
 class NotInvariant(Exception):
@@ -434,22 +457,14 @@ def _on_cpu(shard: Shard, whole: nn.Module, counts: frozenset[int], trial: Trial
         raise NotInvariant(reason)
     steps = InvariantSteps(shard, counts | {TRIED})
     _try(shard, steps, trial, TRIED)
-    if most_invariant_rows(shard.model) >= REFILLED:
-        steps.counts = counts | {MOST_ROWS, REFILLED}
-        if reason := _try_refill(shard, steps, trial):
-            logger.info("%d rows at a time are computed again, not more: %s", MOST_ROWS, reason)
-        else:
-            steps.most_refilled = REFILLED
     steps.counts = counts
+    if most_invariant_rows(shard.model) < REFILLED:
+        return steps
+    if isinstance(trial, CachedTrial) and not trial.has_passed(shard, REFILLED):
+        steps.untried = trial  # the first answer does not wait for it
+    else:
+        steps.try_refill(trial)
     return steps
-
-
-def _try_refill(shard: Shard, steps: InvariantSteps, trial: Trial) -> str:
-    """Return why rows in one pass differ from those of steps; "" if they do not."""
-    try:
-        return trial(shard, steps, REFILLED)
-    except PROBE_ERRORS as error:  # such as more rows than the model has positions
-        return f"{type(error).__name__}: {error}"
 
 
 def _replay_obstacle(shard: Shard) -> str:

@@ -82,17 +82,27 @@ class CachedTrial:
 
     def __call__(self, shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
         """Test steps, see `try_steps`."""
-        config, device = shard.model.config, shard.device
-        keys = [
-            trial_key(config, device, "trial", kind, shard.quant, most)
-            for kind in sorted(_kinds(shard))
-        ]
-        if all(load_cached(self.cache, *key) is True for key in keys):
+        keys = self._keys(shard, most)
+        if self._has_passed(keys):
             return ""
         if not (reason := try_steps(shard, steps, most)):
             for key in keys:
                 store_cached(self.cache, True, *key)
         return reason
+
+    def has_passed(self, shard: Shard, most: int) -> bool:
+        """Return whether the trial of these kinds of layers has passed on this machine."""
+        return self._has_passed(self._keys(shard, most))
+
+    def _has_passed(self, keys: Sequence[tuple[str | float, ...]]) -> bool:
+        return all(load_cached(self.cache, *key) is True for key in keys)
+
+    @staticmethod
+    def _keys(shard: Shard, most: int) -> list[tuple[str | float, ...]]:
+        return [
+            trial_key(shard.model.config, shard.device, "trial", kind, shard.quant, most)
+            for kind in sorted(_kinds(shard))
+        ]
 
 
 def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[str | float, ...]:
@@ -127,18 +137,18 @@ def try_steps(shard: Shard, steps: TestedSteps, most: int = TRIED) -> str:
     layers = (
         chosen_layers(shard, BUDGET) if device == CPU else range(shard.span.start, shard.span.stop)
     )
-    with only_layers(shard, layers):
+    with only_layers(shard, layers) as rest:
         x = draw_rows(shard, most)
         rows, filled = x[:, BEFORE:], read_prompt(shard, x)
         cache = filled()
-        pause()
+        rest()
         each = 1 if most <= MOST_ROWS else MOST_ROWS
         alone = torch.cat([steps.step(part, cache) for part in torch.split(rows, each, 1)], 1)
-        pause()
+        rest()
         together = steps.step(rows, filled())
-        pause()
+        rest()
         both = steps.step_many([rows[:, :2], rows[:, :TRIED]], [filled(), filled()])
-        pause()
+        rest()
         stock = to_host(shard.forward(to_device(rows, device), filled()))
         pairs = [(alone, stock)]
         if (behind := filled()) is not None and device == CPU:
@@ -200,17 +210,34 @@ def chosen_layers(shard: Shard, budget: int) -> list[int]:
 
 
 @contextmanager
-def only_layers(shard: Shard, layers: Sequence[int]) -> Iterator[None]:
-    """Run only some layers of a shard inside the block; the others return their input."""
+def only_layers(shard: Shard, layers: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Run only some layers of a shard inside the block; the others return their input.
+
+    Yields a function that pauses with all layers: sessions may use the shard already.
+    """
     span = range(shard.span.start, shard.span.stop)
     skipped = [shard.layer(index) for index in span if index not in layers]
-    for layer in skipped:
-        layer.forward = LayerStub(layer, shard.arity).forward  # keeps the hooks that end the span
-    try:
-        yield
-    finally:
+
+    def skip() -> None:
+        for layer in skipped:
+            layer.forward = LayerStub(layer, shard.arity).forward  # keeps hooks that end the span
+
+    def restore() -> None:
         for layer in skipped:
             del layer.forward
+
+    def rest() -> None:
+        restore()
+        try:
+            pause()
+        finally:
+            skip()
+
+    skip()
+    try:
+        yield rest
+    finally:
+        restore()
 
 
 def _traits(layer: nn.Module) -> Iterator[tuple[Any, ...]]:

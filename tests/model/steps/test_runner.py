@@ -24,15 +24,16 @@ from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import LinearKernel, has_bf16_dot
 from meshllm.model.modules.linear_bf16 import MOST_ROWS, use_own_gemm
 from meshllm.model.modules.linear_padded import PaddedLinear, find_min_rows
+from meshllm.model.pauses import pause, pausing
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
-from meshllm.model.steps import strategies
+from meshllm.model.steps import strategies, trial
 from meshllm.model.steps.execution import Strategy, forecast
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.runner import Runner
-from meshllm.model.steps.strategies import REFILLED, InvariantSteps
-from meshllm.model.steps.trial import skip_trial
+from meshllm.model.steps.strategies import REFILLED, InvariantSteps, ReplayedSteps
+from meshllm.model.steps.trial import TRIED, CachedTrial, skip_trial
 from meshllm.names import Quant, Span
 from meshllm.testing.models import tiny_model
 from tests.model.invariance import require_row_invariant
@@ -173,6 +174,46 @@ def test_rows_of_a_real_model_that_are_computed_again_equal_steps(quant: Quant) 
     after = [runner.refill(part, again) for part in torch.split(text, REFILLED, 1)]
 
     assert torch.equal(torch.cat(after, 1), torch.cat(before, 1))
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_many_rows_are_tried_after_load_unless_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_replayed: bool
+) -> None:
+    source, tried = tiny_model(tmp_path / "model", dtype=torch.bfloat16), list[int]()
+    shard = load_shard(source, Span(0, 6), embed=True, head=False)
+    monkeypatch.setattr(strategies, "most_invariant_rows", lambda _: REFILLED)
+    if not is_replayed:
+        monkeypatch.setattr(strategies, "REPLAYED_BYTES", 0)
+
+    def try_steps(_: object, steps: InvariantSteps, most: int) -> str:
+        tried.append(most)
+        assert most in steps.counts
+        pause()
+        return ""
+
+    monkeypatch.setattr(trial, "try_steps", try_steps)
+    runner = Runner(shard, (2,), CachedTrial(tmp_path / "cache"))
+    steps = runner.steps.inner if isinstance(runner.steps, ReplayedSteps) else runner.steps
+    assert isinstance(steps, InvariantSteps)
+    before, between = (steps.counts, steps.most_refilled, list(tried)), list[frozenset[int]]()
+    with pausing(lambda: between.append(steps.counts)):
+        warmed_up = [list(runner.warm_up_steps()) for _ in range(2)]
+    again = Runner(
+        load_shard(source, Span(0, 6), embed=True, head=False),
+        (2,),
+        CachedTrial(tmp_path / "cache"),
+    )
+    next_steps = again.steps.inner if isinstance(again.steps, ReplayedSteps) else again.steps
+
+    assert isinstance(runner.steps, ReplayedSteps) is is_replayed
+    assert before == (frozenset((1, 2)), MOST_ROWS, [TRIED])
+    assert len(warmed_up[0]) > len(warmed_up[1]) == 0
+    assert (steps.counts, steps.most_refilled) == (frozenset((1, 2)), REFILLED)
+    assert tried == [TRIED, REFILLED]
+    assert between == [frozenset((1, 2))]
+    assert isinstance(next_steps, InvariantSteps)
+    assert next_steps.most_refilled == REFILLED
 
 
 @pytest.mark.parametrize("reason", ["", "they differ"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshllm.model.pauses import pausing
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.load import load_shard
 from meshllm.model.steps.trial import (
@@ -113,6 +114,21 @@ def test_skipped_layers_compute_again_afterwards(tmp_path: Path) -> None:
         assert not torch.equal(shard.forward(x, shard.new_cache()), before)
 
     assert torch.equal(shard.forward(x, shard.new_cache()), before)
+
+
+def test_steps_in_a_pause_of_a_trial_use_all_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, x = shard_of(tmp_path), torch.arange(3, 9)[None]
+    monkeypatch.setattr("meshllm.model.steps.trial.BUDGET", 0)
+    before, during = shard.forward(x, shard.new_cache()), list[Tensor]()
+
+    with pausing(lambda: during.append(shard.forward(x, shard.new_cache()))):
+        found = try_steps(shard, Stepped(shard))
+
+    assert found == ""
+    assert len(during) == 4
+    assert all(torch.equal(each, before) for each in during)
 
 
 def test_an_inner_span_is_tested_up_to_its_end(tmp_path: Path) -> None:
