@@ -31,6 +31,7 @@ _CONDITIONS = (
 _PACKAGES = {"torch._dynamo", "sympy"}
 _UTILS = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
+_EXPORTS = "fetch__all__"
 
 
 class _Stub(ModuleType):
@@ -159,13 +160,24 @@ class _Hook(MetaPathFinder):
         with suppress(TypeError, ValueError, LookupError):  # damaged
             return _structure_from_json(load_cached(cache, *key))
         utils = sys.modules[_UTILS]
+        exports = getattr(utils, _EXPORTS)
         setattr(utils, _SCAN, self.scan)  # it calls itself for subfolders
+        setattr(utils, _EXPORTS, lambda content: exports(_last_exports(content)))
         try:
             structure = self.scan(folder)
         finally:
             setattr(utils, _SCAN, self.structure)
+            setattr(utils, _EXPORTS, exports)
         store_cached(cache, _structure_to_json(structure), *key)
         return structure
+
+
+def _last_exports(content: str) -> str:
+    """Return the part of a module that the function needs, which splits all it gets into lines.
+
+    It reads the last line that begins with ``__all__``, and those after it.
+    """
+    return content[content.rfind("\n__all__") + 1 :]
 
 
 def _structure_to_json(value: Any) -> Any:
