@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from meshllm.model.json_cache import load_cached, locked, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, Session, WholeSession
-from meshllm.model.parity.compare import describe, measure
+from meshllm.model.parity.compare import Depth, describe, measure
 from meshllm.model.parity.families import FamilyTable, read_table, shrink, tiny_config
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.split.anatomy import PROBE_ERRORS
@@ -102,24 +102,40 @@ class ParityReport:
         return _largest([split.relative for split in self.splits])
 
 
-def check(config: PreTrainedConfig, *, folder: Path | None = None) -> Verdict:
+def check(
+    config: PreTrainedConfig, *, folder: Path | None = None, is_whole: bool = False
+) -> Verdict:
     """Return the verdict on models with this config, measured once per machine and cached.
 
-    ``folder`` is that of the cached verdicts; the user's cache by default.
+    ``folder`` is that of the cached verdicts; the user's cache by default. A model that is to run
+    whole is not compared in parts, which takes as long again; its verdict says that it was not.
     """
     table = read_table()
     if reason := table.excluded.get(config.model_type):
         return Verdict(config.model_type, equal=False, reason=reason)
     text = config.get_text_config(decoder=True)
-    folder, key = folder or cache_path(), _key(text)
-    with suppress(TypeError):  # damaged, or of another version
-        return Verdict(**load_cached(folder, *key))
-    with locked(folder, *key):
-        with suppress(TypeError):
-            return Verdict(**load_cached(folder, *key))
-        verdict = table.explain(text.model_type, _measure_like(text, table))
-        store_cached(folder, asdict(verdict), *key)
+    folder, keys = folder or cache_path(), [_key(text)]
+    if is_whole:
+        keys.append((*keys[0], "whole"))
+    if known := _recall(folder, keys):
+        return known
+    with locked(folder, *keys[-1]):
+        if known := _recall(folder, keys):
+            return known
+        depth = Depth(layouts=("1",)) if is_whole else Depth()
+        verdict = table.explain(text.model_type, _measure_like(text, table, depth))
+        if is_whole and verdict.equal:
+            verdict = replace(verdict, equal=False, reason="it was not compared in parts")
+        store_cached(folder, asdict(verdict), *keys[-1])
     return verdict
+
+
+def _recall(folder: Path, keys: Sequence[tuple[str, ...]]) -> Verdict | None:
+    """Return the first cached verdict."""
+    for key in keys:
+        with suppress(TypeError):  # none, damaged, or of another version
+            return Verdict(**load_cached(folder, *key))
+    return None
 
 
 def verify(
@@ -224,10 +240,10 @@ def _write(session: Session, ids: Tensor, prompt: int) -> list[Tensor]:
     return logits
 
 
-def _measure_like(config: PreTrainedConfig, table: FamilyTable) -> Verdict:
+def _measure_like(config: PreTrainedConfig, table: FamilyTable, depth: Depth) -> Verdict:
     """Measure a tiny model with the config's switches, or else with those of its type."""
     try:
-        return measure(shrink(config, table))
+        return measure(shrink(config, table), depth)
     except PROBE_ERRORS as error:  # shrinking breaks related widths in some types
         log.warning(
             "`%s` is checked with the default switches of its type instead of its own: %s",
@@ -235,7 +251,7 @@ def _measure_like(config: PreTrainedConfig, table: FamilyTable) -> Verdict:
             describe(error),
         )
     try:
-        return measure(tiny_config(config.model_type, table))
+        return measure(tiny_config(config.model_type, table), depth)
     except PROBE_ERRORS as error:
         reason = f"the stock model does not run in a tiny size: {describe(error)}"
         return Verdict(config.model_type, equal=False, reason=reason)

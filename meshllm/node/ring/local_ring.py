@@ -241,7 +241,8 @@ async def open_local_ring(
         worker = await stack.enter_async_context(compute_thread(config.threads or 1))
         await worker.run(list_weights, source.folder)  # cheap checks first
         draft = await worker.run(resolve, config.draft) if config.draft else None
-        model = await ModelRuntime.open(source, worker, config, draft)
+        is_whole = options.nodes == 1 and options.ends is Ends.ENTRY
+        model = await ModelRuntime.open(source, worker, config, draft, is_whole=is_whole)
         offers = local_offers(model, options)
         plan = local_plan(model, options, offers)
         ring = len(plan.stages)

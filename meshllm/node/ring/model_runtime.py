@@ -90,14 +90,18 @@ class ModelRuntime:
         worker: Worker,
         config: InferenceConfig = DEFAULTS,
         draft: Source | None = None,
+        *,
+        is_whole: bool = False,
     ) -> "ModelRuntime":
         """Inspect a model, and its draft model; load no weights yet.
+
+        ``is_whole`` says that it will not be split.
 
         Raises:
             ModelError: it cannot run, or not on that device, or its draft model does not match.
             UserError: no such device.
         """
-        verdict = await worker.run(check, source.config)
+        verdict = await worker.run(check, source.config, is_whole=is_whole)
         verdict.require(1)
         dtype: torch.dtype | None = getattr(torch, config.dtype) if config.dtype else None
         quant = config.quant or Quant.NONE

@@ -69,6 +69,37 @@ def test_a_verdict_is_measured_once(tmp_path: Path, counted: list[str]) -> None:
     assert counted == ["llama"]
 
 
+def test_a_model_that_runs_whole_is_compared_in_parts_only_once_it_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = list[tuple[str, ...]]()
+
+    def measured(config: LlamaConfig, depth: Depth) -> Verdict:
+        layouts.append(depth.layouts)
+        return KNOWN
+
+    monkeypatch.setattr(module, "measure", measured)
+
+    whole = [check(LlamaConfig(), folder=tmp_path, is_whole=True) for _ in range(2)]
+    full = check(LlamaConfig(), folder=tmp_path)
+    after = check(LlamaConfig(), folder=tmp_path, is_whole=True)
+
+    assert whole == [replace(KNOWN, equal=False, reason="it was not compared in parts")] * 2
+    whole[0].require(1)
+    with pytest.raises(ModelError, match="cannot be split: it was not compared in parts"):
+        whole[0].require(2)
+    assert full == after == KNOWN
+    assert layouts == [("1",), ("1", "ends")]
+
+
+def test_a_whole_model_has_the_traits_of_its_parts(tmp_path: Path) -> None:
+    config = tiny_config("qwen3", read_table())
+
+    whole = check(config, folder=tmp_path, is_whole=True)
+
+    assert replace(whole, equal=True, reason="") == check(config, folder=tmp_path)
+
+
 def test_other_switches_are_measured_again(tmp_path: Path, counted: list[str]) -> None:
     check(LlamaConfig(), folder=tmp_path)
     check(LlamaConfig(attention_bias=True), folder=tmp_path)
@@ -136,7 +167,7 @@ def test_switches_that_do_not_shrink_fall_back_to_the_table(
 ) -> None:
     asked: list[int] = []
 
-    def measured(config: CTRLConfig) -> Verdict:
+    def measured(config: CTRLConfig, depth: Depth) -> Verdict:
         asked.append(config.n_layer)
         if len(asked) == 1:
             raise RuntimeError("shapes do not match")
@@ -151,7 +182,7 @@ def test_switches_that_do_not_shrink_fall_back_to_the_table(
 def test_a_type_that_does_not_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(_: LlamaConfig) -> Verdict:
+    def measured(_: LlamaConfig, depth: Depth) -> Verdict:
         raise RuntimeError("shapes do not match\nat all")
 
     monkeypatch.setattr(module, "measure", measured)
