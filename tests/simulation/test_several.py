@@ -67,7 +67,7 @@ def test_seeds_of_fixed_bugs_still_pass(seed: int) -> None:
     ("target", "broken", "fault"),
     [
         ("meshllm.node.agreement.planner.divide", lambda _: {}, "is in 00, not "),
-        ("meshllm.node.agreement.planner.ring_of", lambda view: view, "replica 0: "),
+        ("meshllm.protocol.agreement.division.ring_of", lambda view: view, "replica 0: "),
     ],
     ids=["nobody moves", "rings of the first model only"],
 )
