@@ -282,6 +282,15 @@ def test_what_remains_joins_the_ring_that_is_served_worst() -> None:
     assert found[C] == group(charter, 2)
 
 
+def test_of_two_rings_with_nearly_as_much_room_what_remains_joins_the_one_with_less() -> None:
+    charter = mesh_of(model(1, 100), model(2, 100))
+    second = group(charter, 2)
+
+    found = assign(view_of(charter, {A: 101, B: 100, C: 1}, {A: FIRST_GROUP, B: second}))
+
+    assert found == {A: FIRST_GROUP, B: second, C: second}
+
+
 @pytest.mark.parametrize("lifecycle", [Lifecycle.LEAVING, Lifecycle.OTHER])
 def test_nodes_that_cannot_hold_layers_have_no_place(lifecycle: Lifecycle) -> None:
     charter = mesh_of(model(1, 4), model(2, 4))
@@ -1308,6 +1317,24 @@ def test_a_longer_ring_counts_only_if_measured_nodes_can_make_it() -> None:
     assert found[NODES[2]] == NodeGroups(replica)
     assert list(found[NODES[1]].further) == [replica]
     assert not found[NODES[0]].further
+
+
+@pytest.mark.parametrize(("policy", "is_shared"), [("auto", True), ("throughput", False)])
+def test_a_replica_must_give_more_than_the_longer_ring_that_the_policy_makes(
+    policy: str, *, is_shared: bool
+) -> None:
+    """Two rings take 90 ms of each slowest node; one of 3 nodes 40 ms, 15 % more is 34.8 ms."""
+    charter = replace(served_model(0, 12, 2), policy=policy)
+    mesh = shared_mesh({0: 950, 1: 650, 2: 950}, charter)
+    first, replica = ids_of(mesh)
+    plan = ring("m0", (NODES[0], 0, 6), (NODES[1], 6, 12))
+    mesh.parts = {at: NodeGroups(first) for at in mesh.memory}
+    mesh.followed = {(at, first): plan for at in mesh.memory}
+
+    found = divide(mesh.view())
+
+    assert found[NODES[2]].first == (replica if is_shared else first)
+    assert found[NODES[0]].further == ({replica: 300} if is_shared else {})
 
 
 def crowd(monkeypatch: pytest.MonkeyPatch, layer_s: float) -> list[int]:
