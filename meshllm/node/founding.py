@@ -143,7 +143,9 @@ def serve(charter: Charter, model: Charter, asked: ModelOptions) -> Charter:
     """
     changes = _changes(model, asked)
     if model.key == charter.key:
-        return replace(charter, **changes, version=charter.version + 1)
+        first = replace(charter, **changes, version=charter.version + 1)
+        _check_names(first, charter.models)
+        return first
     others = tuple(each for each in charter.models if each.key != model.key)
     if len(others) + 2 > MAX_SERVED:
         raise UserError(

@@ -253,6 +253,15 @@ def test_invalid_options_of_a_model_are_refused(changes: dict[str, Any], message
         serve(charter(), named("fox"), ModelOptions("fox", **changes))
 
 
+def test_the_first_model_takes_no_name_of_another_one() -> None:
+    first = charter()
+    both = serve(first, named("fox"), ModelOptions("fox", aliases=("small",)))
+
+    for name in ("fox", "small"):
+        with pytest.raises(UserError, match=f"another model as `{name}`"):
+            serve(both, first, ModelOptions("tiny", aliases=(name,)))
+
+
 def test_an_alias_in_use_has_a_hint() -> None:
     with pytest.raises(UserError) as caught:
         serve(charter(), named("fox"), ModelOptions("fox", aliases=("tiny",)))
