@@ -35,6 +35,8 @@ MAX_KEY_CHARS = 256
 BUSY_S = 5.0  # s to wait for another process that writes
 MAX_HEARD = 1024  # keys revoked by one other member; its newest are kept
 MAX_HEARD_IN_ALL = 64 * MAX_HEARD
+MAX_COUNT = 1 << 53  # of a limit; JavaScript's numbers are exact up to it
+LAST_S = 253_402_300_799  # Unix time of the end of 9999, the last year with a date
 
 Grouping: TypeAlias = Literal["key", "model", "day"]
 
@@ -157,8 +159,9 @@ class Accounts:
         """Create a key and return it: it is not stored.
 
         Raises:
-            UserError: the name is taken or invalid.
+            UserError: the name is taken or invalid, or a limit is out of range.
         """
+        _check_limits(limits)
         if not _NAME.fullmatch(name):
             hint = "use 1 to 64 letters, digits, `.`, `_`, `@` and `-`, a letter or digit first"
             raise UserError(f"Invalid name `{name[:100]}`", hint=hint)
@@ -321,6 +324,20 @@ def _create(path: Path) -> None:
     """
     with suppress(FileExistsError):  # of a link, the file that it names
         os.close(os.open(path.resolve(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _check_limits(limits: KeyLimits) -> None:
+    """Raise `UserError` for a limit that cannot be stored, or that would be read as no limit."""
+    bounds = {"expires_s": LAST_S, "concurrency": MAX_COUNT, "tokens_per_day": MAX_COUNT}
+    for field, most in bounds.items():
+        value = getattr(limits, field)
+        if value is not None and not 1 <= value <= most:
+            text = f"`{field}` of a key is {value}, not between 1 and {most}"
+            raise UserError(text, hint="without it there is no limit")
+    for field in ("models", "trust"):
+        for name in getattr(limits, field):
+            if not (name and name.isprintable()):
+                raise UserError(f"A name in `{field}` of a key is empty or not printable")
 
 
 def _add_column(database: sqlite3.Connection, column: str, kind: str) -> None:

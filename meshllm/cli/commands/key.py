@@ -74,11 +74,13 @@ def create(
     """
     from meshllm.api.access.accounts import KeyLimits
 
-    now, trusted = time.time(), listed(trust)
+    now, allowed, trusted = time.time(), listed(models), listed(trust)
+    if allowed == ():
+        raise UserError("`--models` names no model", hint="leave it out to allow all")
     if trusted == ():
         raise UserError("`--trust` names no node", hint="leave it out to trust all")
     expires_s = None if expires is None else int(now) + parse_duration(expires)
-    limits = KeyLimits(expires_s, listed(models) or (), concurrency, tokens_per_day, trusted or ())
+    limits = KeyLimits(expires_s, allowed or (), concurrency, tokens_per_day, trusted or ())
     chosen = settings(flags)
     with _accounts(chosen) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
@@ -169,7 +171,9 @@ def _is_running(chosen: Settings) -> bool:
 def _read_key() -> str:
     from meshllm.api.access.accounts import MAX_KEY_CHARS
 
-    key = sys.stdin.readline(2 * MAX_KEY_CHARS).strip()
+    # In Latin-1, as HTTP headers are decoded: any byte is a character.
+    line = b"" if sys.stdin is None else sys.stdin.buffer.readline(2 * MAX_KEY_CHARS)
+    key = line.decode("latin-1").strip()
     if not 0 < len(key) <= MAX_KEY_CHARS:
         raise UserError(f"stdin has no key of 1 to {MAX_KEY_CHARS} characters")
     return key
@@ -201,4 +205,7 @@ def _row(key: "ApiKey", now: float) -> tuple[object, ...]:
 
 
 def _date(seconds: int) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
+    """Return the day of a Unix time; earlier versions stored later ones than have a date."""
+    from meshllm.api.access.accounts import LAST_S
+
+    return f"{datetime.fromtimestamp(min(seconds, LAST_S), UTC):%Y-%m-%d}"

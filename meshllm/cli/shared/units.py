@@ -6,6 +6,7 @@ from meshllm.errors import UserError
 
 MAX_MEMORY = 1 << 50  # bytes of one node: 1 PiB
 MAX_MS = 60_000.0  # time of a layer, a head or a link
+MAX_DURATION_S = 100 * 365 * 86400  # a century, the longest of a ticket too
 
 _NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 _MEMORY = re.compile(rf"{_NUMBER} ?([KMGT]i?|)B")
@@ -43,9 +44,11 @@ def parse_time(text: str | None) -> float | None:
 def parse_duration(text: str) -> int:
     """Parse `90s`, `30m`, `1h` or `7d` as seconds; raise `UserError` for anything else."""
     match = _DURATION.fullmatch(text)
-    if match is None or not int(match[1]):
-        raise UserError(f"Invalid duration `{text}`", hint="write it as `90s`, `30m`, `1h` or `7d`")
-    return int(match[1]) * _DURATIONS[match[2]]
+    seconds = int(match[1]) * _DURATIONS[match[2]] if match else 0
+    if not 0 < seconds <= MAX_DURATION_S:
+        hint = "write it as `90s`, `30m`, `1h` or `7d`, up to a century"
+        raise UserError(f"Invalid duration `{text}`", hint=hint)
+    return seconds
 
 
 def listed(text: str | None) -> tuple[str, ...] | None:

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 import pytest
 
-from meshllm.api.access.accounts import FILE, Accounts, KeyLimits, KeyUsage, tag_of
+from meshllm.api.access.accounts import FILE, LAST_S, Accounts, KeyLimits, KeyUsage, tag_of
 from meshllm.errors import UserError
 
 NOW = 1_000_000.0
@@ -80,6 +80,24 @@ def test_a_key_expires_at_its_time(accounts: Accounts) -> None:
 
     (key,) = accounts.list_keys()
     assert [key.state(NOW), key.state(NOW + 1)] == ["active", "expired"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        KeyLimits(expires_s=LAST_S + 1),
+        KeyLimits(concurrency=1 << 63),
+        KeyLimits(tokens_per_day=0),
+        KeyLimits(models=("",)),
+        KeyLimits(trust=("", "attic")),
+        KeyLimits(models=("fox\udcff",)),
+    ],
+)
+def test_limits_that_would_not_limit_are_refused(accounts: Accounts, wrong: KeyLimits) -> None:
+    with pytest.raises(UserError, match="of a key"):
+        accounts.create("laptop", wrong, NOW)
+
+    assert accounts.list_keys() == []
 
 
 def test_names_are_unique_and_must_exist(accounts: Accounts) -> None:

@@ -121,6 +121,8 @@ async def test_the_mesh_is_told_of_revoked_keys(
         {"name": "x", "concurrency": 0},
         {"name": "x", "expires_s": 1 << 60},
         {"name": "x", "models": ["a\nb"]},
+        {"name": "x", "models": [""]},
+        {"name": "x", "trust": [""]},
         {"name": "x", "owner": True},
         {},
     ],

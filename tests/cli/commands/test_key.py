@@ -1,11 +1,12 @@
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from meshllm.api.access.accounts import Accounts, tag_of
+from meshllm.api.access.accounts import FILE, Accounts, tag_of
 from meshllm.errors import TimedOut
 from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
@@ -85,7 +86,11 @@ def test_an_invalid_name_is_refused(meshllm: Invoke, name: str) -> None:
     ("words", "told"),
     [
         (("create", "a", "--expires", "soon"), "Invalid duration `soon`"),
+        (("create", "a", "--expires", "999999999d"), "Invalid duration `999999999d`"),
         (("create", "a", "--trust", ","), "`--trust` names no node"),
+        (("create", "a", "--models", ""), "`--models` names no model"),
+        (("create", "a", "--models", "fox\udcff"), "empty or not printable"),
+        (("create", "a", "--tokens-per-day", str(1 << 63)), "`tokens_per_day` of a key is"),
         (("create", "a", "--concurrency", "0"), "Invalid value for '--concurrency'"),
         (("revoke", "nobody"), "There is no key `nobody`"),
     ],
@@ -121,6 +126,25 @@ def test_a_key_of_elsewhere_is_revoked_from_stdin(meshllm: Invoke, home: Path) -
         assert accounts.is_revoked("sk-of-elsewhere")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "the key is revoked here; the mesh learns it when the node runs\n"
+
+
+def test_a_date_that_no_calendar_has_is_listed(meshllm: Invoke, home: Path) -> None:
+    meshllm("key", "create", "old", "--expires", "1d")
+    with closing(sqlite3.connect(home / "state" / "meshllm" / FILE)) as database:
+        database.execute("UPDATE keys SET expires_s = ?", (1 << 53,))  # an earlier version did
+        database.commit()
+
+    result = meshllm("key", "list")
+
+    assert (result.exit_code, "9999-12-31" in result.stdout) == (0, True), result.stderr
+
+
+def test_a_key_in_any_bytes_is_revoked_from_stdin(meshllm: Invoke, home: Path) -> None:
+    result = meshllm("key", "revoke", "-", stdin=b"sk-\xe9\xff\n")
+
+    with Accounts.open(home / "state" / "meshllm") as accounts:
+        assert accounts.is_revoked("sk-\xe9\xff")
+    assert result.exit_code == 0
 
 
 @pytest.mark.parametrize("text", ["", "\n", "x" * 257])
