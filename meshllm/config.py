@@ -257,10 +257,20 @@ def check(name: str, value: object, origin: str) -> Scalar:
         raise UserError(f"Invalid value {value!r} for `{name}` ({origin})", hint=hint)
     if not choices and type(value) is not key.kind:
         raise UserError(f"`{name}` is {value!r}, not {_WORDS[key.kind]} ({origin})")
+    if isinstance(value, str) and not value.isascii():
+        _check_text(name, value, origin)
     low, high = _RANGES.get(name, (-inf, inf))
     if isinstance(value, int | float) and not low <= value <= high:
         raise UserError(f"`{name}` is {value}, not between {low} and {high} ({origin})")
     return cast("Scalar", value)
+
+
+def _check_text(name: str, value: str, origin: str) -> None:
+    """Raise `UserError` for an argument or a variable that was not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"`{name}` is not UTF-8 at character {error.start} ({origin})") from None
 
 
 def parse(name: str, text: str, origin: str) -> Scalar:
@@ -299,7 +309,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def check_file(path: Path, text: str) -> None:
     """Raise `UserError` unless a file of this text would be valid."""
-    for name, value in _parse_file(path, text.encode()).items():
+    for name, value in _parse_file(path, text.encode(errors="surrogateescape")).items():
         _check_place(name, path)
         check(name, value, str(path))
 

@@ -14,11 +14,14 @@ from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
 from meshllm.config import current, files, find_key, keys, load
 from meshllm.errors import UserError
-from meshllm.local_files import reason_of
+from meshllm.local_files import hint_of, reason_of
 
 app = typer.Typer(
     help="Show and change settings, and see where they come from.", rich_markup_mode=None
 )
+
+_ANY_BYTES = "surrogateescape"
+"""How bytes that are not UTF-8 are read and written."""
 
 Name = Annotated[
     str,
@@ -117,7 +120,7 @@ def edit(project: Project = False) -> None:
     from meshllm.config_file import template, write
 
     path = _file(is_project=project)
-    text = path.read_text(encoding="utf-8") if path.exists() else None
+    text = _read(path)
     draft = text if text is not None else template({n: help_of(key) for n, key in keys().items()})
     while True:
         edited = _edited(draft)
@@ -136,8 +139,19 @@ def edit(project: Project = False) -> None:
             return
 
 
+def _read(path: Path) -> str | None:
+    """Read a file to edit, which may have to be repaired: any bytes are kept; None if missing."""
+    try:
+        return path.read_text(encoding="utf-8", errors=_ANY_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        text = f"Cannot read `{path}`: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
+
+
 def _edited(text: str) -> str | None:
-    """Let the user edit a text; return None if it was not changed.
+    """Let the user edit a text; return None if it was not changed, or its file was deleted.
 
     Raises:
         UserError: the editor cannot be started, or fails.
@@ -145,7 +159,7 @@ def _edited(text: str) -> str | None:
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory(prefix="meshllm-") as folder:
         path = Path(folder) / "config.toml"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors=_ANY_BYTES)
         try:
             code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
@@ -154,7 +168,7 @@ def _edited(text: str) -> str | None:
             ) from None
         if code:
             raise UserError(f"`{editor}` ended with exit status {code}")
-        edited = path.read_text(encoding="utf-8")
+        edited = _read(path)
     return None if edited == text else edited
 
 

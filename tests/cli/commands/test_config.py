@@ -138,6 +138,58 @@ def test_an_edit_that_is_not_valid_can_be_repeated(
     assert user.read_text() == "# mine\nseed = 98\n"
 
 
+@pytest.mark.parametrize("place", [b"seed = 1 # \xe9\n", None])
+def test_a_file_that_cannot_be_read_can_be_repaired(
+    meshllm: Invoke, user: Path, home: Path, monkeypatch: pytest.MonkeyPatch, place: bytes | None
+) -> None:
+    user.parent.mkdir(parents=True)
+    if place is None:
+        user.mkdir()
+    else:
+        user.write_bytes(place)
+    monkeypatch.setenv("EDITOR", _editor(home, "LC_ALL=C sed -i 's/ #.*//'"))
+
+    result = meshllm("config", "edit")
+
+    if place is None:
+        assert (result.exit_code, "is a directory" in result.stderr) == (2, True)
+    else:
+        assert (result.exit_code, user.read_text()) == (0, "seed = 1\n"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [("printf '\\377' >", 2, "can't decode byte 0xff"), ("rm", 0, "nothing changed")],
+)
+def test_an_editor_may_leave_anything(
+    meshllm: Invoke,
+    user: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.setenv("EDITOR", _editor(home, command))
+
+    result = meshllm("config", "edit", stdin="n\n")
+
+    assert (result.exit_code, told in result.stderr, user.exists()) == (code, True, False)
+
+
+def test_a_value_that_is_not_utf8_is_refused(
+    meshllm: Invoke, user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = meshllm("config", "set", "name", "caf\udce9")
+    monkeypatch.setenv("MESHLLM_NAME", "caf\udce9")
+    read = meshllm("config", "show")
+
+    assert [given.exit_code, read.exit_code] == [2, 2]
+    assert "`name` is not UTF-8 at character 3 (" in given.stderr
+    assert "`name` is not UTF-8 at character 3 (MESHLLM_NAME)" in read.stderr
+    assert not user.exists()
+
+
 def _editor(folder: Path, command: str) -> str:
     script = folder / "editor"
     script.write_text(f'#!/bin/sh\n{command} "$1"\n')
