@@ -1,4 +1,8 @@
-"""Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once."""
+"""Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once.
+
+A closed terminal (SIGHUP) drains, too. It does not exit at once: both the system and a shell may
+send one.
+"""
 
 import asyncio
 import os
@@ -23,6 +27,11 @@ class Drain:
     leave: Callable[[], None] | None = None
     is_asked: bool = False
 
+    def hang_up(self) -> None:
+        """Handle the end of the terminal."""
+        if not self.is_asked:
+            self()
+
     def __call__(self) -> None:
         """Handle a signal."""
         if self.is_asked:
@@ -37,15 +46,20 @@ class Drain:
 
 @contextmanager
 def draining() -> Iterator[Drain]:
-    """Handle SIGINT and SIGTERM inside the context; enter and exit it in the same task.
+    """Handle these signals inside the context; enter and exit it in the same task.
+
+    A process that ignores SIGHUP, as `nohup` starts it, goes on to ignore it.
 
     Raises:
         typer.Exit: a signal arrived before ``leave`` was set.
     """
     drain = Drain(asyncio.current_task())
     loop = asyncio.get_running_loop()
-    for each in _SIGNALS:
-        loop.add_signal_handler(each, drain)
+    handlers: dict[signal.Signals, Callable[[], None]] = dict.fromkeys(_SIGNALS, drain)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = drain.hang_up
+    for each, handler in handlers.items():
+        loop.add_signal_handler(each, handler)
     try:
         yield drain
     except asyncio.CancelledError:
@@ -53,5 +67,5 @@ def draining() -> Iterator[Drain]:
             raise typer.Exit(INTERRUPTED) from None
         raise
     finally:
-        for each in _SIGNALS:
+        for each in handlers:
             loop.remove_signal_handler(each)

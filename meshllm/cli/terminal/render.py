@@ -1,5 +1,6 @@
 """Output of the commands: data on stdout, messages on stderr."""
 
+import errno
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ SCHEMA = 1
 """Version of every ``--json`` object; adding a field does not change it."""
 
 _BROKEN_PIPE = 141  # what a shell reports for a command killed by SIGPIPE
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _DIM, _RED, _CYAN, _PLAIN = "\x1b[2m", "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 
 
@@ -35,8 +37,7 @@ def out(text: str, end: str = "\n") -> None:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as failure:
-        # Python flushes stdout again at exit, which needs an open descriptor.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon(sys.stdout)
         if isinstance(failure, BrokenPipeError):
             raise SystemExit(_BROKEN_PIPE) from None
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
@@ -78,8 +79,32 @@ def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
 
 
 def talk(text: str, end: str = "\n") -> None:
-    """Write a message to stderr."""
-    print(text, end=end, file=sys.stderr, flush=True)
+    """Write a message to stderr, if somebody may still read it.
+
+    No answer and no node ends because the reader of its messages has gone, such as `tee`, or a
+    terminal that was closed.
+    """
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError as failure:
+        if failure.errno not in _FULL:  # else there may be space for later ones
+            _abandon(sys.stderr)
+
+
+def settle() -> None:
+    """Flush both for the last time: a failure of Python's own flush would change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # stdout may be closed
+        try:
+            stream.flush()
+        except OSError:
+            _abandon(stream)
+
+
+def _abandon(stream: TextIO) -> None:
+    """Let a stream that cannot be written write to nowhere, also when Python flushes it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def dump(fields: Mapping[str, object]) -> None:

@@ -31,6 +31,35 @@ def test_the_second_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert codes == [130]
 
 
+async def test_a_closed_terminal_starts_leaving_and_never_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = asyncio.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"exit {code}"))
+
+    with draining() as drain:
+        drain.leave = left.set
+        for _ in range(2):  # one of the system, and one of a shell
+            os.kill(os.getpid(), signal.SIGHUP)
+            await left.wait()
+            await asyncio.sleep(0)
+
+    assert drain.is_asked
+
+
+async def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with draining() as drain:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0)
+
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert not drain.is_asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_signal_before_leave_is_set_ends_the_command() -> None:
     async def command() -> None:
         with draining():
