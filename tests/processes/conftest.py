@@ -4,23 +4,31 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.fleet import ALONE, Fleet, meshllm, open_fleet
+from tests.processes.fleet import ALONE, Fleet, environment, meshllm, open_fleet
+from tests.processes.fork_server import ForkServer, open_fork_server
 
 QUESTION = "What is a ring?"
 STORY = "Tell me a story about a fox."
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """What starts nodes that have imported everything."""
+    with open_fork_server(environment()) as server:
+        yield server
+
+
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
+def fleet(server: ForkServer) -> Iterator[Fleet]:
     """No node yet."""
-    with open_fleet() as fleet:
+    with open_fleet(server) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Fleet]:
+def mesh(server: ForkServer) -> Iterator[Fleet]:
     """Three nodes with full logs, one of them as JSON; the founder last. `trio` keeps it whole."""
-    with open_fleet() as fleet:
+    with open_fleet(server) as fleet:
         ticket = fleet.found("attic")
         fleet.node("bench").start("--join", ticket, "--log-format", "json", *ALONE, root=("-vv",))
         fleet.node("cellar").start("--join", ticket, *ALONE, root=("-vv",))

@@ -1,30 +1,31 @@
 """Nodes in separate processes: started, queried over their sockets, killed."""
 
+import json
 import os
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, Self
 
-import httpx2
-
-from meshllm.api.unix import SOCKET, is_answered
+from meshllm.api.unix import SOCKET
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.credential import Role
+from tests.processes.fork_server import ForkedProcess, ForkServer
 
 WAIT_S = 120.0  # timeout for what takes seconds on an idle machine
 POLL_S = 0.1
 MESHLLM = ("-m", "meshllm")
+NODE = ("node", "--threads", "1")
 ALONE = ("--no-discovery",)
 
 Fields = dict[str, Any]
@@ -62,6 +63,20 @@ def free_address(host: str = "127.0.0.1") -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
+class _Door(HTTPConnection):
+    """A connection to the socket of a node, without what a client library sets up for each."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("node")
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect(str(self._path))
+
+
 @dataclass
 class Node:
     """One `meshllm node`; its output is stored next to its state folder."""
@@ -69,7 +84,9 @@ class Node:
     name: str
     folder: Path
     address: str
-    process: "subprocess.Popen[bytes] | None" = None
+    server: ForkServer | None = None
+    """Starts its process; None starts a new interpreter."""
+    process: "subprocess.Popen[bytes] | ForkedProcess | None" = None
 
     @property
     def state(self) -> Path:
@@ -88,20 +105,26 @@ class Node:
         *options: str,
         root: tuple[str, ...] = (),
         within: tuple[str, ...] = (),
-        command: tuple[str, ...] = ("node", "--threads", "1"),
+        command: tuple[str, ...] = NODE,
+        variables: Mapping[str, str] | None = None,
     ) -> Self:
         """Start the process, by a command such as `prlimit` if one is given to start it ``within``.
 
         What it says replaces what an earlier one said.
         """
         words = [
-            *within, sys.executable, *MESHLLM, *root, *command, "--state", str(self.state),
-            "--name", self.name, "--listen", self.address, *options,
+            *root, *command, "--state", str(self.state), "--name", self.name,
+            "--listen", self.address, *options,
         ]  # fmt: skip
+        given = {**environment(), **(variables or {})}
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
-            self.process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment()
-            )
+            if self.server and not within and command is NODE:
+                self.process = self.server.start(words, given, out, err)
+            else:
+                words = [*within, sys.executable, *MESHLLM, *words]
+                self.process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=given
+                )
         return self
 
     @property
@@ -128,19 +151,16 @@ class Node:
             self.process.wait()
 
     def status(self) -> Fields:
-        """Query the status; return None while the node does not listen."""
-        door = self.state / SOCKET
-        if not is_answered(door):
+        """Query the status; return an empty one while the node does not listen."""
+        door = _Door(self.state / SOCKET)
+        try:
+            door.request("GET", "/mesh/status")
+            found: Fields = json.load(door.getresponse())
+        except (OSError, HTTPException):
             return {}
-        # An empty context: nothing is encrypted here, and the usual one reads every certificate.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        transport = httpx2.HTTPTransport(uds=str(door), verify=context)
-        with httpx2.Client(transport=transport, base_url="http://node", timeout=WAIT_S) as client:
-            try:
-                found: Fields = client.get("/mesh/status").json()
-            except httpx2.TransportError:
-                return {}
-            return found
+        finally:
+            door.close()
+        return found
 
     def states(self) -> dict[str, str]:
         """Return the states of the nodes that it knows, by name."""
@@ -162,13 +182,16 @@ class Fleet:
     """Nodes of one test, in folders below one with a short name."""
 
     folder: Path
+    server: ForkServer | None = None
+    """Starts the nodes; None starts new interpreters."""
     nodes: dict[str, Node] = field(default_factory=dict)
 
     def node(self, name: str, address: str | None = None) -> Node:
         """Return the node of a name; a new one is not yet started."""
         if name not in self.nodes:
             (self.folder / name).mkdir()
-            self.nodes[name] = Node(name, self.folder / name, address or free_address())
+            at = address or free_address()
+            self.nodes[name] = Node(name, self.folder / name, at, self.server)
         return self.nodes[name]
 
     def found(self, name: str, *addresses: str) -> str:
@@ -209,9 +232,9 @@ class Fleet:
 
 
 @contextmanager
-def open_fleet() -> Iterator[Fleet]:
+def open_fleet(server: ForkServer | None = None) -> Iterator[Fleet]:
     """Create a folder for nodes with a short path, since socket paths are limited."""
-    fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")))
+    fleet = Fleet(Path(tempfile.mkdtemp(prefix="m", dir="/tmp")), server)
     try:
         yield fleet
     finally:

@@ -23,6 +23,7 @@ from tests.processes.fleet import (
     open_fleet,
     until,
 )
+from tests.processes.fork_server import ForkServer
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
 
@@ -31,9 +32,9 @@ ASKED = {"model": "builtin", "messages": TURNS, "temperature": 0, "max_tokens": 
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Node]:
+def host(server: ForkServer) -> Iterator[Node]:
     """A node that holds the whole model."""
-    with open_fleet() as fleet:
+    with open_fleet(server) as fleet:
         fleet.found("host")
         fleet.node("host").start(*ALONE)
         fleet.form()

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from tests.processes.fleet import ALONE, Fleet, Node, free_address, meshllm, open_fleet, until
+from tests.processes.fork_server import ForkServer
 from tests.security.removal import heard_by_a_former_member
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(300)]
@@ -19,9 +20,9 @@ KEY = "a-key-that-several-doors-know"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Fleet]:
+def pair(server: ForkServer) -> Iterator[Fleet]:
     """A founder and a node that joined it."""
-    with open_fleet() as fleet:
+    with open_fleet(server) as fleet:
         ticket = fleet.found("founder")
         fleet.node("founder").start("--members", "2", *ALONE)
         fleet.node("guest").start("--join", ticket, *ALONE)
@@ -113,23 +114,22 @@ def test_a_member_that_is_removed_ends_and_never_returns(pair: Fleet) -> None:
     assert "Ticket rejected" in member.stderr
 
 
-def test_a_key_revoked_on_one_node_is_refused_at_the_door_of_another() -> None:
-    with open_fleet() as fleet:
-        address, keys = free_address(), fleet.folder / "keys"
-        keys.write_text(f"{KEY}\n")
-        keys.chmod(0o600)
-        invitation = fleet.found("founder")
-        door = ("--serve", address, "--key-file", str(keys))
-        fleet.node("founder").start("--members", "2", *ALONE)
-        fleet.node("guest").start("--join", invitation, *door, *ALONE)
-        fleet.form()
-        assert models_status(address) == 200
+def test_a_key_revoked_on_one_node_is_refused_at_the_door_of_another(fleet: Fleet) -> None:
+    address, keys = free_address(), fleet.folder / "keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o600)
+    invitation = fleet.found("founder")
+    door = ("--serve", address, "--key-file", str(keys))
+    fleet.node("founder").start("--members", "2", *ALONE)
+    fleet.node("guest").start("--join", invitation, *door, *ALONE)
+    fleet.form()
+    assert models_status(address) == 200
 
-        done = meshllm("key", "revoke", "-", state=fleet.node("founder").state, stdin=f"{KEY}\n")
+    done = meshllm("key", "revoke", "-", state=fleet.node("founder").state, stdin=f"{KEY}\n")
 
-        assert done.stderr == "the key is revoked at all doors of the mesh\n"
-        until(lambda: models_status(address) == 401, fleet.told)
-        assert KEY not in fleet.told()
+    assert done.stderr == "the key is revoked at all doors of the mesh\n"
+    until(lambda: models_status(address) == 401, fleet.told)
+    assert KEY not in fleet.told()
 
 
 def models_status(address: str) -> int:
@@ -138,27 +138,24 @@ def models_status(address: str) -> int:
     return httpx2.get(f"http://{address}/v1/models", headers=headers).status_code
 
 
-def test_a_removal_shuts_out_one_member_and_no_other() -> None:
-    with open_fleet() as fleet:
-        invitation = fleet.found("founder")
-        founder = fleet.node("founder").start("--members", "1", *ALONE)
-        fleet.form()
-        unused = ticket(founder)
-        away = fleet.node("away").start("--join", invitation, *ALONE)
-        until(lambda: "away" in founder.states(), fleet.told)
-        away.send(signal.SIGTERM)
-        away.ended()
-        heard = asyncio.run(
-            heard_by_a_former_member(founder, ticket(founder), fleet.folder / "member")
-        )
+def test_a_removal_shuts_out_one_member_and_no_other(fleet: Fleet) -> None:
+    invitation = fleet.found("founder")
+    founder = fleet.node("founder").start("--members", "1", *ALONE)
+    fleet.form()
+    unused = ticket(founder)
+    away = fleet.node("away").start("--join", invitation, *ALONE)
+    until(lambda: "away" in founder.states(), fleet.told)
+    away.send(signal.SIGTERM)
+    away.ended()
+    heard = asyncio.run(heard_by_a_former_member(founder, ticket(founder), fleet.folder / "member"))
 
-        away.start(*ALONE)  # with its own credential, issued before the removal
-        fleet.node("later").start("--join", ticket(founder), *ALONE)
-        fleet.node("early").start("--join", unused, *ALONE)
+    away.start(*ALONE)  # with its own credential, issued before the removal
+    fleet.node("later").start("--join", ticket(founder), *ALONE)
+    fleet.node("early").start("--join", unused, *ALONE)
 
-        assert heard == (True, 0)
-        here = {"founder", "away", "later", "early"}
-        until(lambda: names(founder, "serving", "standby") == here, fleet.told)
+    assert heard == (True, 0)
+    here = {"founder", "away", "later", "early"}
+    until(lambda: names(founder, "serving", "standby") == here, fleet.told)
 
 
 def names(node: Node, *states: str) -> set[str]:

@@ -25,6 +25,7 @@ from meshllm.api.unix import SOCKET
 from meshllm.bench.ring_table import random_model
 from meshllm.model.locate import find_folder
 from tests.processes.fleet import ALONE, WAIT_S, Fields, Fleet, Node, meshllm, open_fleet, until
+from tests.processes.fork_server import ForkServer
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(600)]
 
@@ -46,8 +47,8 @@ def other() -> Iterator[str]:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    with open_fleet() as fleet:
+def fleet(server: ForkServer) -> Iterator[Fleet]:
+    with open_fleet(server) as fleet:
         yield fleet
 
 

@@ -22,6 +22,7 @@ from meshllm.protocol.trust.handshake import Own, Purpose
 from meshllm.protocol.trust.identity import NodeKey, parse_node, show
 from meshllm_websocket import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, open_fleet, until
+from tests.processes.fork_server import ForkServer
 
 pytestmark = [pytest.mark.socket, pytest.mark.timeout(120)]
 
@@ -47,9 +48,9 @@ for name, attempt in (
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
+def node(server: ForkServer) -> Iterator[Node]:
     """One node, in a folder that others may enter."""
-    with open_fleet() as fleet:
+    with open_fleet(server) as fleet:
         fleet.found("attic")
         node = fleet.node("attic").start(*ALONE)
         until(node.is_up, fleet.told)
