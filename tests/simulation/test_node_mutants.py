@@ -177,7 +177,7 @@ MUTANTS = {
     "attempts are never given up": Mutant(
         {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},
         "is not at work",
-        300,
+        970,
     ),
 }
 
