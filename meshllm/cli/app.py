@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from meshllm import __version__
 from meshllm.cli.shared.deferred import DeferredCommand, keep_values
+from meshllm.cli.terminal.streams import open_closed, settle
 from meshllm.errors import MeshError, OutOfMemory, UserError
 
 EXAMPLES = """\b
@@ -156,7 +157,7 @@ def command_tree() -> TyperGroup:
 
 def main() -> None:
     """Run the command line."""
-    _open_closed_streams()
+    open_closed()
     if sys.stdout is None:
         sys.exit(_report(MeshError("Standard output is closed"), debug=False))
     if isinstance(sys.stdout, TextIOWrapper):  # escape what the encoding lacks
@@ -169,22 +170,7 @@ def main() -> None:
         os.write(2, b"error: Not enough memory\nhint: free memory, or raise its limit\n")
         sys.exit(OutOfMemory.exit_code)
     finally:
-        from meshllm.cli.terminal.render import settle
-
         settle()
-
-
-def _open_closed_streams() -> None:
-    """Open those of stdin, stdout and stderr that are closed, on `/dev/null`.
-
-    The next file or socket would get the number of a closed stderr, and with it what libraries
-    write there; and `print` would write messages to stdout.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # it takes the lowest free number
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
 
 
 def _print_version(everything: bool) -> None:

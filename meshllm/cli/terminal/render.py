@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self, TextIO
 
 from meshllm.cli.terminal.markdown import MarkdownStream
+from meshllm.cli.terminal.streams import abandon
 from meshllm.cli.terminal.wrap import Wrap
 from meshllm.errors import MeshError
 from meshllm.request import Answer, HopReport
@@ -37,7 +38,7 @@ def out(text: str, end: str = "\n") -> None:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as failure:
-        _abandon(sys.stdout)
+        abandon(sys.stdout)
         if isinstance(failure, BrokenPipeError):
             raise SystemExit(_BROKEN_PIPE) from None
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
@@ -88,23 +89,7 @@ def talk(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError as failure:
         if failure.errno not in _FULL:  # else there may be space for later ones
-            _abandon(sys.stderr)
-
-
-def settle() -> None:
-    """Flush both for the last time: a failure of Python's own flush would change the exit code."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # stdout may be closed
-        try:
-            stream.flush()
-        except OSError:
-            _abandon(stream)
-
-
-def _abandon(stream: TextIO) -> None:
-    """Let a stream that cannot be written write to nowhere, also when Python flushes it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+            abandon(sys.stderr)
 
 
 def dump(fields: Mapping[str, object]) -> None:

@@ -40,7 +40,7 @@ def test_names_of_commands_complete_without_their_modules(line: str, offered: st
     ours = {each for each in imported if each.startswith("meshllm.")}
     assert ours == {
         "meshllm.cli", "meshllm.cli.app", "meshllm.cli.shared", "meshllm.cli.shared.deferred",
-        "meshllm.errors",
+        "meshllm.cli.terminal", "meshllm.cli.terminal.streams", "meshllm.errors",
     }  # fmt: skip
     assert "pydantic" not in imported
 
