@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from meshllm import __version__
 from meshllm.cli.shared.deferred import DeferredCommand, keep_values
-from meshllm.cli.terminal.streams import open_closed, settle
+from meshllm.cli.terminal.streams import flush_last, open_closed
 from meshllm.errors import MeshError, OutOfMemory, UserError
 
 EXAMPLES = """\b
@@ -170,7 +170,7 @@ def main() -> None:
         os.write(2, b"error: Not enough memory\nhint: free memory, or raise its limit\n")
         sys.exit(OutOfMemory.exit_code)
     finally:
-        settle()
+        flush_last()
 
 
 def _print_version(everything: bool) -> None:

@@ -18,7 +18,7 @@ there are no more of these than ranks, and a chunk gets the time that steps leav
 merges them computes the rows of both together.
 
 Ranks on one machine share the bandwidth of its memory, so that steps take longer while other ranks
-compute too. Sessions do not travel otherwise for that: G stays that of separate machines.
+compute too. That does not change how sessions travel: G is chosen as for separate machines.
 """
 
 from collections.abc import Callable, Sequence

@@ -95,6 +95,7 @@ def node(
     send it. It prints a ticket and the command for the next machine to stdout, unless it knows all
     `--members`, and logs to stderr. The first Ctrl-C or SIGTERM lets the other nodes take its
     layers over, finishes the requests of its clients and leaves the mesh; the second exits at once.
+    The end of its terminal does the same as the first, unless `nohup` started it.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})

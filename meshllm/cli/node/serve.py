@@ -59,7 +59,8 @@ def serve(
     The node running on this machine answers, and this command only opens its door; without one it
     runs a node as `meshllm node` does. stdout is the URL, the variables of OpenAI's clients and a
     `curl` command. On a loopback address no key is needed. On any other every request needs one of
-    `meshllm key create`, or of `--key-file`. Ctrl-C or SIGTERM closes the door.
+    `meshllm key create`, or of `--key-file`. Ctrl-C, SIGTERM or the
+    end of its terminal closes the door.
 
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self, TextIO
 
 from meshllm.cli.terminal.markdown import MarkdownStream
-from meshllm.cli.terminal.streams import abandon
+from meshllm.cli.terminal.streams import discard
 from meshllm.cli.terminal.wrap import Wrap
 from meshllm.errors import MeshError
 from meshllm.request import Answer, HopReport
@@ -38,7 +38,7 @@ def out(text: str, end: str = "\n") -> None:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as failure:
-        abandon(sys.stdout)
+        discard(sys.stdout)
         if isinstance(failure, BrokenPipeError):
             raise SystemExit(_BROKEN_PIPE) from None
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
@@ -89,7 +89,7 @@ def talk(text: str, end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError as failure:
         if failure.errno not in _FULL:  # else there may be space for later ones
-            abandon(sys.stderr)
+            discard(sys.stderr)
 
 
 def dump(fields: Mapping[str, object]) -> None:

@@ -1,4 +1,7 @@
-"""Standard streams that are closed, broken or full; imports nothing, as completion needs it."""
+"""Standard streams that are closed, broken or full.
+
+It imports nothing of ours: completion, which must be fast, needs it.
+"""
 
 import os
 import sys
@@ -18,16 +21,16 @@ def open_closed() -> None:
         sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
 
 
-def settle() -> None:
+def flush_last() -> None:
     """Flush both for the last time: a failure of Python's own flush would change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # stdout may be closed
         try:
             stream.flush()
         except OSError:
-            abandon(stream)
+            discard(stream)
 
 
-def abandon(stream: TextIO) -> None:
+def discard(stream: TextIO) -> None:
     """Let a stream that cannot be written write to nowhere, also when Python flushes it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

@@ -19,6 +19,7 @@ from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime, arrive
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
+from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest, Token
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
@@ -183,13 +184,20 @@ def test_two_nodes_write_what_one_writes(world: World) -> None:
     run_virtual(main())
 
 
+@asynccontextmanager
+async def serving_alone(world: World) -> AsyncIterator[tuple[Place, EntryNode]]:
+    """Serve with a ring of one node; yield it and its entry."""
+    async with world.serving(A) as (a,):
+        world.follow(ALONE)
+        await until(lambda: at_work(a))
+        entry = a.runtime.entry
+        assert entry is not None
+        yield a, entry
+
+
 def test_the_prefill_pace_follows_the_latest_times(world: World) -> None:
     async def main() -> None:
-        async with world.serving(A) as (a,):
-            world.follow(ALONE)
-            await until(lambda: at_work(a))
-            entry = a.runtime.entry
-            assert entry is not None
+        async with serving_alone(world) as (a, entry):
             before = entry.pace(2000, 0)
             a.known = RingTimes((RankTimes(offer(A, 6, ms=100), 6.0, LinkSpeed(0.0)),), 0.0, 8)
             assert before == usual_pace(2000, 1)
@@ -260,11 +268,7 @@ def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(world: World)
 
 def test_a_ring_of_one_goes_on_with_less_memory(world: World) -> None:
     async def main() -> None:
-        async with world.serving(A) as (a,):
-            world.follow(ALONE)
-            await until(lambda: at_work(a))
-            entry = a.runtime.entry
-            assert entry is not None
+        async with serving_alone(world) as (a, entry):
             order = GenerationRequest(tuple(range(3, 30)), Sampling(), 6, lambda _: False)
             assert [out async for out in entry.generate(order)]
             assert entry.budget.kept_bytes
@@ -286,11 +290,7 @@ def test_a_ring_of_one_goes_on_with_less_memory(world: World) -> None:
 
 def test_a_ring_of_one_forms_again_with_less_memory_than_its_answers_need(world: World) -> None:
     async def main() -> None:
-        async with world.serving(A) as (a,):
-            world.follow(ALONE)
-            await until(lambda: at_work(a))
-            entry = a.runtime.entry
-            assert entry is not None
+        async with serving_alone(world) as (a, entry):
             order = GenerationRequest((3, 1, 4, 1, 5), Sampling(), 99, lambda _: False)
             outputs = entry.generate(order)
             await anext(outputs)
