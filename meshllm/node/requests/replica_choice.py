@@ -6,8 +6,9 @@ Requests that begin alike go to the same ring, whose prefix cache has their begi
 that this node has not seen goes to one of the least busy rings; rendezvous hashing ranks those, so
 that other nodes are likely to choose the same one. Later requests follow, to where the last one
 went, while that ring has less than `MARGIN` requests of this node more in progress than the least
-busy one. A node counts its own requests only, which is exact where one node is the door, and close
-where the doors are used alike.
+busy one. That grows with the requests of the least busy ring, up to twice as many: where all rings
+have a queue, a move gains less time than computing the beginning again takes. A node counts its own
+requests only, which is exact where one node is the door, and close where the doors are used alike.
 
 A request counts as often as the ring is slower than the fastest, by the time per step in its best
 answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
@@ -104,10 +105,10 @@ class ReplicaChoice:
             return (busy[entry] + 1 - fewer) * slowness[entry], own * slowness[entry]
 
         def is_busier(entry: RingEntry) -> bool:
-            shared, own = load(entry, MARGIN)
+            shared, own = load(entry, MARGIN + min(MARGIN, quietest))
             return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
-        least = min(map(load, others))
+        least, quietest = min(map(load, others)), min(self._active[entry] for entry in others)
         chosen = self._known.pop(beginning, None)
         if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)

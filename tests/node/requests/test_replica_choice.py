@@ -199,6 +199,21 @@ def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
         assert choice.choose(RINGS, request, Tried()) != first
 
 
+@pytest.mark.parametrize("others", [0, 1, MARGIN, 3 * MARGIN])
+def test_a_chat_stays_longer_where_all_rings_are_busy(others: int) -> None:
+    choice, request = ReplicaChoice(Clock()), Request(raw="hello")
+    first = choice.choose(RINGS, request, Tried())
+    stays = others + MARGIN + min(MARGIN, others)  # fewer requests than its ring has
+    with ExitStack() as stack:
+        for entry in RINGS:
+            for _ in range(stays - 1 if entry == first else others):
+                stack.enter_context(choice.asking(entry, Tried()))
+        assert choice.choose(RINGS, request, Tried()) == first
+
+        stack.enter_context(choice.asking(first, Tried()))
+        assert choice.choose(RINGS, request, Tried()) != first
+
+
 def test_the_times_of_few_rings_are_kept() -> None:
     choice = ReplicaChoice(Clock())
     for number in range(MAX_TIMED + 1):
