@@ -27,10 +27,10 @@ LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
 OPEN_S = 5.0
 """Timeout of the handshake."""
-REFUSED_S = 0.1
+REFUSED_S = 0.04
 REFUSED_ROUNDS = 3
-"""Rounds of at least so many seconds, each with a PING, that a peer has to answer once its host
-refuses a datagram. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose
+"""Rounds of at least so many seconds, and two round trips, each with a PING, that a peer has to
+answer once its host refuses a datagram: its acknowledgement may be delayed by 25 ms. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose
 peer sends anything in that time. More than one proves no more, and hosts send few per second."""
 TICK_S = 1e-6
 GRACE_S = 0.5
@@ -151,7 +151,7 @@ class Connection:
 
     def _begin_round(self, now: float) -> None:
         self._rounds += 1
-        self._round_end = now + max(REFUSED_S, 3 * (self.machine.round_trip_s or 0.0))
+        self._round_end = now + max(REFUSED_S, 2 * (self.machine.round_trip_s or 0.0))
         self.machine.send_ping(0)
         self.transmit_soon()
 

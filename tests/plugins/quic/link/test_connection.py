@@ -16,6 +16,7 @@ from meshllm_quic.link.connection import (
     OPEN_S,
     REFUSED,
     REFUSED_ROUNDS,
+    REFUSED_S,
     Connection,
 )
 from meshllm_quic.link.listener import QuicListener
@@ -165,6 +166,27 @@ async def test_after_a_stop_a_refusal_is_checked_again(*, is_there: bool) -> Non
             with pytest.raises(LinkLost, match="Nobody listens"):
                 async with asyncio.timeout(1.0):
                     await one.receive()
+
+
+@virtual
+async def test_a_refusal_and_silence_for_some_round_trips_end_a_link() -> None:
+    async with street() as here:
+        one, _other = await here.meet()
+        connection = one._wire
+        assert isinstance(connection, Connection)
+        await asyncio.sleep(1.0)  # nothing is under way
+        here.far.stop()
+        now = asyncio.get_running_loop().time
+
+        refused_at = now()
+        connection.refused(refused_at)
+        with pytest.raises(LinkLost, match="Nobody listens"):
+            await one.receive()
+
+        round_trip_s = connection.machine.round_trip_s
+        assert round_trip_s
+        most_s = REFUSED_ROUNDS * max(REFUSED_S, 2 * round_trip_s)
+        assert now() - refused_at == pytest.approx(most_s, abs=0.01)
 
 
 @virtual
