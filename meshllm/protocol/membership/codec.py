@@ -241,13 +241,14 @@ def decode(buffer: Buffer) -> Message:
 
 def batches(items: list[Item]) -> list[Items]:
     """Pack items, in order, into as few messages as the limits allow."""
-    messages, batch, size = [], list[Item](), 0
+    messages, batch, size = [], list[Item](), _COUNT.size
     for item in items:
-        size += len(item.encode()) + 2
-        if size > MAX_ITEMS_BYTES or len(batch) == MAX_ITEMS:
+        length = len(sized(item.encode()))
+        if size + length > MAX_ITEMS_BYTES or len(batch) == MAX_ITEMS:
             messages.append(Items(tuple(batch)))
-            batch, size = [], len(item.encode()) + 2
+            batch, size = [], _COUNT.size
         batch.append(item)
+        size += length
     return [*messages, Items(tuple(batch))] if batch else messages
 
 

@@ -166,6 +166,20 @@ def test_long_items_go_into_messages_within_the_limits() -> None:
     assert [decode(encode(message)) for message in messages] == messages
 
 
+@pytest.mark.parametrize("spare", [-1, 0, 1, 2, 3])
+def test_items_that_fill_a_message_to_the_last_byte_are_read(spare: int) -> None:
+    head = len(replace(ITEM, payload=b"").encode()) + 2
+    each = (MAX_ITEMS_BYTES - 2) // 16
+    items = [replace(ITEM, payload=bytes(each - head))] * 15
+    last = MAX_ITEMS_BYTES - 2 - 15 * each - head - spare
+    items.append(replace(ITEM, payload=bytes(last)))
+
+    messages = batches(items)
+
+    assert len(messages) == (1 if spare >= 0 else 2)
+    assert [decode(encode(message)) for message in messages] == messages
+
+
 def test_a_time_of_day_beyond_the_year_9999_is_refused() -> None:
     last = MeshBeat(5, 4, 12, MAX_WALL_MS, bytes(8))
     data = bytearray(encode(replace(last, wall_ms=0)))
