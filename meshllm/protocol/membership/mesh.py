@@ -291,10 +291,8 @@ class Mesh:
 
     def _beat(self, now: float) -> list[Action]:
         self._beat_due = now + BEAT
-        for peer, contact in self.links.items():
+        for contact in self.links.values():
             contact.refill(BEAT)
-            if now >= contact.since + STABLE:
-                self._dials.reset(peer)
         self._is_changed |= bool(self._replica.watch(now))
         expelled = self._expel(now) if self._wall_s >= self._next_expiry_s else []
         digest = self._replica.digest

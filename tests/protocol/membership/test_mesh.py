@@ -41,7 +41,8 @@ from meshllm.protocol.membership.link_table import (
     SILENCE,
 )
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
-from meshllm.protocol.membership.records import Lifecycle, StateRecord
+from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, StateRecord
+from meshllm.protocol.membership.redial import BACKOFF
 from meshllm.protocol.trust.credential import ClientLimits, Role, issue, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.identity import NodeKey
@@ -736,6 +737,23 @@ def test_a_link_that_lasted_is_dialled_at_once_when_it_is_lost() -> None:
     assert [dial.peer for dial in only(tick(node, 3.0 + STABLE), Dial)] == [LAST.node]
 
 
+def test_a_link_that_did_not_last_is_dialled_after_a_backoff() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.0)
+    node.unlinked(LAST.node, 2.0)
+    tick(node, 2.0)  # dials
+    link(node, LAST, 3.0)
+    for now in (4.0, 5.0, 6.0, 7.0):
+        node.receive(LAST.node, MeshBeat(5, 0, 0, 0, bytes(8)), now)
+        tick(node, now)
+
+    node.unlinked(LAST.node, 7.0)
+    soon, later = (only(tick(node, now), Dial) for now in (7.0, 7.0 + 2 * BACKOFF))
+
+    assert soon == []
+    assert [dial.peer for dial in later] == [LAST.node]
+
+
 def test_hosts_returns_the_chain_of_inviters() -> None:
     node = linked(FOUNDER, LAST)
     for key in (FOUNDER, LAST):
@@ -779,6 +797,18 @@ def test_a_membership_that_expires_ends_the_link() -> None:
     assert only(early, Drop) == []
     assert only(late, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert LAST.node not in node.profiles
+
+
+def test_a_ticket_that_expires_ends_the_link_of_a_client() -> None:
+    node, until = linked(FOUNDER), int(WALL) + DAY
+    shown = issue(FOUNDER, CREDENTIALS[FOUNDER.node], CLIENT.node, Role.CLIENT, until)
+    node.linked(CLIENT.node, 1, shown, dialled=False, now=1.2)
+
+    early = tick(node, 1.6, until - 1)
+    late = tick(node, 1.6 + BEAT, until)
+
+    assert only(early, Drop) == []
+    assert only(late, Drop) == [Drop(CLIENT.node, CloseReason.REMOVED)]
 
 
 def test_leaving_is_published_and_closes_all_links() -> None:
@@ -844,6 +874,19 @@ def test_lasting_items_are_restored() -> None:
     assert mesh().author is None
 
 
+def test_saved_items_count_though_the_last_is_known_already() -> None:
+    node, again = linked(LAST), mesh(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), removal(CLIENT))), 1.2)
+    removed, charter = node.lasting
+    again.restore([removed], 2.0)
+    before = again.digest
+
+    again.restore([charter, removed], 2.0)
+
+    assert again.charter == CHARTER
+    assert again.digest != before
+
+
 def test_nodes_with_the_same_items_have_the_same_digest() -> None:
     node, other = mesh(MIDDLE), mesh(LAST)
     assert node.digest != other.digest
@@ -875,6 +918,23 @@ def test_an_obstacle_is_published_and_withdrawn() -> None:
     assert [item.kind for item in items(ends, LAST)] == [Kind.STATE]
     assert node.states[MIDDLE.node].obstacle == ""
     assert node.charter == CHARTER
+
+
+def test_a_long_obstacle_is_cut_between_characters() -> None:
+    policies = ["\N{SNOWMAN}" * 400, "x" + "\N{SNOWMAN}" * 400]
+    asks = [Amendments((Term("policy", at, name),), at) for at, name in enumerate(policies, 1)]
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 2.0)
+
+    published = []
+    for ask in asks:
+        node.receive(LAST.node, Items((sign(FOUNDER, ask),)), 3.0)
+        published.append(node.states[MIDDLE.node].obstacle)
+
+    sizes = {len(each.encode()) for each in published}
+    assert all(each.endswith("\N{SNOWMAN}") for each in published)
+    assert sizes <= {MAX_OBSTACLE_BYTES - cut for cut in range(3)}
+    assert len(sizes) > 1
 
 
 def test_only_changed_terms_of_a_charter_are_published() -> None:
