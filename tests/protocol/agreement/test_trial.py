@@ -96,6 +96,15 @@ def test_before_anything_can_be_planned_it_is_busy() -> None:
 
 @pytest.mark.parametrize(
     "terms",
+    [TrialTerms(members=MAX_LAYERS), TrialTerms(memory_bytes={A: MAX_MEMORY_BYTES, B: 0})],
+    ids=["members", "memory"],
+)
+def test_a_term_at_its_limit_is_tried(terms: TrialTerms) -> None:
+    assert try_out(WORLD.agree(), terms).plan
+
+
+@pytest.mark.parametrize(
+    "terms",
     [
         TrialTerms(policy="luck"),
         TrialTerms(members=-1),

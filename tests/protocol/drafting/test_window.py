@@ -11,6 +11,7 @@ from meshllm.protocol.drafting.window import (
     GUESSES,
     MAX_CONFIDENCE,
     MAX_DEPTH,
+    Acceptance,
     DrafterStats,
     Lookahead,
     StepTimes,
@@ -55,12 +56,32 @@ def test_unmeasured_step_times_are_interpolated_and_extrapolated() -> None:
     assert 0.15 < times(r9=0.2).of(1) < 0.19
 
 
-def test_one_slow_step_changes_little() -> None:
+def test_the_nearest_measurements_count() -> None:
+    table = times(r1=0.1, r9=0.2, r17=0.5)
+
+    assert table.of(5) == pytest.approx(0.15)
+    assert table.of(13) == pytest.approx(0.35)
+    assert table.of(33) == pytest.approx(1.1)
+    assert times(r9=0.2, r17=0.1).of(33) == pytest.approx(0.1)
+
+
+def test_a_single_measurement_is_scaled_by_the_prior() -> None:
+    one_by_one = StepTimes(together=False)
+    one_by_one.note(4, 0.4)
+
+    assert times(r9=0.2).of(17) == pytest.approx(0.2 * (1 + 8 * 0.02))
+    assert times(r9=0.2).of(1) == pytest.approx(0.2 / (1 + 8 * 0.02))
+    assert [one_by_one.of(rows) for rows in (1, 4, 6)] == pytest.approx([0.1, 0.4, 1.2])
+    assert StepTimes().of(1) == 1.0
+
+
+@pytest.mark.parametrize(("odd", "after"), [(100.0, 0.12), (0.001, 0.09), (0.15, 0.11)])
+def test_one_odd_step_changes_little(odd: float, after: float) -> None:
     table = times(r1=0.1)
 
-    table.note(1, 100.0)
+    table.note(1, odd)
 
-    assert table.of(1) < 0.13
+    assert table.of(1) == pytest.approx(after)
 
 
 def test_a_ring_that_becomes_slower_is_noticed() -> None:
@@ -98,6 +119,52 @@ def test_old_step_times_are_dropped() -> None:
     assert table.of(9) < 0.28
     assert table.of(5) == 0.26
     assert table.of(1) == 0.25
+
+
+def test_acceptance_starts_with_a_prior_and_old_drafts_fade() -> None:
+    ring = Acceptance()
+    assert [ring.rate(each) for each in range(MAX_CONFIDENCE + 1)] == [0.3, 0.5, 0.7, 0.8]
+
+    ring.note(2, 3, 2)
+
+    assert ring.rate(2) == pytest.approx((0.7 * 0.95**3 + 2) / (0.95**3 + 3))
+    assert ring.rate(1) == 0.5
+
+
+def test_a_session_starts_with_the_rates_of_its_ring_and_soon_follows_its_own() -> None:
+    ring = Acceptance()
+    for _ in range(9):
+        ring.note(2, 4, 1)
+    own = Acceptance(ring)
+    few = Acceptance(Acceptance())
+    before = own.rate(2)
+
+    own.note(2, 4, 4)
+    few.note(2, 4, 4)
+
+    # As if two draft tokens had been tried, or one if the ring knows nothing yet.
+    assert before == ring.rate(2)
+    assert own.rate(2) == pytest.approx((2 * before * 0.9**4 + 4) / (2 * 0.9**4 + 4))
+    assert few.rate(2) == pytest.approx((0.7 * 0.9**4 + 4) / (0.9**4 + 4))
+
+
+def test_the_time_of_a_draft_token_is_a_mean_in_which_old_queries_fade() -> None:
+    ring = DrafterStats()
+    assert ring.token_s == 0.0
+
+    ring.note_query(4, 0.049)
+    ring.note_query(0, 0.010)
+
+    assert ring.token_s == pytest.approx((0.049 * 0.9 + 0.010) / ((0.9 + 4) * 0.9))
+
+
+def test_queries_that_gave_nothing_count_as_one_token_at_least() -> None:
+    ring = DrafterStats()
+
+    for _ in range(3):
+        ring.note_query(0, 0.010)
+
+    assert ring.token_s == pytest.approx(0.010 * (1 + 0.9 + 0.81))
 
 
 def test_good_drafts_in_a_slow_ring_are_long() -> None:
@@ -358,8 +425,65 @@ def test_pipelined_times_decay_to_their_prior() -> None:
     for _ in range(300):
         table.note(17, 0.320)
 
-    assert before > (3 * table.first(17), 1.5 * table.interval(17))
+    assert before[0] > 3 * table.first(17)
+    assert before[1] > 1.5 * table.interval(17)
     assert certain(table).choose(2, 999, depth=8).depth > 1
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_the_prior_of_pipelined_times_is_a_trip_and_its_share_of_a_rank(ring: int) -> None:
+    table = StepTimes(ring=ring)
+    table.note(17, 0.320)
+    unmeasured = table.first(17), table.interval(17)
+    for _ in range(5):
+        table.note_interval(17, 0.320)
+        table.note_first(17, 3.0)
+
+    for _ in range(2000):
+        table.note(17, 0.320)
+
+    assert unmeasured == pytest.approx((0.320, 0.320 / ring))
+    assert (table.first(17), table.interval(17)) == pytest.approx(unmeasured, rel=1e-3)
+
+
+def endless(table: StepTimes) -> Lookahead:
+    """Return a chooser that saw so many accepted drafts that its rate is at the limit, 0.99."""
+    lookahead = Lookahead(table)
+    for _ in range(200):
+        lookahead.note(2, 16, 16)
+    return lookahead
+
+
+def seconds_of_a_run(depth: int, first: float, interval: float, *, trip: float = 0.320) -> float:
+    """Return the seconds until the first rejection, as the module explains, at a rate of 0.99."""
+    further = 0.99**17 / (1 - 0.99**17)
+    if depth == 1:
+        return trip * (1 + further)
+    interval += (first - trip) / (depth - 1)
+    return first + max(interval, first / depth) * further + interval
+
+
+@pytest.mark.parametrize("interval", [0.236, 0.245])
+def test_several_steps_must_be_a_tenth_faster_than_one(interval: float) -> None:
+    table = times(**LONG)
+    table.note_interval(17, interval)
+
+    chosen = endless(table).choose(2, 999, depth=8)
+
+    several = seconds_of_a_run(2, 0.320, interval)
+    assert (chosen.depth > 1) == (1.1 * several < seconds_of_a_run(1, 0, 0)) == (interval < 0.24)
+
+
+@pytest.mark.parametrize("first", [0.900, 1.000])
+def test_what_delays_the_first_step_is_work_on_the_others(first: float) -> None:
+    table = times(**LONG)
+    table.note_interval(17, 0.050)
+    table.note_first(17, first)
+
+    chosen = endless(table).choose(2, 999, depth=8)
+
+    several = seconds_of_a_run(8, first, 0.050)
+    assert (chosen.depth > 1) == (1.1 * several < seconds_of_a_run(1, 0, 0)) == (first < 0.95)
 
 
 def test_croppable_positions_limit_all_drafts_in_flight() -> None:

@@ -15,9 +15,12 @@ from meshllm.names import Digest, NodeId, Quant, short
 from meshllm.protocol.binary import RECORD_VERSION
 from meshllm.protocol.membership import charter as charter_module
 from meshllm.protocol.membership.charter import (
+    MAX_ALIAS_BYTES,
     MAX_KINDS,
     MAX_MODEL_BYTES,
+    MAX_REPLICAS,
     MAX_SERVED,
+    MAX_SESSIONS,
     MAX_STEP,
     MAX_TERMS,
     MAX_VERSION,
@@ -180,6 +183,23 @@ def test_an_invalid_term_is_refused(term: tuple[str, int, str]) -> None:
         Amendments.decode(terms(term).encode())
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("members", ["0", "1", f"{MAX_MEMBERS}"]),
+        ("sessions", ["1", f"{MAX_SESSIONS}"]),
+        ("context", ["1", f"{MAX_POSITION}"]),
+        ("replicas", ["1", f"{MAX_REPLICAS}"]),
+        ("exclude", ["", "00" * 32 * MAX_MEMBERS]),
+        ("aliases", ["", "a", ",".join(letter * MAX_ALIAS_BYTES for letter in "abcd")]),
+    ],
+)
+def test_a_term_at_its_limits_is_accepted(name: str, values: list[str]) -> None:
+    for value in values:
+        said = terms((name, 1, value))
+        assert Amendments.decode(said.encode()) == said
+
+
 def test_duplicate_terms_and_too_many_terms_are_refused() -> None:
     twice = Amendments((Term("members", 1, "1"), Term("members", 2, "2")))
     many = terms(*((f"term {number}", 1, "") for number in range(MAX_TERMS + 1)))
@@ -314,6 +334,16 @@ def test_all_models_of_one_author_fit_into_an_item() -> None:
     assert len(said.encode()) < MAX_ITEM_BYTES - 1024
 
 
+def test_a_model_with_the_most_kinds_of_layers_is_described() -> None:
+    layers, caches = tuple(range(1, MAX_KINDS + 1)), (9,) * MAX_KINDS
+    wanted = model(1, shape=replace(SHAPE, layer_bytes=layers, kv_bytes_per_token=caches))
+
+    said = amend(serving(wanted), CHARTER, A, {})
+
+    assert said is not None
+    assert merge(CHARTER, {A: Amendments.decode(said.encode())}).models == (wanted,)
+
+
 def test_a_model_that_is_too_large_to_describe_is_left_out() -> None:
     shape = replace(
         SHAPE, layer_bytes=tuple(range(1, MAX_KINDS + 2)), kv_bytes_per_token=(9,) * (MAX_KINDS + 1)
@@ -329,8 +359,10 @@ def test_a_node_does_not_set_more_terms_than_others_accept() -> None:
     # Terms of later versions that say nothing are not needed.
     assert amend(serving(model(1)), merge(CHARTER, found), A, found) is not None
 
-    found = {A: terms(*((f"tariff {number}", 1, "x") for number in range(MAX_TERMS)))}
-    assert amend(serving(model(1)), merge(CHARTER, found), A, found) is None
+    for count, is_said in ((MAX_TERMS - 1, True), (MAX_TERMS, False)):
+        found = {A: terms(*((f"tariff {number}", 1, "x") for number in range(count)))}
+        said = amend(serving(model(1)), merge(CHARTER, found), A, found)
+        assert (said is not None) is is_said
 
 
 @pytest.mark.parametrize("word", ["bfloat16", "none", "auto"])

@@ -19,7 +19,18 @@ from meshllm.protocol.membership.gossip import (
     digest,
     summarise,
 )
-from tests.builders.identities import CHARTER, FOUNDER, LAST, MESH, MIDDLE, PROFILE, STATE, sign
+from meshllm.protocol.trust.credential import remove
+from tests.builders.identities import (
+    CHARTER,
+    FOUNDER,
+    LAST,
+    MESH,
+    MIDDLE,
+    PROFILE,
+    STATE,
+    WALL,
+    sign,
+)
 from tests.property.mesh_strategies import items
 
 ITEM = sign(FOUNDER, STATE)
@@ -91,6 +102,18 @@ def test_of_two_charters_of_one_version_the_higher_author_is_kept() -> None:
     assert store.is_news(sign(FOUNDER, replace(CHARTER, version=2)))
 
 
+def test_of_two_removals_by_one_author_the_one_that_spares_fewer_is_kept() -> None:
+    harsh, mild = (
+        sign(MIDDLE, remove(MIDDLE, MESH, LAST.node, int(WALL), spared))
+        for spared in ((), (FOUNDER.node,))
+    )
+
+    for kept, other in ((harsh, mild), (mild, harsh)):
+        store = ItemStore()
+        store.keep(kept)
+        assert store.is_news(other) is (other is harsh)
+
+
 def test_an_item_is_no_news_to_a_store_that_keeps_it() -> None:
     store = ItemStore()
     store.keep(ITEM)
@@ -125,6 +148,14 @@ def test_comparing_finds_what_each_side_lacks() -> None:
     assert wanted == (theirs.slot,)
     assert back == [theirs]
     assert set(asked) == {newer.slot, mine.slot}
+
+
+def test_a_removal_that_only_one_side_has_is_found() -> None:
+    removal = sign(FOUNDER, remove(FOUNDER, MESH, LAST.node, int(WALL)))
+    assert (removal.incarnation, removal.seq) == (0, 0)  # the least count of an item
+
+    assert compare({removal.slot: removal}, ()) == ([removal], ())
+    assert compare({}, summarise([removal])) == ([], (removal.slot,))
 
 
 def test_two_items_of_equal_count_are_exchanged_both_ways() -> None:

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from meshllm.errors import PeerFault
 from meshllm.names import GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.membership.records import (
+    DIGEST_PART_BYTES,
+    ENDS,
     KEY_TAG_BYTES,
+    MACHINE_BYTES,
     MAX_ADDRESS_BYTES,
     MAX_ADDRESSES,
     MAX_BYTES,
     MAX_CONTEXT,
+    MAX_COSTS,
+    MAX_HELD,
     MAX_LABEL_BYTES,
     MAX_LAYERS,
     MAX_MEMBERS,
@@ -25,6 +30,8 @@ from meshllm.protocol.membership.records import (
     MAX_REVOKED,
     MAX_RINGS,
     MAX_ROUND_TRIP_US,
+    MAX_ROWS,
+    MIN_SECONDS,
     Lifecycle,
     ModelOffer,
     Profile,
@@ -207,6 +214,70 @@ def test_an_unknown_lifecycle_is_other(code: int) -> None:
 def test_a_profile_beyond_a_limit_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(PeerFault):
         Profile.decode(replace(PROFILE, **fields).encode())
+
+
+def test_a_profile_at_every_limit_is_read() -> None:
+    costs = (
+        (1, MIN_SECONDS),
+        *((MAX_ROWS - at, MAX_SECONDS) for at in range(MAX_COSTS - 2, -1, -1)),
+    )
+    manifest = (bytes(DIGEST_PART_BYTES),) * (MAX_LAYERS + ENDS)
+    most = Profile(
+        "n" * MAX_LABEL_BYTES,
+        "v" * MAX_LABEL_BYTES,
+        ("a" * MAX_ADDRESS_BYTES,) * MAX_ADDRESSES,
+        MAX_BYTES,
+        costs,
+        MAX_SECONDS,
+        MAX_BYTES,
+        Span(MAX_LAYERS - 1, MAX_LAYERS),
+        "m" * MAX_NAME_BYTES,
+        manifest,
+        bytes(MACHINE_BYTES),
+        (ModelKey(bytes(8)),) * MAX_HELD,
+        (bytes(KEY_TAG_BYTES),) * MAX_REVOKED,
+        is_exact=True,
+        shares=tuple(
+            RingShare(GroupId(bytes([at]) * 9), MAX_BYTES >> 3, costs, MAX_SECONDS, "m", manifest)
+            for at in range(MAX_RINGS - 1)
+        ),
+    )
+
+    assert len(costs) == MAX_COSTS
+    assert Profile.decode(most.encode()) == most
+
+
+def test_a_state_at_every_limit_is_read() -> None:
+    most = StateRecord(
+        links=((A, MAX_ROUND_TRIP_US),) * MAX_MEMBERS,
+        followed=bytes(MAX_PLAN_BYTES),
+        obstacle="o" * MAX_OBSTACLE_BYTES,
+        faulty=(A,) * MAX_MEMBERS,
+        offers=(ModelOffer("m" * MAX_NAME_BYTES, "p" * MAX_LABEL_BYTES, MAX_CONTEXT),) * MAX_OFFERS,
+        group=GroupId(bytes(9)),
+        used=(ModelKey(bytes(8)),) * MAX_HELD,
+        prepared=bytes(32),
+        further=tuple(
+            RingMembership(
+                GroupId(bytes([at]) * 9),
+                bytes(MAX_PLAN_BYTES),
+                obstacle="o" * MAX_OBSTACLE_BYTES,
+                prepared=bytes(32),
+            )
+            for at in range(1, MAX_RINGS)
+        ),
+    )
+
+    assert StateRecord.decode(most.encode()) == most
+
+
+@pytest.mark.parametrize("place", [-1, -2])
+def test_an_invalid_flag_of_a_further_ring_is_refused(place: int) -> None:
+    data = bytearray(replace(STATE, further=(RingMembership(ONE),)).encode())
+    data[place] = 2
+
+    with pytest.raises(PeerFault, match="2 for a flag"):
+        StateRecord.decode(bytes(data))
 
 
 def test_a_reversed_span_is_refused() -> None:

@@ -7,6 +7,8 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import (
     MAX_EPOCH,
+    MAX_NAME_BYTES,
+    MAX_SECONDS,
     Ends,
     Links,
     LinkSpeed,
@@ -123,6 +125,20 @@ def test_rank_is_the_place_in_the_ring() -> None:
 def test_spans_follow_each_other_over_distinct_nodes(ends: Ends, stages: list[PlanStage]) -> None:
     with pytest.raises(UserError):
         Plan(1, "tiny", ends, tuple(stages), (Standby(C, ""),))
+
+
+def test_a_plan_at_its_limits_comes_back_from_its_bytes() -> None:
+    stages = tuple(PlanStage(node(at), Span(at, at + 1)) for at in range(MAX_RANKS))
+    most = Plan(MAX_EPOCH, "m" * MAX_NAME_BYTES, Ends.ENTRY, stages, (Standby(C, ""),))
+
+    assert Plan.decode(most.encode()) == most
+    assert most.layers == MAX_RANKS
+
+
+@pytest.mark.parametrize("seconds", [0.0, MAX_SECONDS])
+def test_times_at_their_limits_are_accepted(seconds: float) -> None:
+    assert LinkSpeed(seconds).seconds(9) == seconds
+    assert Offer(A, 1, ((1, MAX_SECONDS),), seconds).head_s == seconds
 
 
 def test_a_long_name_is_refused() -> None:

@@ -1,4 +1,7 @@
-from itertools import permutations
+import random
+from itertools import combinations, permutations
+
+import pytest
 
 from meshllm.protocol.planning.tours import all_tours, length, short_tour, shortest_tours
 
@@ -39,6 +42,23 @@ def test_a_short_tour_has_no_crossing() -> None:
     assert sorted(tour) == list(range(7))
     assert tour[0] == 0
     assert length(WAYS, tour) == 28
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_no_reversal_shortens_a_short_tour(is_symmetric: bool) -> None:
+    drawn = random.Random(7)
+    for places in (2, 3, 4, 5, 8, 11):
+        costs = [[drawn.randrange(1, 100) for _ in range(places)] for _ in range(places)]
+        if is_symmetric:
+            costs = [[costs[min(a, b)][max(a, b)] for b in range(places)] for a in range(places)]
+
+        tour = short_tour(costs, 0, range(1, places))
+
+        assert sorted(tour) == list(range(places))
+        assert tour[0] == 0
+        for low, high in combinations(range(1, places + 1), 2):
+            other = (*tour[:low], *reversed(tour[low:high]), *tour[high:])
+            assert length(costs, tour) <= length(costs, other), (tour, low, high)
 
 
 def test_two_opt_repairs_a_bad_insertion() -> None:

@@ -7,7 +7,15 @@ import pytest
 from meshllm.errors import PeerFault
 from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.protocol.session.blob import seal, session_key
-from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS, MAX_TEXT, decode, encode, size
+from meshllm.protocol.session.codec import (
+    MAX_LAYERS,
+    MAX_POSITION,
+    MAX_ROWS,
+    MAX_TEXT,
+    decode,
+    encode,
+    size,
+)
 from meshllm.protocol.session.messages import (
     MAX_RANKS,
     Beat,
@@ -166,6 +174,28 @@ def test_another_version_is_refused_with_a_hint() -> None:
 def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> None:
     with pytest.raises(PeerFault, match=words):
         decode(packed(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Data(SESSION, 0, 0, MAX_POSITION - MAX_ROWS, MAX_ROWS, Flags(0), None),
+        Data(SESSION, 0, 0, MAX_POSITION - 1, 1, Flags(0), None),
+        Gap(SESSION, 0, 0, 0),
+        Gap(SESSION, 0, 0, MAX_POSITION),
+        Logits(SESSION, 0, 0, 0, BLOB),
+        Logits(SESSION, 0, 0, MAX_POSITION - 1, BLOB),
+        Resume(SESSION, 0, BASE, MAX_POSITION, whole=True, lost=(Span(0, MAX_LAYERS),) * MAX_RANKS),
+        Close(SESSION, 0, MAX_POSITION, (TALLY,) * MAX_RANKS),
+        Fault(SESSION, 0, FaultCode.MODEL, 1, "x" * MAX_TEXT),
+    ],
+    ids=[
+        *("rows", "position", "empty gap", "gap", "first logits", "logits"),
+        *("resume", "close", "fault"),
+    ],
+)
+def test_a_number_at_its_limit_is_read(message: Message) -> None:
+    assert decode(packed(message)) == message
 
 
 @pytest.mark.parametrize(

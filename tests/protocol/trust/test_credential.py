@@ -239,6 +239,14 @@ def test_bytes_beyond_the_limits_are_refused() -> None:
         Removal.decode(b"")
 
 
+def test_a_removal_that_spares_as_many_as_it_may_is_read() -> None:
+    spared = tuple(NodeId(number.to_bytes(32)) for number in range(MAX_SPARED))
+    removal = remove(A, MESH, B.node, NOW, spared)
+
+    assert Removal.decode(removal.encode()) == removal
+    assert removal.is_signed(MESH)
+
+
 LIMITED = issue(B, OF_B, D.node, Role.CLIENT, 0, LIMITS)
 
 
