@@ -1,6 +1,9 @@
 """The congestion controller on slow, lossy, changing links, on a virtual clock."""
 
 import math
+from collections import defaultdict
+from itertools import groupby
+from operator import itemgetter
 from statistics import quantiles
 
 import pytest
@@ -9,7 +12,16 @@ from aioquic.quic.packet_builder import QuicSentPacket
 from aioquic.quic.recovery import QuicPacketRecovery
 from aioquic.tls import Epoch
 
-from meshllm_quic.base.congestion import LEAST_PACKETS, NAME, START_PACKETS, Controller, reset_path
+from meshllm_quic.base.congestion import (
+    LATE_S,
+    LEAST_PACKETS,
+    NAME,
+    QUEUE_PACKETS,
+    START_PACKETS,
+    Controller,
+    Phase,
+    reset_path,
+)
 from tests.plugins.quic.pipe import End, Pipe, Shape
 
 KIB = 1024
@@ -219,6 +231,108 @@ def test_the_window_uses_the_shortest_round_trip_of_this_cycle_and_the_last() ->
     assert made.congestion_window > 1.3 * window
 
 
+def test_without_cycles_a_round_trip_counts_for_ten_to_twenty_seconds() -> None:
+    made, shortest = Controller(max_datagram_size=SIZE), []
+    for number, (now, seconds) in enumerate([(1.0, 0.04), (12.0, 0.06), (23.0, 0.06)]):
+        single = packet(number, now - seconds)
+        made.on_packet_sent(packet=single)
+        made.on_packet_acked(now=now, packet=single)
+        made.on_rtt_measurement(now=now, rtt=seconds)
+        shortest.append(made.round_trip_s)
+
+    assert shortest == [0.04, 0.04, 0.06]
+
+
+@pytest.mark.parametrize(("count", "is_full"), [(31, False), (32, True), (40, True)])
+def test_a_sender_that_fills_less_than_half_of_the_window_is_application_limited(
+    count: int, is_full: bool
+) -> None:
+    made = Controller(max_datagram_size=SIZE)
+    packets = [packet(number, 1.0) for number in range(count)]
+    assert START_PACKETS == 2 * 32
+
+    for each in packets:
+        made.on_packet_sent(packet=each)
+    for each in packets:
+        made.on_packet_acked(now=1.1, packet=each)
+
+    assert made.bytes_per_s == (pytest.approx(count * SIZE / 0.1) if is_full else None)
+
+
+@pytest.mark.parametrize(
+    ("count", "lost", "share"), [(59, 6, 1.0), (59, 7, 0.85), (48, 15, 1.0), (49, 15, 0.85)]
+)
+def test_loss_is_congestion_above_a_tenth_of_fifty_packets_or_more(
+    count: int, lost: int, share: float
+) -> None:
+    made = Controller(max_datagram_size=SIZE)
+    packets = [packet(number, 1.0) for number in range(count)]
+    following = [packet(number, 1.1) for number in range(count, count + 40)]
+
+    for each in packets:
+        made.on_packet_sent(packet=each)
+    made.on_packets_lost(now=1.1, packets=packets[:lost])
+    for each in packets[lost:]:
+        made.on_packet_acked(now=1.1, packet=each)
+    for each in following:
+        made.on_packet_sent(packet=each)
+    made.on_packet_acked(now=1.2, packet=following[0])  # ends the round of the others
+
+    assert made.bytes_per_s == pytest.approx(share * (count - lost) * SIZE / 0.1)
+
+
+def test_packets_that_were_sent_slowly_and_acknowledged_at_once_give_no_high_rate() -> None:
+    made = Controller(max_datagram_size=SIZE)
+    first, second, third = packet(1, 1.0), packet(2, 1.0), packet(3, 2.0)
+    for each in (first, second):
+        made.on_packet_sent(packet=each)
+    made.on_packet_acked(now=2.0, packet=first)
+    made.on_packet_sent(packet=third)
+
+    made.on_packet_acked(now=2.01, packet=second)
+    made.on_packet_acked(now=2.02, packet=third)
+
+    assert max(made._rates) == pytest.approx(2 * SIZE / 1.0)
+
+
+def test_cycles_of_cruise_probe_and_drain_follow_each_other() -> None:
+    link = Windows(12 * MB, 0.04)
+    rounds = []
+    for _ in range(400):
+        link.send(1)
+        rounds.append((link.made._phase, link.made.congestion_window))
+    runs = [(phase, [*found]) for phase, found in groupby(rounds, itemgetter(0))]
+    cycles = runs[1:-1]  # the last one may be cut off
+    lengths, windows = defaultdict[Phase, set[int]](set), defaultdict[Phase, set[int]](set)
+    for each, run in cycles:
+        lengths[each].add(len(run))
+        windows[each] |= {window for _, window in run}
+
+    assert runs[0][0] is Phase.STARTUP
+    assert [each for each, _ in cycles[:4]] == [Phase.DRAIN, Phase.CRUISE, Phase.PROBE, Phase.DRAIN]
+    assert (lengths[Phase.DRAIN], lengths[Phase.PROBE]) == ({1}, {2})
+    assert lengths[Phase.CRUISE] <= set(range(6, 11))
+    assert len(lengths[Phase.CRUISE]) > 1
+    in_flight = 12 * MB * 0.04
+    margin = 12 * MB * LATE_S + QUEUE_PACKETS * SIZE
+    for each, expected in (
+        (Phase.DRAIN, in_flight / 2),
+        (Phase.CRUISE, in_flight + margin),
+        (Phase.PROBE, 1.25 * in_flight + margin),
+    ):
+        assert windows[each]
+        assert all(window == pytest.approx(expected, rel=0.005) for window in windows[each])
+
+
+def test_a_slow_link_has_four_packets_in_flight_at_least() -> None:
+    link, windows = Windows(20_000, 0.04), []
+    for _ in range(150):
+        link.send(1)
+        windows.append(link.made.congestion_window)
+
+    assert min(windows) == LEAST_PACKETS * SIZE
+
+
 @pytest.mark.parametrize("size", [8 * KIB, 16 * KIB, 64 * KIB])
 def test_a_message_after_a_pause_is_sent_as_a_burst(size: int) -> None:
     pipe = Pipe(shape(20))
@@ -392,6 +506,8 @@ def test_persistent_congestion_restarts_with_the_minimum_window() -> None:
     assert made.bytes_in_flight == 0
 
 
-@pytest.mark.parametrize(("size", "window"), [(1200, 76_800), (16_000, 131_072)])
+@pytest.mark.parametrize(
+    ("size", "window"), [(1200, 76_800), (16_000, 131_072), (100_000, 200_000)]
+)
 def test_the_initial_window_is_limited_in_bytes(size: int, window: int) -> None:
     assert Controller(max_datagram_size=size).congestion_window == window

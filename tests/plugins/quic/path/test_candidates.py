@@ -45,6 +45,28 @@ def test_a_silent_address_is_probed_with_backoff_for_ten_seconds() -> None:
     assert 50 < len(times) <= MAX_PROBES
 
 
+def test_a_series_ends_with_its_most_probes() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True)
+    candidate.start(5.0)
+
+    for _ in range(MAX_PROBES - 1):
+        candidate.probe_sent(5.0)
+    before = candidate.due
+    candidate.probe_sent(5.0)
+
+    assert before is not None
+    assert candidate.due is None
+
+
+def test_the_probe_interval_of_a_slow_path_is_limited() -> None:
+    candidate = Candidate(ADDRESS, is_offered=True, round_trip_s=3.0)
+
+    candidate.start(5.0)
+    candidate.probe_sent(5.0)
+
+    assert candidate.due == 5.0 + MAX_PAUSE
+
+
 def test_a_series_ends_with_enough_answers() -> None:
     candidate = Candidate(ADDRESS, is_offered=True)
     candidate.start(5.0)
@@ -148,6 +170,13 @@ def test_offers_are_truncated_and_deduplicated() -> None:
     assert probeable(addresses) == [("192.0.2.1", 1 + number) for number in range(MAX_OFFERED)]
 
 
+@pytest.mark.parametrize(("useless", "count"), [(4 * MAX_OFFERED - 1, 1), (4 * MAX_OFFERED, 0)])
+def test_of_a_long_offer_only_the_first_addresses_are_read(useless: int, count: int) -> None:
+    addresses: list[Address] = [("224.0.0.1", 1 + number) for number in range(useless)]
+
+    assert len(probeable([*addresses, ADDRESS])) == count
+
+
 def test_a_new_offer_replaces_the_old_one_but_not_the_route() -> None:
     candidates = PathCandidates()
     candidates.offer([("192.0.2.1", 1), ("192.0.2.1", 2)], None)
@@ -170,6 +199,25 @@ def test_unverified_addresses_do_not_evict_those_that_replied() -> None:
 
     assert candidates.get(ADDRESS) is friend
     assert len(list(candidates)) == MAX_REFLEXIVE
+
+
+def test_of_silent_addresses_the_one_that_never_replied_is_evicted_first() -> None:
+    candidates = PathCandidates()
+    for port in range(1, 1 + MAX_REFLEXIVE):
+        known = candidates.find_or_add(("198.51.100.1", port), None, 5.0)
+        assert known is not None
+        if port != 3:
+            known.answer(5.0 + port, 0.01)
+
+    candidates.find_or_add(ADDRESS, None, 90.0)
+    candidates.find_or_add(("192.0.2.9", 1), ADDRESS, 90.0)
+
+    ports = [each.address[1] for each in candidates if each.address[0] == "198.51.100.1"]
+    assert ports == [1, 2, 4, 5, 6, 7, 8]
+    assert MAX_REFLEXIVE == 8
+
+    candidates.find_or_add(("192.0.2.9", 2), ADDRESS, 90.0)
+    assert candidates.get(("192.0.2.9", 1)) is None  # the newest, but it never replied
 
 
 def test_no_address_is_evicted_while_all_reply() -> None:

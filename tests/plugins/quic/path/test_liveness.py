@@ -95,6 +95,28 @@ def test_a_check_is_shorter_if_another_address_replies() -> None:
     assert watched.deadline == 105.0 + HASTE
 
 
+@pytest.mark.parametrize(
+    ("round_trip_s", "least_s"), [(0.01, HASTE), (0.2, 0.6), (60.0, MAX_PATIENCE)]
+)
+def test_a_check_that_begins_late_takes_a_short_while_at_least(
+    round_trip_s: float, least_s: float
+) -> None:
+    watched = watch(round_trip_s)
+    watched.sent(101.0)
+
+    assert watched.expire(130.0) is RouteVerdict.CHECK
+
+    assert watched.deadline == pytest.approx(130.0 + least_s)
+
+
+def test_a_second_check_is_extended_too() -> None:
+    watched = watch()
+    for begun in (200.0, 300.0):
+        watched.expire(begun)
+        assert watched.expire(begun + 50.0) is RouteVerdict.CHECK
+        watched.answered(begun + 51.0, 0.01)
+
+
 def test_a_suspicion_starts_a_check_unless_a_reply_is_recent() -> None:
     watched = watch()
 

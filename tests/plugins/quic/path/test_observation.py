@@ -110,7 +110,11 @@ def test_a_network_change_drops_all_reports_and_asks_again() -> None:
 
     assert observations.kind(OWN) is NatKind.UNKNOWN
     assert observations.candidates() == []
-    assert observations.expire(5.0) == [ONE, OTHER]
+    blocked = [observations.is_blocked]
+    for now in (5.0, 5.0 + RETRY):
+        assert observations.expire(now) == [ONE, OTHER]
+        blocked.append(observations.is_blocked)
+    assert blocked == [False, False, True]
 
 
 def test_a_changed_report_outdates_the_others() -> None:

@@ -68,6 +68,14 @@ def test_the_probe_interval_covers_two_round_trips() -> None:
     assert sizing.expire(1.1, 0.6) == []
 
 
+def test_without_a_round_trip_probes_are_repeated_soon() -> None:
+    sizing = PathMtu((1452,), 0.0)
+
+    sizing.expire(0.0, None)
+
+    assert sizing.deadline == PAUSE
+
+
 def test_a_suspended_process_does_not_report_a_black_hole() -> None:
     sizing = PathMtu((1452,), 0.0)
     run(sizing, 4.0, 1452)

@@ -18,6 +18,7 @@ from meshllm_quic.path.candidates import (
 )
 from meshllm_quic.path.liveness import HASTE, HEARTBEAT, PATIENCE
 from meshllm_quic.path.paths import (
+    COMPARED,
     GAIN,
     MAX_ANSWERS,
     OFFER_AGAIN,
@@ -384,6 +385,22 @@ def test_the_route_changes_only_for_a_real_gain(
         sent = probes(side.paths.expire(now))
 
     assert (side.paths.route == Direct(other)) == moves
+
+
+def test_round_trips_are_compared_after_three_replies() -> None:
+    side = Side(Direct(A))
+    now, sent, routes = START, probes(side.offered(A, B)), list[Route]()
+
+    for _ in range(COMPARED):
+        for probe in sorted(sent, key=lambda probe: probe.to == B):
+            if probe.packet.length == Probe.SIZE:
+                side.answer(probe, now + (0.010 if probe.to == B else 0.050))
+        routes.append(side.paths.route)
+        now += 1.0
+        sent = probes(side.paths.expire(now))
+
+    assert routes == [Direct(A), Direct(A), Direct(B)]
+    assert COMPARED == 3
 
 
 def test_a_silent_route_is_left_sooner_if_another_address_replies() -> None:

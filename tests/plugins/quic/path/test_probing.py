@@ -56,6 +56,7 @@ def test_a_late_probe_reply_is_ignored() -> None:
     answer = other.answer(one.probe(THERE, 5.0), HERE)
 
     assert one.settle(answer, THERE, 5.0 + NONCE_S + 0.1) is None
+    assert one.settle(answer, THERE, 5.0 + NONCE_S) is not None
 
 
 def test_reflected_packets_fail_the_mac() -> None:

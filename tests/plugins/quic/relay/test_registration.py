@@ -326,6 +326,24 @@ def test_after_a_move_registration_restarts_at_once_and_stays_valid() -> None:
     assert ours.is_registered
 
 
+def test_a_move_ends_silence_and_begins_the_backoff_again() -> None:
+    ours = make()
+    ours.start(0.0)
+    waited = [wait(ours) for _ in range(3)]
+    now = waited[-1][0]
+
+    actions = ours.restart(now)
+
+    assert RegistrationChanged() in waited[-1][1]
+    assert RegistrationChanged() in actions
+    assert not ours.is_silent
+    tries = [now]
+    while len(tries) < 4:
+        at, actions = wait(ours)
+        tries += [at] if any(isinstance(each, SendToRelay) for each in actions) else []
+    assert [round(at - now, 6) for at in tries] == [0.0, 0.5, 1.5, 3.5]
+
+
 def test_after_a_move_replies_to_the_old_address_are_ignored() -> None:
     ours = make()
     before = sent(ours.start(0.0))

@@ -1,4 +1,5 @@
 from asyncio import Task, Transport, gather
+from http import HTTPStatus
 
 import pytest
 from websockets.datastructures import Headers
@@ -171,6 +172,43 @@ async def test_forwarded_for_is_trusted_only_from_this_machine(peer: str, host: 
 
     assert connection.apply_forwarded_for(Request("/relay", headers)) is None
     assert connection.host == host
+
+
+@pytest.mark.parametrize(
+    ("said", "host"),
+    [
+        (["198.51.100.7, 198.51.100.8"], "198.51.100.8"),
+        (["198.51.100.7", "198.51.100.9"], "198.51.100.9"),
+        (["::ffff:198.51.100.7"], "198.51.100.7"),
+    ],
+)
+async def test_the_last_host_forwarded_for_counts(said: list[str], host: str) -> None:
+    limiter = ConnectionLimiter()
+    connection = CountedConnection(limiter, ServerProtocol(), None)
+    connection._enter("::1")
+    headers = Headers([("X-Forwarded-For", each) for each in said])
+
+    assert connection.apply_forwarded_for(Request("/relay", headers)) is None
+
+    assert connection.host == host
+    assert list(limiter._hosts.values()) == [host_of((host, 0))]
+
+
+async def test_a_host_forwarded_for_is_limited_and_must_be_an_address() -> None:
+    limiter = ConnectionLimiter(most_of_host=1)
+    first, second, third = (CountedConnection(limiter, ServerProtocol(), None) for _ in range(3))
+    headers = Headers({"X-Forwarded-For": "198.51.100.7"})
+
+    first._enter("127.0.0.1")
+    assert first.apply_forwarded_for(Request("/relay", headers)) is None
+    second._enter("127.0.0.1")
+    refused = second.apply_forwarded_for(Request("/relay", headers))
+    third._enter("127.0.0.1")
+    unread = third.apply_forwarded_for(Request("/relay", Headers({"X-Forwarded-For": "nobody"})))
+
+    assert refused is HTTPStatus.TOO_MANY_REQUESTS
+    assert unread is HTTPStatus.BAD_REQUEST
+    assert second not in limiter._hosts
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
