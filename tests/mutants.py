@@ -38,6 +38,7 @@ class Area:
 
 AREAS = {
     "protocol": Area(("meshllm/protocol/*",), ("tests/protocol",)),
+    "scheduler": Area(("meshllm/scheduler/*",), ("tests/scheduler",)),
     "split": Area(("meshllm/model/split/*",), ("tests/model/split",)),
     "kernels": Area(  # with torch: the reference of the kernels
         ("meshllm/model/steps/attention.py",), ("tests/model/steps/test_attention.py",)

@@ -14,6 +14,20 @@ def test_one_length_is_fixed_and_two_are_ends_of_a_range() -> None:
     assert Lengths((10, 30)).mean == pytest.approx(20)
 
 
+def test_quantiles_are_interpolated_between_the_values() -> None:
+    lengths = Lengths((10, 20, 60))
+
+    assert [lengths.quantile(share) for share in (0, 0.25, 0.5, 0.75, 1)] == [10, 15, 20, 40, 60]
+    assert lengths.mean == pytest.approx(27.5, abs=0.1)
+    assert lengths.longest == 60
+
+
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_the_shortest_and_the_longest_length_are_allowed(length: int) -> None:
+    assert Lengths((length,)).mean == length
+    assert set(Lengths.lognormal(length, length).values) == {length}
+
+
 def test_a_log_normal_distribution_has_its_median_and_percentile() -> None:
     lengths = Lengths.lognormal(200, 800)
 

@@ -86,6 +86,45 @@ def test_percentiles_are_those_of_requests() -> None:
     assert found.tokens_per_s == pytest.approx(1100 / found.end_s)
 
 
+def test_percentiles_are_times_of_single_requests() -> None:
+    asked = arrivals([(100.0, 64 * chunks, 1) for chunks in range(21, 0, -1)])
+
+    found = simulate([SimulatedReplica(0, engine())], asked).latencies(0)
+
+    assert found.ttft_s == pytest.approx((11 * CHUNK_S, 11 * CHUNK_S, 20 * CHUNK_S))
+    assert found.total_s == pytest.approx(found.ttft_s)
+    assert (found.served, found.refused) == (21, 0)
+
+
+def test_the_time_of_a_token_is_that_of_all_but_the_first() -> None:
+    found = simulate([SimulatedReplica(0, engine())], arrivals([(0.0, 64, 11)])).latencies(0)
+
+    assert found.token_s == pytest.approx((STEP_S,) * 3)
+    assert found.total_s == pytest.approx((CHUNK_S + 10 * STEP_S,) * 3)
+
+
+def test_the_requests_in_a_replica_are_those_that_it_serves_and_so_are_its_tokens() -> None:
+    replicas = [
+        SimulatedReplica(0, engine(3, LinkSpeed(0.020), cached_s=1e-6), weight=2.0),
+        SimulatedReplica(0, engine(room=700, most=2)),
+        SimulatedReplica(1, engine()),
+    ]
+    busy = arrivals([(0.05, 100 + at, 1 + at % 70) for at in range(100)])
+    rare = arrivals([(0.9, 300, 40)] * 5, model=1)
+    asked = sorted([*busy, *rare])
+
+    found = simulate(replicas, asked)
+
+    assert None not in found.replicas
+    for number in range(3):
+        own = [at for at, replica in enumerate(found.replicas) if replica == number]
+        assert own
+        stayed_s = sum(found.done_s[at] - asked[at].at_s for at in own)
+        assert found.presence_s[number] == pytest.approx(stayed_s)
+        assert found.tokens[number] == pytest.approx(sum(asked[at].answer for at in own))
+    assert found.end_s == max(found.done_s)
+
+
 def test_cached_tokens_of_a_prompt_need_no_prefill() -> None:
     def first_s(prompt: int, cached: int) -> float:
         replica = SimulatedReplica(0, engine())
