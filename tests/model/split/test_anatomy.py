@@ -107,3 +107,31 @@ def test_a_model_that_does_not_run_without_its_layers_is_refused() -> None:
 def test_a_model_without_a_list_of_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="`Odd` has no list of 3 layers"):
         examine(Odd(2), 3)
+
+
+class Twin(nn.Module):
+    """A model with two lists of as many modules, of which the second is run."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.config = LlamaConfig(num_hidden_layers=layers)
+        with torch.device("meta"):
+            self.embed = nn.Embedding(8, 4)
+            self.scales = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+            self.gates = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+            self.head = nn.Linear(4, 8)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool) -> object:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
+def test_of_two_lists_the_layers_are_the_larger_one() -> None:
+    anatomy = examine(Twin(3), 3)
+
+    assert (anatomy.layers, anatomy.arity) == ("blocks", 0)
+    assert (anatomy.inputs, anatomy.outputs) == ({"embed"}, {"head"})
+    assert (anatomy.call.cache, anatomy.call.logits_to_keep) == ("past_key_values", False)

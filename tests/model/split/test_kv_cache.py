@@ -93,6 +93,18 @@ def test_a_window_that_grows_keeps_exactly_its_slack() -> None:
     assert write(cache, 1).tolist() == list(range(cache.length - WINDOW, cache.length))
 
 
+def test_a_short_cache_of_a_window_forgets_nothing_when_it_grows() -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+    write(cache, 5)
+    room = cache.layers[1].rows[0].buffer.shape[-2]
+
+    write(cache, room)  # reallocates
+
+    assert cache.floor == 0
+    cache.crop(1)
+    assert write(cache, 2).tolist() == [0, 1, 2]
+
+
 def test_rows_are_appended_without_copying_the_others() -> None:
     cache = SpanCache(llama(), Span(1, 2))
     write(cache, 5)
@@ -166,7 +178,8 @@ def test_stock_code_that_reads_layer_0_gets_the_length_of_the_session() -> None:
     write(cache, 7, layer=2)
 
     assert cache.get_seq_length() == 7
-    assert cache.get_seq_length(2) == 7
+    assert cache.get_seq_length(2) == cache.get_seq_length(4) == 7
+    assert cache.get_mask_sizes(3, 4) == (10, 0)
     assert cache.get_mask_sizes(3, 0) == (10, 0)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from meshllm.errors import ModelError
 from meshllm.model.files.source import Source, resolve
@@ -66,6 +67,39 @@ def test_rows_are_copied(empty: SessionCache) -> None:
     rows.zero_()
 
     assert recorded(empty, 0, 2) == [0, 1]
+
+
+def test_a_crop_takes_recorded_rows_away_and_gives_none(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 6))
+
+    empty.crop(4)
+    empty.crop(9)
+
+    assert recorded(empty, 0, 4) == [0, 1, 2, 3]
+    assert recorded(empty, 0, 5) is None
+
+
+def test_a_branch_has_its_own_rows_up_to_its_length(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 6))
+
+    short, long, none = (empty.branch(length) for length in (4, 9, 0))
+    short.record(3, 3, rows_of(90, 92))
+
+    assert recorded(short, 0, 5) == [0, 1, 2, 90, 91]
+    assert recorded(empty, 0, 6) == recorded(long, 0, 6) == [0, 1, 2, 3, 4, 5]
+    assert recorded(long, 0, 7) is None
+    assert none.sent == {}
+
+
+def test_only_rows_at_the_layers_of_the_new_pieces_are_kept() -> None:
+    config = LlamaConfig(num_hidden_layers=6)
+    cache = SessionCache([SpanCache(config, Span(0, 6))])
+    for layer in range(1, 7):
+        cache.record(layer, 0, rows_of(0, 2))
+
+    cache.regroup([SpanCache(config, Span(2, 3)), SpanCache(config, Span(3, 5))])
+
+    assert sorted(cache.sent) == [2, 3, 4, 5]
 
 
 def test_a_session_that_exceeds_the_bytes_loses_its_rows(empty: SessionCache) -> None:
