@@ -1,7 +1,6 @@
 """Speed of this machine with a model, and its memory budget."""
 
 import copy
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from meshllm.model.modules.exchange import exchange_modules
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.pages import huge_zeros
 from meshllm.model.pauses import pause
-from meshllm.model.shape import free_memory
+from meshllm.model.shape import free_memory, reclaim
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.rope import context_of
 from meshllm.model.split.shard import Shard
@@ -98,6 +97,7 @@ def measure_speed(
             what = source, dtype, quant, device
             speed = Speed(_layer_seconds(*what), _head_seconds(*what))
         share = (time.thread_time() - own) / (time.perf_counter() - begin)
+        reclaim()  # the weights: hooks and modules form cycles
         record = asdict(speed) | {"at_s": time.time(), "share": share}
         store_cached(cache, record, *key)
     return speed
@@ -142,7 +142,7 @@ def _layer_seconds(
     """Time a mean layer, with row-invariant steps of a few rows where the model allows them."""
     what = source, dtype, quant, device
     times = _stock_seconds(*what)
-    gc.collect()  # frees the weights: hooks and modules form cycles
+    reclaim()  # the weights: hooks and modules form cycles
     few = [rows for rows in times if rows <= MOST_ROWS]
     return tuple((times | _step_seconds(*what, few)).items())
 

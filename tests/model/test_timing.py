@@ -1,5 +1,6 @@
 """Timing and memory budget of this machine; the figures themselves are not tested."""
 
+import gc
 import time
 import weakref
 from itertools import count
@@ -358,6 +359,31 @@ def test_one_shard_is_timed_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         module._layer_seconds(source, torch.bfloat16, Quant.NONE)
 
     assert len(made) == 2
+
+
+def test_nothing_that_was_timed_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model(tmp_path / "model", "llama")
+    made: list[weakref.ref[nn.Module]] = []
+    random_shard = module._random_shard
+
+    def making(*what: Any, **options: Any) -> Shard:
+        shard = random_shard(*what, **options)
+        made.append(weakref.ref(shard.model))
+        return shard
+
+    monkeypatch.setattr(module, "_random_shard", making)
+    gc.collect()
+    gc.disable()
+    try:
+        measure_speed(source, torch.bfloat16, tmp_path)
+        left = [model for model in made if model() is not None]
+    finally:
+        gc.enable()
+
+    assert len(made) == 3
+    assert left == []
 
 
 def test_a_gpu_is_timed_by_its_graph(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
