@@ -95,7 +95,7 @@ class Boundary(TyperGroup):
         super().__init__(**settings)
         for name, place, summary in COMMANDS:
             self.add_command(DeferredCommand(name, f"meshllm.cli.{place}", summary))
-        keep_values(self)
+        keep_values(self, all_of_them=True)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run the command and exit with its exit code."""

@@ -1,4 +1,8 @@
-"""Commands that are imported when they are run: a Tab needs their names only."""
+"""Commands that are imported when they are run: a Tab needs their names only.
+
+typer converts values with pydantic, whose import takes a tenth of a second and 11 MB. Most values
+are texts and flags, which need no conversion: pydantic is imported for others only.
+"""
 
 from importlib import import_module
 from typing import Any, cast
@@ -31,22 +35,39 @@ class DeferredCommand(TyperCommand):
     def make_context(self, *words: Any, **extra: Any) -> Any:
         """Parse the arguments of the command."""
         command = self.load()
-        if extra.get("resilient_parsing"):  # for a Tab
-            keep_values(command)
+        keep_values(command, all_of_them=bool(extra.get("resilient_parsing")))  # for a Tab
         return command.make_context(*words, **extra)
 
 
-def keep_values(command: Any) -> None:
-    """Let a command keep values as they were parsed: converting them imports pydantic."""
+def keep_values(command: Any, *, all_of_them: bool) -> None:
+    """Let a command keep values as they were parsed; unless all, those that need no conversion."""
     get_params = command.get_params
-    command.get_params = lambda context: [_plain(each) for each in get_params(context)]
+    command.get_params = lambda context: [
+        _plain(each, all_of_them=all_of_them) for each in get_params(context)
+    ]
     for each in getattr(command, "commands", {}).values():
-        keep_values(each)
+        keep_values(each, all_of_them=all_of_them)
 
 
-def _plain(parameter: Any) -> Any:
-    callback = parameter.callback
-    parameter.process_value = lambda context, value: (
-        callback(context, parameter, value) if callback else value
-    )
+def _plain(parameter: Any, *, all_of_them: bool) -> Any:
+    callback, convert = parameter.callback, type(parameter).process_value
+
+    def process(context: Any, value: Any) -> Any:
+        if not all_of_them and not _is_converted(parameter, value):
+            return convert(parameter, context, value)
+        return callback(context, parameter, value) if callback else value
+
+    parameter.process_value = process
     return parameter
+
+
+def _is_converted(parameter: Any, value: Any) -> bool:
+    """Return whether a value is what conversion would return; it checks limits and files."""
+    descriptor = getattr(parameter, "type_descriptor", None)  # not in early versions of typer
+    if descriptor is None or parameter.multiple or parameter.nargs != 1:
+        return False
+    if value is None:
+        return not parameter.required
+    kind, told = descriptor.annotation, descriptor.parameter_info
+    has_rules = told.parser or descriptor.is_choice or descriptor.is_ranged
+    return kind in {bool, float, int, str} and type(value) is kind and not has_rules

@@ -1,12 +1,16 @@
 import json
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from meshllm.cli.app import COMMANDS, app, command_tree
+from meshllm.cli.shared.deferred import _is_converted
 
 TAB = """
 import json, os, sys
@@ -84,6 +88,68 @@ def test_values_are_converted_when_a_command_runs() -> None:
 
     assert result.exit_code == 2
     assert "not a whole number" in result.stderr
+
+
+def run(*words: str) -> tuple[str, set[str]]:
+    """Run a command; return its output, and the modules that this imported."""
+    code = """
+        import json, sys
+        from meshllm.cli.app import main
+        try:
+            main()
+        finally:
+            print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return told.stdout, set(json.loads(told.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("node", "--model", "builtin", "--no-discovery", "--print-service"),
+        ("config", "show"),
+        ("ring", "plan", "--help"),
+    ],
+)
+def test_texts_and_flags_are_not_converted(words: tuple[str, ...]) -> None:
+    told, imported = run(*words)
+
+    assert told
+    assert "meshllm.cli.app" in imported
+    assert "pydantic" not in imported
+
+
+def parameters(command: Any) -> Iterator[Any]:
+    yield from command.params
+    for each in getattr(command, "commands", {}).values():
+        yield from parameters(each)
+
+
+def test_values_that_are_kept_are_what_conversion_returns() -> None:
+    values = None, True, False, "", "text", " 3 ", "3", 3, 3.5, (), ("text",)
+    context, kept = typer.Context(typer.main.get_command(app)), list[object]()
+
+    for parameter in parameters(command_tree()):
+        for value in values:
+            if _is_converted(parameter, value):
+                found = parameter.get_runtime_param().coerce(value, parameter, context)
+                assert (type(found), found) == (type(value), value), parameter.name
+                kept.append(value)
+
+    assert {None, True, "text", 3} <= set(kept)
+
+
+def test_a_limit_holds_for_values_of_the_right_type() -> None:
+    result = CliRunner().invoke(app, ["ring", "ticket", "--uses", "0"])
+
+    assert result.exit_code == 2
+    assert "less than 1" in result.stderr
 
 
 def test_repeated_flags_are_counted() -> None:
