@@ -50,12 +50,17 @@ def trio(mesh: Fleet) -> Fleet:
 class Answers(dict[str, str]):
     """The answers of one process, by prompt; each is computed once."""
 
+    def __init__(self, server: ForkServer) -> None:
+        super().__init__()
+        self._server = server
+
     def __missing__(self, prompt: str) -> str:
-        self[prompt] = meshllm("chat", "--nodes", "1", "--threads", "1", prompt).stdout
+        alone = "chat", "--nodes", "1", "--threads", "1", prompt
+        self[prompt] = meshllm(*alone, server=self._server).stdout
         return self[prompt]
 
 
 @pytest.fixture(scope="session")
-def answers() -> Answers:
+def answers(server: ForkServer) -> Answers:
     """The expected answers of a mesh."""
-    return Answers()
+    return Answers(server)

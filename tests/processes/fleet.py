@@ -241,9 +241,13 @@ def open_fleet(server: ForkServer | None = None) -> Iterator[Fleet]:
         fleet.close()
 
 
-def meshllm(*words: str, state: Path | None = None, stdin: str = "") -> Done:
-    """Run another command, for a node or without one."""
+def meshllm(
+    *words: str, state: Path | None = None, stdin: str = "", server: ForkServer | None = None
+) -> Done:
+    """Run another command, for a node or without one; a ``server`` starts its process faster."""
     place = ("--state", str(state)) if state else ()
+    if server:
+        return server.run([*words, *place], environment(), stdin, WAIT_S)
     return subprocess.run(
         [sys.executable, *MESHLLM, *words, *place],
         input=stdin,
@@ -257,7 +261,7 @@ def meshllm(*words: str, state: Path | None = None, stdin: str = "") -> Done:
 
 def ask(node: Node, prompt: str) -> str:
     """Send a prompt through a node with `meshllm chat`, by a pipe."""
-    done = meshllm("chat", state=node.state, stdin=f"{prompt}\n")
+    done = meshllm("chat", state=node.state, stdin=f"{prompt}\n", server=node.server)
     if done.returncode:
         raise Waited(f"{done.stderr}\n{node.stderr}")
     return done.stdout

@@ -2,8 +2,9 @@
 
     with open_fork_server() as server:
         process = server.start(["node"], environment, out, err)
+        done = server.run(["chat"], environment, "What is a ring?")
 
-A child runs ``python -m meshllm`` with arguments, variables and output of its own; it inherits
+A child runs ``python -m meshllm`` with arguments, variables and files of its own; it inherits
 modules, and no state. Processes that start ``within`` a command import for themselves, as do those
 of benchmarks.
 """
@@ -21,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from tempfile import TemporaryFile
 from threading import Lock
-from typing import BinaryIO
+from typing import IO
 
 NAME = "tests.processes.fork_server"
 IMPORTED = (
@@ -42,6 +44,8 @@ IMPORTED = (
 )
 MOST_BYTES = 1 << 18  # of a request: arguments and variables
 POLL_S = 0.02
+STREAMS = 1, 2, 0
+"""The file descriptors of a child to which the files of a request go, in this order."""
 
 
 @dataclass
@@ -86,11 +90,30 @@ class ForkServer:
         self._lock = Lock()
 
     def start(
-        self, words: Sequence[str], environment: Mapping[str, str], out: BinaryIO, err: BinaryIO
+        self, words: Sequence[str], environment: Mapping[str, str], *files: IO[bytes]
     ) -> ForkedProcess:
-        """Fork a process that runs ``python -m meshllm`` with these words."""
+        """Fork a process that runs ``python -m meshllm`` with these words.
+
+        ``files`` are its stdout, its stderr, and, unless that is empty, its stdin.
+        """
         asked = json.dumps([*words, dict(environment)]).encode()
-        return ForkedProcess(int(self._ask(asked, out.fileno(), err.fileno())), self)
+        return ForkedProcess(int(self._ask(asked, *(each.fileno() for each in files))), self)
+
+    def run(
+        self, words: Sequence[str], environment: Mapping[str, str], stdin: str, timeout: float = inf
+    ) -> subprocess.CompletedProcess[str]:
+        """Wait for the end of such a process; raise `subprocess.TimeoutExpired` if that is late."""
+        with TemporaryFile() as out, TemporaryFile() as err, TemporaryFile() as given:
+            given.write(stdin.encode())
+            given.seek(0)
+            process = self.start(words, environment, out, err, given)
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            said = [_read(each) for each in (out, err)]
+        return subprocess.CompletedProcess([NAME, *words], code, *said)
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a child; None while it runs."""
@@ -103,6 +126,11 @@ class ForkServer:
             if answer := self._channel.recv(MOST_BYTES):
                 return answer
         raise AssertionError("the fork server has ended")
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
 
 
 @contextmanager
@@ -140,7 +168,7 @@ def _import_all() -> None:
 def _serve(channel: socket.socket) -> list[str] | None:
     """Fork, and report exit codes, until the channel is closed; return the words of a child."""
     while True:
-        message, files, *_ = socket.recv_fds(channel, MOST_BYTES, 2)
+        message, files, *_ = socket.recv_fds(channel, MOST_BYTES, len(STREAMS))
         if not message:
             return None
         match json.loads(message):
@@ -160,10 +188,10 @@ def _serve(channel: socket.socket) -> list[str] | None:
 
 
 def _become(variables: Mapping[str, str], files: Sequence[int]) -> None:
-    """Take over variables and output."""
+    """Take over variables and files."""
     os.environ.clear()
     os.environ.update(variables)
-    for number, file in enumerate(files, start=1):
+    for number, file in zip(STREAMS, files, strict=False):  # stdin stays that of the server
         os.dup2(file, number)
         os.close(file)
 

@@ -25,6 +25,15 @@ def test_its_output_and_exit_code_are_its_own(server: ForkServer, tmp_path: Path
     assert (tmp_path / "err").read_text().startswith("error: ")
 
 
+def test_its_input_is_its_own(server: ForkServer, tmp_path: Path) -> None:
+    words = "key", "revoke", "-", "--state", str(tmp_path)
+    none, key = (server.run(words, environment(), stdin, WAIT_S) for stdin in ("", "a-key\n"))
+
+    assert (none.returncode, none.stdout, key.returncode, key.stdout) == (2, "", 0, "")
+    assert none.stderr.startswith("error: stdin has no key of ")
+    assert key.stderr.startswith("the key is revoked here; ")
+
+
 def test_its_variables_are_its_own(server: ForkServer, tmp_path: Path) -> None:
     process = start(server, tmp_path, "config", "show", "--origin", MESHLLM_NODES="7")
 

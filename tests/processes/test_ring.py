@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from meshllm.node.membership.state_store import StateStore
+from tests.builders.own_cache import own_cache
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import (
     ALONE,
@@ -80,11 +81,11 @@ def test_no_log_holds_a_prompt_an_answer_or_a_secret(trio: Fleet) -> None:
 
 
 def test_no_file_of_a_node_holds_a_prompt_or_an_answer(fleet: Fleet) -> None:
-    address, trace, cache = free_address(), fleet.folder / "trace.jsonl", fleet.folder / "cache"
+    address, trace, node = free_address(), fleet.folder / "trace.jsonl", fleet.node("attic")
     fleet.found("attic")
     door = "--model", "builtin", "--serve", address, "--trace", str(trace)
-    own_cache = "env", f"XDG_CACHE_HOME={cache}"
-    node = fleet.node("attic").start(*door, *ALONE, root=("-vv",), within=own_cache)
+    variables = {"XDG_CACHE_HOME": own_cache(node.folder)}
+    node.start(*door, *ALONE, root=("-vv",), variables=variables)
     fleet.form()
 
     told = [ask(node, f"Repeat after me: {CANARY}")]
