@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,11 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.request import Prefilled, Resumable, Sampling
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C, D
-from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
+from tests.node.ring.test_runtime import ALONE, Place, World, at_work, plan_of, until
 
 PROMPT = tuple((7 * i + 3) % 61 for i in range(40))
 SAMPLING = Sampling(temperature=0.9, seed=7)
-TOKENS, BEFORE = 30, 12
+TOKENS, BEFORE = 26, 8
 IN_FLIGHT = 8  # rows of drafts and of steps that were under way
 THREE = plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"))
 
@@ -120,16 +120,29 @@ class Ingress:
 
 
 @asynccontextmanager
-async def ring_of_three(
-    world: World, prompt: tuple[int, ...] = PROMPT
-) -> AsyncIterator[tuple[list[Place], list[int]]]:
+async def ring_of_three(world: World) -> AsyncIterator[tuple[list[Place], list[int]]]:
     """Serve; yield the places, the entry first, and an answer that nothing disturbed."""
     async with world.serving(A, B, C) as places:
         world.follow(THREE)
         await until(lambda: at_work(*places))
-        ingress = Ingress(prompt)
+        ingress = Ingress()
         await ingress.ask(places[0])
         yield places, ingress.answer
+
+
+@cache
+def answer_of_one(llama: Path, prompt: tuple[int, ...]) -> list[int]:
+    """Return the answer of a node that holds the whole model."""
+
+    async def main() -> list[int]:
+        world, ingress = World(llama, chunk=CHUNK), Ingress(prompt)
+        async with world.serving(A) as places:
+            world.follow(ALONE)
+            await until(lambda: at_work(*places))
+            await ingress.ask(places[0])
+        return ingress.answer
+
+    return run_virtual(main())
 
 
 async def ask_over(
@@ -239,19 +252,17 @@ def test_a_loss_within_the_prompt_costs_the_lost_layers_and_chunks_under_way(
     llama: Path, rows: Rows, name: str, prefix_bytes: int | None
 ) -> None:
     (after, lost), world = TAKEOVERS[name], World(llama, prefix_bytes, chunk=CHUNK)
+    expected = answer_of_one(llama, LONG)
 
     async def main() -> None:
-        async with ring_of_three(world, (*LONG[:-1], 1)) as (places, undisturbed):
-            for place in places:
-                place.runtime.follow(None)  # drops all caches
-            world.follow(replace(THREE, epoch=2))
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
             await until(lambda: at_work(*places))
             rows.clear()
-            plan = replace(after, epoch=3)
 
-            answer = await ask_over(places, plan, prompt=(*LONG[:-1], 1), read=[60])
+            answer = await ask_over(places, after, prompt=LONG, read=[60])
 
-            assert answer == undisturbed
+            assert answer == expected
             whole = len(LONG) + TOKENS + IN_FLIGHT
             assert all(rows[layer] <= whole + UNDER_WAY for layer in kept_layers(lost))
             assert all(rows[layer] <= whole + 60 + UNDER_WAY for layer in lost)
@@ -262,16 +273,15 @@ def test_a_loss_within_the_prompt_costs_the_lost_layers_and_chunks_under_way(
 def test_a_second_loss_within_the_prompt_costs_no_kept_layer_a_row(llama: Path, rows: Rows) -> None:
     world = World(llama, chunk=CHUNK)
     plans = plan_of((B, "0:4"), (C, "4:6"), epoch=2), plan_of((C, "0:6"), epoch=3)
+    expected = answer_of_one(llama, LONG)
 
     async def main() -> None:
-        async with ring_of_three(world, LONG) as (places, undisturbed):
-            places[0].runtime.follow(None)
-            world.follow(replace(THREE, epoch=2))
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
             await until(lambda: at_work(*places))
             rows.clear()
-            after = [replace(plan, epoch=plan.epoch + 1) for plan in plans]
 
-            assert await ask_over(places, *after, prompt=LONG, read=[30, 60]) == undisturbed
+            assert await ask_over(places, *plans, prompt=LONG, read=[30, 60]) == expected
             whole = len(LONG) + TOKENS + IN_FLIGHT
             assert all(rows[layer] <= whole + 2 * UNDER_WAY for layer in (4, 5))
 
