@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, OutOfMemory
 from meshllm.model.files.source import Source, resolve
 from meshllm.model.steps import lm_head as head
 from meshllm.names import NodeId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.span_loader import LoadedSpan, SpanLoader
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
@@ -60,6 +61,44 @@ async def test_each_rank_holds_its_part(model: ModelRuntime) -> None:
     assert entry.entry.head is not None
     assert (stage.span, stage.entry) == (Span(2, 6), None)
     assert stage.runner is not None
+
+
+TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "Not enough memory for layers 0:2 of `llama`"),
+        (RuntimeError(TORCH), f"Not enough memory for layers 0:2 of `llama`: {TORCH}"),
+    ],
+    ids=["of Python", "of torch"],
+)
+async def test_layers_that_do_not_fit_into_free_memory_are_named(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fail(*_: object) -> LoadedSpan:
+        raise error
+
+    monkeypatch.setattr(SpanLoader, "_load", fail)
+
+    with pytest.raises(OutOfMemory) as raised:
+        await model.hold(plan_of("0:2", "2:6"), A)
+
+    assert str(raised.value).replace(model.shape.name, "llama") == told
+    assert raised.value.needed_bytes == sum(model.shape.layer_bytes[:2])
+
+
+async def test_another_error_of_torch_is_raised_as_it_is(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> LoadedSpan:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(SpanLoader, "_load", fail)
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        await model.hold(plan_of("0:2", "2:6"), A)
 
 
 @pytest.mark.parametrize(

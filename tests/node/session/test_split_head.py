@@ -234,9 +234,16 @@ async def ask(
     return [o.id async for o in ring.entry.generate(order) if isinstance(o, Token)]
 
 
+_PLAIN: dict[tuple[Path, float], list[int]] = {}
+
+
 async def plain(folder: Path, temperature: float = 0.0) -> list[int]:
-    async with ring_of(folder, 1) as ring:
-        return await ask(ring, temperature)
+    """Return the answer of a ring of one; it is computed once."""
+    key = folder, temperature
+    if key not in _PLAIN:
+        async with ring_of(folder, 1) as ring:
+            _PLAIN[key] = await ask(ring, temperature)
+    return _PLAIN[key]
 
 
 def head_of(ring: LocalRing) -> HeadParts:
