@@ -77,6 +77,19 @@ async def ready(page: "Page") -> None:
     await page.wait_for_function("() => document.body.dataset.view")
 
 
+async def begin(page: "Page", text: str) -> None:
+    """Ask in the chat."""
+    await page.locator("#model option").first.wait_for(state="attached")
+    await page.fill("#question", text)
+    await page.press("#question", "Enter")
+
+
+async def ask(page: "Page", text: str, answers: int = 1) -> None:
+    """Ask in the chat, and wait until there are so many complete answers."""
+    await begin(page, text)
+    await page.locator(".assistant .actions").nth(answers - 1).wait_for()
+
+
 @pytest.fixture
 def accounts(tmp_path: Path) -> Iterator[Accounts]:
     with Accounts.open(tmp_path / "accounts") as accounts:

@@ -10,7 +10,7 @@ from meshllm.api.access.accounts import Accounts, KeyLimits, KeyUsage
 from meshllm.api.page import routes
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import MeshStatus, NodeState, PlanTerms
-from tests.api.page.conftest import Visit, ready, visiting
+from tests.api.page.conftest import Visit, ask, ready, visiting
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.status import RINGS, with_node
@@ -63,14 +63,6 @@ CONTRAST = """() => {
   }
   return low;
 }"""
-
-
-async def ask(page: "Page", text: str, answers: int = 1) -> None:
-    """Ask in the chat, and wait until there are so many complete answers."""
-    await page.locator("#model option").first.wait_for(state="attached")
-    await page.fill("#question", text)
-    await page.press("#question", "Enter")
-    await page.locator(".assistant .actions").nth(answers - 1).wait_for()
 
 
 async def unlock(page: "Page", key: str) -> None:
@@ -228,6 +220,7 @@ async def test_conversations_survive_a_reload(visit: Visit, door: FakeNode) -> N
     assert "Two" in await page.locator("#turns").inner_text()
     await page.locator("#talks").get_by_role("button", name="One").click()
     assert "One" in await page.locator(".user").inner_text()
+    page.once("dialog", lambda dialog: asyncio.ensure_future(dialog.accept()))
     await page.click("#drop")
     await page.reload()
     await ready(page)

@@ -1,14 +1,18 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, element, key, objects } from "./door.js";
+import { at, button, call, element, key, objects, patch } from "./door.js";
 import { copy, render } from "./markdown.js";
-import { blank, forget, load, save, title } from "./talks.js";
+import { blank, forget, isAbout, load, save, title } from "./talks.js";
 
 const seeds = 2 ** 32; // drawn here: the server's own are larger than the integers of JavaScript
 const alternatives = 4; // beside the token that was chosen
+const nearEnd = 40; // px
+const unsaved = new Set(); // ids of conversations for which the storage has no room
 let talks = [];
 let talk = null;
 let running = null;
 let offered = "";
+let follows = true; // the end of the conversation, which is in view
+let scrolled = 0; // how far it was scrolled
 
 export function startChat() {
   talks = load();
@@ -31,13 +35,36 @@ export function startChat() {
   sendOnEnter(at("question"), () => at("ask").requestSubmit());
   at("stop").addEventListener("click", () => running?.abort());
   at("probable").addEventListener("change", draw);
+  at("turns").addEventListener("scroll", follow);
+  new ResizeObserver(goToEnd).observe(at("turns")); // also when the view is chosen
   addEventListener("storage", refresh);
-  draw();
+  addEventListener("pagehide", keepPart);
+  drawOther();
+}
+
+// Whether the end is followed: not from the first line that is scrolled up, as smooth scrolling begins with few pixels.
+function follow() {
+  const { scrollHeight, scrollTop, clientHeight } = at("turns");
+  const rest = scrollHeight - scrollTop - clientHeight;
+  follows = rest < 1 || (rest < nearEnd && scrollTop > scrolled);
+  scrolled = scrollTop;
+}
+
+function goToEnd() {
+  if (follows) at("turns").scrollTop = at("turns").scrollHeight;
+}
+
+// The page is left in the middle of an answer.
+function keepPart() {
+  if (!running) return;
+  talk.turns.at(-1).note = "stopped";
+  save(talk);
 }
 
 function sendOnEnter(field, send) {
   field.addEventListener("keydown", (happened) => {
-    if (happened.key === "Enter" && !happened.shiftKey && !happened.isComposing) {
+    const isComposing = happened.isComposing || happened.keyCode === 229; // the latter in Safari
+    if (happened.key === "Enter" && !happened.shiftKey && !isComposing) {
       happened.preventDefault();
       send();
     }
@@ -61,19 +88,26 @@ export async function offerModels(served) {
   if (names.includes(chosen)) at("model").value = chosen;
 }
 
-// Another tab has changed its conversations.
-function refresh() {
+// Another tab has changed a conversation; while an answer comes, what others changed is shown at its end.
+function refresh(happened) {
   if (running) return;
-  talks = load();
+  reload();
+  if (isAbout(happened, talk)) drawOther();
+  else drawTalks();
+}
+
+function reload() {
+  talks = [...talks.filter(({ id }) => unsaved.has(id)), ...load().filter(({ id }) => !unsaved.has(id))];
   talk = talks.find(({ id }) => id === talk.id) ?? talk;
-  draw();
 }
 
 function open(chosen) {
   running?.abort();
   talk = chosen;
+  follows = true;
   showTalks(false);
-  draw();
+  at("turns").replaceChildren();
+  drawOther();
   at("question").focus();
 }
 
@@ -83,6 +117,7 @@ function showTalks(isOpen) {
 }
 
 function drop() {
+  if (talk.turns.length && !confirm("Delete this conversation? This cannot be undone.")) return;
   running?.abort();
   forget(talk);
   talks = talks.filter((each) => each !== talk);
@@ -91,15 +126,26 @@ function drop() {
 
 function keepTalk() {
   if (!talks.includes(talk)) talks.unshift(talk);
-  at("storage").hidden = save(talk);
+  store(talk);
   drawTalks();
+  mark();
+}
+
+function store(kept) {
+  if (save(kept)) unsaved.delete(kept.id);
+  else unsaved.add(kept.id);
+}
+
+// Draws a conversation in place of another; its system prompt is left alone after that, as it may be edited.
+function drawOther() {
+  at("system").value = talk.system ?? "";
+  draw();
 }
 
 function draw() {
-  at("system").value = talk.system ?? "";
   drawTalks();
-  at("turns").replaceChildren(...talk.turns.map((turn, place) => drawTurn(turn, place)));
-  at("turns").scrollTop = at("turns").scrollHeight;
+  patch(at("turns"), talk.turns.map((turn, place) => drawTurn(turn, place)));
+  goToEnd();
   mark();
 }
 
@@ -107,6 +153,7 @@ function drawTalks() {
   const items = talks.map((each) => {
     const made = element("li");
     const opener = button(title(each), () => open(each));
+    opener.dir = "auto";
     if (each === talk) opener.setAttribute("aria-current", "true");
     made.append(opener);
     return made;
@@ -115,10 +162,14 @@ function drawTalks() {
 }
 
 function mark() {
+  const focused = document.activeElement;
   at("stop").hidden = running === null;
   at("send").hidden = running !== null;
   at("turns").setAttribute("aria-busy", running !== null);
   at("empty").hidden = talk.turns.length > 0;
+  at("storage").hidden = !unsaved.has(talk.id);
+  if (focused === at("send") && running) at("stop").focus();
+  if (focused === at("stop") && !running) at("question").focus();
 }
 
 function drawTurn(turn, place) {
@@ -126,13 +177,17 @@ function drawTurn(turn, place) {
   made.setAttribute("aria-label", turn.role === "user" ? "You" : "Answer");
   made.append(...content(turn));
   if (turn.error) made.append(element("p", turn.error, "error"));
-  if (!running || turn !== talk.turns.at(-1)) made.append(actions(turn, place, made));
+  if (!running || turn !== talk.turns.at(-1)) made.append(actions(turn, place));
   return made;
 }
 
 function content(turn) {
-  if (turn.role === "user") return [element("div", turn.content, "text")];
   const made = [];
+  if (turn.role === "user") {
+    made.push(element("div", turn.content, "text"));
+    made[0].dir = "auto";
+    return made;
+  }
   if (turn.reasoning) {
     const box = element("details");
     box.append(element("summary", "Reasoning"), ...render(turn.reasoning));
@@ -141,11 +196,12 @@ function content(turn) {
   return [...made, ...(turn.tokens && at("probable").checked ? [drawTokens(turn.tokens)] : render(turn.content))];
 }
 
-function actions(turn, place, shown) {
+// They name the place of a turn: equal ones stay when the turn changes.
+function actions(turn, place) {
   const made = element("div", undefined, "actions");
-  made.append(button("Copy", (happened) => copy(turn.content, happened.target)));
-  if (turn.role === "user") made.append(button("Edit", () => edit(turn, place, shown)));
-  else if (place === talk.turns.length - 1) made.append(button("Regenerate", () => again(place)));
+  made.append(button("Copy", ({ target }) => copy(talk.turns[place].content, target)));
+  if (turn.role === "user" && !running) made.append(button("Edit", () => edit(place)));
+  if (turn.role === "assistant" && place === talk.turns.length - 1) made.append(button("Regenerate", () => again(place)));
   if (turn.note) made.append(element("span", turn.note, "quiet"));
   return made;
 }
@@ -162,21 +218,31 @@ function again(place) {
 }
 
 // Edits a question in its place; sending it removes what came after.
-function edit(turn, place, shown) {
+function edit(place) {
   if (running) return;
+  const shown = at("turns").children[place];
   const form = element("form", undefined, "edit");
   const field = element("textarea");
-  field.value = turn.content;
+  field.value = talk.turns[place].content;
+  field.dir = "auto";
   field.setAttribute("aria-label", "Edit the message");
   const bar = element("div", undefined, "bar");
   const send = element("button", "Send", "main");
-  bar.append(send, button("Cancel", draw));
+  const cancel = () => {
+    draw();
+    shown.querySelector(".actions button:last-of-type").focus();
+  };
+  bar.append(send, button("Cancel", cancel));
   form.append(field, bar);
   form.addEventListener("submit", (happened) => {
     happened.preventDefault();
     if (!field.value.trim() || running) return;
     talk.turns.splice(place);
     ask(field.value.trim());
+    at("question").focus();
+  });
+  form.addEventListener("keydown", (happened) => {
+    if (happened.key === "Escape" && !happened.isComposing) cancel();
   });
   sendOnEnter(field, () => form.requestSubmit());
   shown.replaceChildren(form);
@@ -231,6 +297,7 @@ async function answer() {
   const asked = own.turns.map(({ role, content }) => ({ role, content }));
   own.turns.push(turn);
   running = new AbortController();
+  follows = true;
   keepTalk();
   draw();
   const isCurrent = () => talk === own;
@@ -243,13 +310,15 @@ async function answer() {
       take(turn, chunk, clock);
       paint();
     }
+    if (!clock.isDone) throw new Error("The server ended before the answer did");
   } catch (error) {
     if (error.name === "AbortError") turn.note = note(turn, clock, "stopped");
     else turn.error = error.message;
   } finally {
     running = null;
-    if (talks.includes(own)) save(own);
-    if (isCurrent()) draw();
+    if (talks.includes(own)) store(own);
+    reload();
+    draw();
   }
 }
 
@@ -260,6 +329,7 @@ function take(turn, chunk, clock) {
   if (delta.reasoning_content) turn.reasoning = (turn.reasoning ?? "") + delta.reasoning_content;
   const scored = chunk.choices?.[0]?.logprobs?.content;
   if (scored) turn.tokens = [...(turn.tokens ?? []), ...scored.map(scoredToken)];
+  if (chunk.choices?.[0]?.finish_reason) clock.isDone = true;
   if (chunk.choices?.[0]?.finish_reason === "length") turn.cut = true;
   if (chunk.meshllm) turn.seed = chunk.meshllm.seed;
   if (chunk.usage) turn.note = note(turn, clock, turn.cut ? "cut at its longest" : "", chunk.usage.completion_tokens);
@@ -274,7 +344,7 @@ function note(turn, { began, first }, word, tokens) {
   const took = performance.now() - first;
   const parts = [
     word,
-    tokens && `${tokens} tokens`,
+    tokens && `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
     first && `first after ${((first - began) / 1000).toFixed(2)} s`,
     tokens > 1 && first && `${((1000 * (tokens - 1)) / took).toFixed(1)} tokens/s`,
     turn.seed !== undefined && `seed ${turn.seed}`,
@@ -290,11 +360,9 @@ function painter(turn, isCurrent) {
     isWaiting = true;
     requestAnimationFrame(() => {
       isWaiting = false;
-      const list = at("turns");
       if (!isCurrent() || running === null) return;
-      const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-      list.lastElementChild.replaceChildren(...content(turn));
-      if (isAtEnd) list.scrollTop = list.scrollHeight;
+      patch(at("turns").lastElementChild, content(turn));
+      goToEnd();
     });
   };
 }

@@ -1,11 +1,22 @@
 // Requests to the server, with the API key that this tab keeps, and elements of the page.
 export const at = (id) => document.getElementById(id);
 
-export const key = () => sessionStorage.getItem("key") ?? "";
+let secret = "";
+try {
+  secret = sessionStorage.getItem("key") ?? "";
+} catch {
+  // the storage of this browser is off
+}
 
-export function keep(secret) {
-  if (secret) sessionStorage.setItem("key", secret);
-  else sessionStorage.removeItem("key");
+export const key = () => secret;
+
+export function keep(given) {
+  secret = given;
+  try {
+    sessionStorage.setItem("key", secret);
+  } catch {
+    // it lasts as long as the page
+  }
   dispatchEvent(new Event("key"));
 }
 
@@ -16,7 +27,16 @@ export function headers() {
 export async function call(path, body, signal) {
   const sent = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const type = body === undefined ? {} : { "content-type": "application/json" };
-  return checked(await fetch(path, { ...sent, headers: { ...type, ...headers() }, signal }));
+  return checked(await connected(fetch(path, { ...sent, headers: { ...type, ...headers() }, signal })));
+}
+
+// A browser's word for a connection that is lost is a TypeError.
+async function connected(happening) {
+  try {
+    return await happening;
+  } catch (error) {
+    throw error instanceof TypeError ? new Error("The connection to the server is lost, or it does not run") : error;
+  }
 }
 
 async function checked(reply) {
@@ -30,12 +50,13 @@ async function checked(reply) {
   throw Object.assign(new Error(told), { status: reply.status });
 }
 
-// The objects of server-sent events, as they come.
-export async function* objects(reply) {
+// The objects of server-sent events, as they come; what is heard may be a comment, too.
+export async function* objects(reply, heard = () => {}) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ; ) {
-    const { done, value } = await reader.read();
+    const { done, value } = await connected(reader.read());
     if (done) return;
+    heard();
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -58,6 +79,20 @@ export function button(text, happens, label) {
   made.addEventListener("click", happens);
   return made;
 }
+
+// Shows these nodes instead of those of a parent, of which equal ones stay: with what is selected, focused or open.
+export function patch(parent, made) {
+  made.forEach((node, place) => {
+    const shown = parent.childNodes[place];
+    if (!shown) parent.append(node);
+    else if (isPatched(shown, node)) patch(shown, [...node.childNodes]);
+    else if (!shown.isEqualNode(node)) shown.replaceWith(node);
+  });
+  while (parent.childNodes.length > made.length) parent.lastChild.remove();
+}
+
+const isPatched = (shown, { tagName, className }) =>
+  ["ARTICLE", "DETAILS"].includes(tagName) && shown.tagName === tagName && shown.className === className;
 
 // A row of a table; a number is shown to the right, null as a dash.
 export function row(...cells) {

@@ -1,7 +1,8 @@
 // A part of Markdown as DOM nodes, which are made of text only: no HTML is ever parsed.
 import { button, element } from "./door.js";
 
-const starts = /^(```|~~~|#{1,6} |>|\s*([-*+]|\d{1,9}[.)]) |\s*([-*_])(\s*\3){2,}\s*$)/;
+const starts = /^(#{1,6} |>|\s*([-*+]|\d{1,9}[.)]) |\s*([-*_])(\s*\3){2,}\s*$)/;
+const opening = /^( {0,3})(`{3,}(?=[^`]*$)|~{3,})(.*)$/; // of fenced code
 const item = /^(\s*)([-*+]|\d{1,9}[.)]) (.*)$/;
 const rule = /^\s*([-*_])(\s*\1){2,}\s*$/;
 const depthMost = 8; // of lists and quotes
@@ -12,6 +13,7 @@ export function render(text, depth = 0) {
   for (let at = 0; at < lines.length; ) {
     const [made, next] = block(lines, at, depth);
     if (made) blocks.push(made);
+    if (made && !depth && !made.dir) made.dir = "auto"; // what is in it has the same direction
     at = next;
   }
   return blocks;
@@ -20,24 +22,26 @@ export function render(text, depth = 0) {
 function block(lines, at, depth) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
-  if (/^(```|~~~)/.test(line)) return fence(lines, at);
+  if (opening.test(line)) return fence(lines, at);
   if (/^#{1,6} /.test(line)) return [inline(element("h4"), line.replace(/^#+ /, "")), at + 1];
   if (rule.test(line)) return [element("hr"), at + 1];
   if (depth < depthMost && line.startsWith(">")) return quote(lines, at, depth);
   if (depth < depthMost && item.test(line)) return list(lines, at, depth);
   if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[at + 1] ?? "")) return table(lines, at);
   const body = [line];
-  for (at += 1; at < lines.length && lines[at].trim() && !starts.test(lines[at]); at += 1) body.push(lines[at]);
+  for (at += 1; at < lines.length && lines[at].trim() && !starts.test(lines[at]) && !opening.test(lines[at]); at += 1) body.push(lines[at]);
   return [inline(element("p"), body.join("\n")), at];
 }
 
 function fence(lines, at) {
-  const mark = lines[at].slice(0, 3);
-  const language = lines[at].slice(3).trim().slice(0, 20);
+  const [, margin, mark, about] = opening.exec(lines[at]);
+  const language = about.trim().slice(0, 20);
+  const isClosing = (line) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
   const body = [];
-  for (at += 1; at < lines.length && !lines[at].startsWith(mark); at += 1) body.push(lines[at]);
+  for (at += 1; at < lines.length && !isClosing(lines[at]); at += 1) body.push(unindented(lines[at], margin.length));
   const code = body.join("\n");
   const made = element("div", undefined, "code");
+  made.dir = "ltr";
   const shown = element("pre");
   shown.append(element("code", code));
   shown.tabIndex = 0;
@@ -47,15 +51,30 @@ function fence(lines, at) {
   return [made, at + 1];
 }
 
+const unindented = (line, most) => line.slice(Math.min(most, line.search(/\S|$/)));
+
 export async function copy(text, shown) {
-  const told = shown.textContent;
+  const told = (shown.dataset.told ??= shown.textContent);
+  shown.textContent = (await isCopied(text)) ? "Copied" : "Not allowed";
+  setTimeout(() => (shown.textContent = told), 1500);
+}
+
+// Over HTTP from another machine a page has no clipboard, but may copy what is selected.
+async function isCopied(text) {
   try {
     await navigator.clipboard.writeText(text);
-    shown.textContent = "Copied";
+    return true;
   } catch {
-    shown.textContent = "Not allowed";
+    const focused = document.activeElement;
+    const field = element("textarea", text, "hidden");
+    document.body.append(field);
+    field.focus({ preventScroll: true });
+    field.select();
+    const isDone = document.execCommand("copy");
+    field.remove();
+    focused?.focus({ preventScroll: true });
+    return isDone;
   }
-  setTimeout(() => (shown.textContent = told), 1500);
 }
 
 function quote(lines, at, depth) {
@@ -73,9 +92,10 @@ function list(lines, at, depth) {
   while (at < lines.length) {
     const found = item.exec(lines[at]);
     if (!found || found[1].length !== margin.length) break;
+    const inset = margin.length + found[2].length + 1;
     const inner = [];
     for (at += 1; at < lines.length && /^\s*$|^\s{2,}/.test(lines[at]) && !isNext(lines, at, margin); at += 1) {
-      inner.push(lines[at].slice(Math.min(margin.length + 2, lines[at].search(/\S|$/))));
+      inner.push(unindented(lines[at], inset));
     }
     const entry = inline(element("li"), found[3]);
     entry.append(...render(inner.join("\n"), depth + 1));
@@ -103,6 +123,9 @@ function table(lines, at) {
     made.append(line);
   }
   const box = element("div", undefined, "scroll");
+  box.tabIndex = 0;
+  box.setAttribute("role", "region");
+  box.setAttribute("aria-label", "Table");
   box.append(made);
   return [box, at];
 }

@@ -1,5 +1,6 @@
 // Keys and usage, for the owner; and the notice where the owner's key is needed.
 import { at, button, call, key, row } from "./door.js";
+import { copy } from "./markdown.js";
 
 const owners = ["plan", "keys"];
 const day = 86_400;
@@ -10,18 +11,16 @@ export function startOwner() {
     create();
   });
   at("by").addEventListener("change", drawUsage);
-  at("copy-key").addEventListener("click", () => {
-    at("made-key").select();
-    navigator.clipboard?.writeText(at("made-key").value).catch(() => {});
-  });
+  at("copy-key").addEventListener("click", ({ target }) => copy(at("made-key").value, target));
 }
 
 export async function showOwner(view) {
   if (!owners.includes(view)) return;
-  const why = key() ? await refusal() : "This view needs an owner's key.";
+  const [why, lacksKey] = key() ? await refusal() : ["This view needs an owner's key.", true];
   for (const name of owners) {
     at(`${name}-locked`).hidden = !why;
     at(`${name}-why`).textContent = why;
+    at(`${name}-how`).hidden = !lacksKey;
     at(`${name}-open`).hidden = Boolean(why);
   }
   if (!why && view === "keys") await Promise.all([drawKeys(), drawUsage()]);
@@ -30,9 +29,10 @@ export async function showOwner(view) {
 async function refusal() {
   try {
     await call("/owner/keys");
-    return "";
+    return ["", false];
   } catch (error) {
-    return [401, 403].includes(error.status) ? "The key of this tab is not an owner's key." : error.message;
+    const lacksKey = [401, 403].includes(error.status);
+    return [lacksKey ? "The key of this tab is not an owner's key." : error.message, lacksKey];
   }
 }
 

@@ -6,10 +6,13 @@ import { drawPlan, startPlan } from "./plan.js";
 import { showOwner, startOwner } from "./owner.js";
 
 const views = ["mesh", "chat", "models", "plan", "keys"];
+const silence = 45_000; // ms, of a connection that is lost: the server sends a comment every 15 s
 let connection = new AbortController();
+let timer;
 
 function show() {
-  const chosen = views.includes(location.hash.slice(1)) ? location.hash.slice(1) : "mesh";
+  const asked = location.hash.slice(1);
+  const chosen = views.includes(asked) ? asked : (document.body.dataset.view ?? "mesh");
   for (const name of views) {
     at(name).hidden = name !== chosen;
     const link = at(`to-${name}`);
@@ -21,6 +24,7 @@ function show() {
 }
 
 function status(text, kind) {
+  document.title = `meshllm: ${kind}`;
   at("summary").textContent = text;
   at("summary").dataset.kind = kind;
 }
@@ -28,7 +32,6 @@ function status(text, kind) {
 function draw(mesh) {
   at("locked").hidden = true;
   status(`${mesh.state}: ${mesh.model || "no model"}`, mesh.state);
-  document.title = `meshllm: ${mesh.state}`;
   drawMesh(mesh);
   drawModels(mesh.models);
   drawRings(mesh.rings);
@@ -39,6 +42,7 @@ function draw(mesh) {
 async function watch() {
   for (let wait = 500; ; wait = Math.min(2 * wait, 8000)) {
     connection = new AbortController();
+    expectMore();
     try {
       const reply = await fetch("/page/events", { headers: headers(), signal: connection.signal });
       if (reply.status === 401) {
@@ -50,7 +54,7 @@ async function watch() {
         continue;
       }
       if (reply.ok) {
-        for await (const mesh of objects(reply)) {
+        for await (const mesh of objects(reply, expectMore)) {
           wait = 500;
           draw(mesh);
         }
@@ -58,9 +62,17 @@ async function watch() {
     } catch {
       // the server is away, or the key has changed
     }
-    status("disconnected, trying again", "away");
+    clearTimeout(timer);
+    status("disconnected, trying again", "disconnected");
     await new Promise((done) => setTimeout(done, connection.signal.aborted ? 0 : wait));
   }
+}
+
+// A connection can end without a word, as when the machine slept or changed its network.
+function expectMore() {
+  clearTimeout(timer);
+  const watched = connection;
+  timer = setTimeout(() => watched.abort(), silence);
 }
 
 const changed = () => new Promise((done) => addEventListener("key", done, { once: true }));
@@ -84,6 +96,12 @@ function startKey() {
     show();
   });
 }
+
+// A link would choose a view that is not there.
+document.querySelector(".skip").addEventListener("click", (happened) => {
+  happened.preventDefault();
+  at("main").focus();
+});
 
 startKey();
 startChat();

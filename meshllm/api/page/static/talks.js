@@ -6,7 +6,12 @@ const newId = () => `${Date.now().toString(36)}-${Math.random().toString(36).sli
 export const blank = (system = "") => ({ id: newId(), changed: Date.now(), system, turns: [] });
 
 export function load() {
-  const found = Object.keys(localStorage).filter((name) => name.startsWith(prefix)).map((name) => parse(localStorage.getItem(name)));
+  let found;
+  try {
+    found = Object.keys(localStorage).filter((name) => name.startsWith(prefix)).map((name) => parse(localStorage.getItem(name)));
+  } catch {
+    return []; // the storage is off
+  }
   return found.filter(isTalk).sort((one, other) => other.changed - one.changed);
 }
 
@@ -34,6 +39,15 @@ export function save(talk) {
   }
 }
 
-export const forget = (talk) => localStorage.removeItem(prefix + talk.id);
+export function forget(talk) {
+  try {
+    localStorage.removeItem(prefix + talk.id);
+  } catch {
+    // the storage is off: there is nothing to forget
+  }
+}
+
+// Whether an event of the storage may be about it; one without a name is about all.
+export const isAbout = ({ key }, talk) => key === null || key === prefix + talk.id;
 
 export const title = (talk) => talk.turns[0]?.content.trim().slice(0, 60) || "New conversation";
