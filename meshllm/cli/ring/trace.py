@@ -13,6 +13,7 @@ import typer
 from meshllm.cli.shared.answer import as_fields
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
+from meshllm.cli.terminal.wrap import width_of
 from meshllm.config import Scalar
 from meshllm.errors import PeerFault
 from meshllm.request import Answer, Request, Turn
@@ -72,14 +73,14 @@ def lay_out(answer: Answer, columns: int) -> str:
     rows = list(_rows(answer))
     header = ("hop", "node", "layers", "compute", "serialise", "queue", "wire")
     facts = render.table(header, [row.cells for row in rows]).split("\n")
-    width = max(map(len, facts))
+    width = max(map(width_of, facts))
     room = max(columns - width - len("  100 %  "), SHORTEST_BAR)
     scale = room / max(sum(row.times) for row in rows)
     lines = [f"{render.PER_TOKEN}:", f"{facts[0]}  share"]
     for fact, row in zip(facts[1:], rows, strict=True):
         share = f"{sum(row.times) / token_ms * 100:3.0f} %"
         bar = _bar(row.times, scale)
-        lines.append(f"{fact:<{width}}  {share}  {bar}".rstrip())
+        lines.append(f"{fact}{' ' * (width - width_of(fact))}  {share}  {bar}".rstrip())
     legend = "  ".join(f"{mark} {word}" for mark, word in _MARKS.items())
     return "\n".join([*lines, legend, "", *render.statistics(answer).split("\n")[:2]])
 

@@ -1,3 +1,3 @@
 """Terminal output: tables, colours, wrapped text."""
 
-__all__ = ["render", "streams"]
+__all__ = ["render", "streams", "wrap"]

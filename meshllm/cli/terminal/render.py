@@ -6,15 +6,17 @@ import logging
 import os
 import shutil
 import sys
+import textwrap
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Self, TextIO
 
 from meshllm.cli.terminal.markdown import MarkdownStream
 from meshllm.cli.terminal.streams import discard
-from meshllm.cli.terminal.wrap import Wrap
+from meshllm.cli.terminal.wrap import Wrap, width_of
 from meshllm.errors import MeshError
 from meshllm.request import Answer, HopReport
 
@@ -27,6 +29,8 @@ LONGEST = 16
 SCHEMA = 1
 """Version of every ``--json`` object; adding a field does not change it."""
 
+_NARROWEST = 16  # columns for what a name means
+_UNLIMITED = 1 << 20
 _BROKEN_PIPE = 141  # what a shell reports for a command killed by SIGPIPE
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DIM, _RED, _CYAN, _PLAIN = "\x1b[2m", "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
@@ -146,22 +150,39 @@ def _safe_answer(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lay out rows in columns, numbers aligned right and words left."""
+    """Lay out rows in columns, numbers aligned right and words left, as wide as they are shown."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(map(width_of, column)) for column in zip(*cells, strict=True)]
     right = [all(map(_is_number, column[1:])) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.rjust(width) if is_number else cell.ljust(width)
+            f"{' ' * (width - width_of(cell))}{cell}"
+            if is_number
+            else f"{cell}{' ' * (width - width_of(cell))}"
             for cell, width, is_number in zip(row, widths, right, strict=True)
         ).rstrip()
         for row in cells
     )
 
 
+def explained(rows: Sequence[tuple[str, str]]) -> str:
+    """Lay out names and what each means, which is wrapped beside them on a terminal."""
+    inset = max(width_of(name) for name, _ in rows) + 2
+    room = shutil.get_terminal_size().columns - inset if sys.stderr.isatty() else _UNLIMITED
+    lines = []
+    for name, meaning in rows:
+        first, *rest = textwrap.wrap(meaning, max(room, _NARROWEST)) or [""]
+        lines.append(f"{name}{' ' * (inset - width_of(name))}{first}".rstrip())
+        lines += [f"{' ' * inset}{each}" for each in rest]
+    return "\n".join(lines)
+
+
 def cut(text: str, most: int = LONGEST) -> str:
-    """Truncate a text with an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    """Truncate a text to so many columns, with an ellipsis."""
+    if width_of(text) <= most:
+        return text
+    ends = accumulate(map(width_of, text))
+    return f"{''.join(char for char, end in zip(text, ends, strict=True) if end < most)}…"
 
 
 def plain(value: object) -> str:

@@ -1,8 +1,9 @@
 """Word wrap for streamed text."""
 
-from unicodedata import east_asian_width
+from unicodedata import category, east_asian_width
 
 LONGEST = 32  # characters held back while a word grows; a longer one is shown in pieces
+_NO_WIDTH = {"Mn", "Me", "Cf"}  # marks on the character before, and joiners
 
 
 class Wrap:
@@ -45,4 +46,8 @@ def width_of(text: str) -> int:
 
 
 def _width(char: str) -> int:
+    if char.isascii():
+        return 1
+    if category(char) in _NO_WIDTH:
+        return 0
     return 2 if east_asian_width(char) in "WF" else 1

@@ -33,6 +33,30 @@ def test_numbers_are_aligned_right_and_words_left() -> None:
     ]
 
 
+def test_wide_characters_take_two_columns() -> None:
+    assert render.table(("name", "n"), [("書斎", 1), ("ที่", 20)]).splitlines() == [
+        "name   n",
+        "書斎   1",
+        "ที่     20",
+    ]
+    assert render.cut("書斎の机", 8) == "書斎の机"
+    assert render.cut("書斎の机", 7) == "書斎の…"
+
+
+def test_meanings_are_wrapped_beside_their_names(
+    monkeypatch: pytest.MonkeyPatch, terminal: Terminal
+) -> None:
+    rows = [("/set NAME", "change a setting of the next answers"), ("/x", "")]
+    whole = render.explained(rows)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+
+    assert whole == "/set NAME  change a setting of the next answers\n/x"
+    assert render.explained(rows) == (
+        "/set NAME  change a setting of\n           the next answers\n/x"
+    )
+
+
 def test_a_table_may_have_no_rows() -> None:
     assert render.table(("a", "b"), []) == "a  b"
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshllm.cli.terminal.wrap import LONGEST, Wrap
+from meshllm.cli.terminal.wrap import LONGEST, Wrap, width_of
 
 
 def _wrapped(text: str, columns: int, size: int = 3) -> str:
@@ -34,6 +34,14 @@ def test_a_long_word_is_shown_in_pieces() -> None:
 
 def test_scripts_without_spaces_stream() -> None:
     assert Wrap(5).feed("日本語") == "日本\n語"
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"), [("ที่นี่", 2), ("e\u0301", 1), ("日本", 4), ("a\u200db", 2), ("שָׁלוֹם", 4)]
+)
+def test_marks_take_no_column(text: str, columns: int) -> None:
+    assert width_of(text) == columns
+    assert _wrapped(f"{text} {text}", 2 * columns + 1) == f"{text} {text}"
 
 
 @given(st.text(alphabet=st.sampled_from("ab \n日🦊\t")), st.integers(4, 20), st.integers(1, 5))
