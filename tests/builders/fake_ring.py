@@ -46,6 +46,8 @@ class FakeRing:
         words = ["You", " said:", *(f" {word}" for word in asked.split())]
         yield Prefilled(2, 2)
         try:
+            if asked == "silence":
+                await asyncio.Event().wait()
             for word in words:
                 yield Piece(word)
                 await asyncio.sleep(0)

@@ -146,7 +146,7 @@ def _help(_: Conversation, __: str) -> str:
         ("Ctrl-C", "stop the answer"),
         ("Ctrl-D", "exit"),
     ]
-    return render.table(("", ""), [*rows, *keys]).lstrip("\n")
+    return render.explained([*rows, *keys])
 
 
 def _set(conversation: Conversation, argument: str) -> str:
@@ -170,7 +170,7 @@ def _show(conversation: Conversation, _: str) -> str:
     names = ("model", *_SAVED)
     rows = [(name, shown(conversation.settings, name)) for name in names]
     more = [("messages", str(len(conversation.turns))), ("answered by", conversation.where)]
-    return render.table(("", ""), [*rows, *more]).lstrip("\n")
+    return render.explained([*rows, *more])
 
 
 def _system(conversation: Conversation, argument: str) -> str:
@@ -262,7 +262,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _is_conversation(content: Any) -> bool:
     match content:
         case {"schema": render.SCHEMA, "settings": dict(), "turns": [*turns]}:
-            return all(map(_is_turn, turns))
+            roles = ["user", "assistant"] * (len(turns) // 2)
+            return all(map(_is_turn, turns)) and [each["role"] for each in turns] == roles
         case _:
             return False
 

@@ -28,7 +28,7 @@ from meshllm.config import Settings
 from meshllm.errors import MeshError
 from meshllm.local_files import make_private, open_own
 from meshllm.node import event_loop
-from meshllm.request import Answer, Backend, Request
+from meshllm.request import Answer, Backend, Request, Turn
 
 if TYPE_CHECKING:
     from meshllm.outline.eligibility import OutlineMode
@@ -115,16 +115,26 @@ class _Repl:
                 finally:
                     self.conversation.turns = turns
                 if text:
+                    before = [*turns]
                     self.conversation.take_back()
-                    await self._ask(text)
+                    await self._ask_instead(before, text)
             case Question(text):
-                try:
-                    await self._ask(text, is_new=True)
-                except MeshError:
-                    self.conversation.turns = turns
-                    raise
+                await self._ask_instead(turns, text, is_new=True)
             case note:
                 _note(note)
+
+    async def _ask_instead(
+        self, before: list[Turn], question: str, *, is_new: bool = False
+    ) -> None:
+        """Ask in place of the last question, which returns if there is no answer."""
+        left = len(self.conversation.turns)
+        try:
+            await self._ask(question, is_new=is_new)
+        except MeshError:
+            self.conversation.turns = before
+            raise
+        if len(self.conversation.turns) == left:
+            self.conversation.turns = before
 
     async def _ask(self, question: str, *, is_new: bool = False) -> None:
         """Show an answer; Ctrl-C stops it and keeps the text so far."""
@@ -174,11 +184,16 @@ def _session(settings: Settings) -> PromptSession[str]:
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,
         multiline=Condition(lambda: _is_open(session.default_buffer.text)),
-        prompt_continuation="... ",
+        prompt_continuation=_continuation,
         key_bindings=bindings,
         enable_suspend=True,  # Ctrl-Z
     )
     return session
+
+
+def _continuation(width: int, _: int, wraps: int) -> str:
+    """Return what precedes a further line of a message, or the rest of one that is wrapped."""
+    return " " * width if wraps else "... "
 
 
 def _history() -> History:

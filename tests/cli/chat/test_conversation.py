@@ -154,6 +154,7 @@ def test_no_other_file_is_overwritten(conversation: Conversation, home: Path) ->
         '{"schema": 2, "settings": {}, "turns": []}',
         '{"schema": 1, "settings": {}, "turns": [{"role": "user"}]}',
         '{"schema": 1, "settings": {}, "turns": [{"role": "root", "content": "x"}]}',
+        '{"schema": 1, "settings": {}, "turns": [{"role": "user", "content": "x"}]}',
     ],
 )
 def test_a_file_without_a_conversation_is_refused(

@@ -210,6 +210,21 @@ def test_an_edit_that_is_stopped_keeps_the_answer(terminal: Terminal) -> None:
     assert terminal.wait_for("\r\n").strip() == "2"
 
 
+def test_an_edit_that_is_stopped_before_its_answer_keeps_the_last_one(terminal: Terminal) -> None:
+    terminal.press("one\r")
+    terminal.wait_for("You said: one\r\n")
+    terminal.wait_for(PROMPT)
+    terminal.press("/edit silence\r")
+    terminal.wait_for("prefill")
+    terminal.press("\x03")
+    terminal.wait_for("stopped")
+    terminal.wait_for(PROMPT)
+    terminal.press("/show\r")
+    terminal.wait_for("messages")
+
+    assert terminal.wait_for("\r\n").strip() == "2"
+
+
 def test_an_answer_is_copied_to_the_clipboard_of_the_terminal(terminal: Terminal) -> None:
     terminal.press("hello\r")
     terminal.wait_for("You said: hello\r\n")
@@ -217,6 +232,15 @@ def test_an_answer_is_copied_to_the_clipboard_of_the_terminal(terminal: Terminal
     terminal.press("/copy\r")
 
     assert terminal.wait_for(f"\x1b]52;c;{b64encode(b'You said: hello').decode()}\x07")
+
+
+def test_a_long_line_is_not_shown_as_several(terminal: Terminal) -> None:
+    terminal.press(f"{'x' * 100}yz")
+
+    shown = terminal.wait_for("yz")
+
+    assert shown.count("x") == 100
+    assert "..." not in shown
 
 
 def test_quotes_and_alt_enter_make_several_lines(terminal: Terminal) -> None:
