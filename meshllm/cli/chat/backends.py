@@ -258,6 +258,6 @@ def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) ->
     for name in names:
         if flags[name] is not None:
             raise UserError(
-                f"`--{name}` has no effect: {reason}",
+                f"`--{name.replace('_', '-')}` has no effect: {reason}",
                 hint="omit it, or add `--nodes 1` to run a ring in this process",
             )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from meshllm.cli.terminal.render import plain
-from meshllm.config import DEFAULT, Config, Scalar, current, files
+from meshllm.config import DEFAULT, Config, Scalar, current, files, keys
 
 _PATHS = {"state", "key_file", "tls_cert", "tls_key", "trace"}
 STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
@@ -14,6 +14,7 @@ STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves
 def unit(command: Sequence[str]) -> str:
     """Return the unit for a command line, whose first word must be an absolute path."""
     return f"""\
+# mkdir -p ~/.config/systemd/user
 # meshllm node --print-service > ~/.config/systemd/user/meshllm.service
 # systemctl --user enable --now meshllm.service
 # loginctl enable-linger      (keeps it running while you are logged out)
@@ -45,15 +46,30 @@ def command(config: Config, names: Iterable[str]) -> list[str]:
     is_installed = program.name == "meshllm"
     words = [str(program.absolute())] if is_installed else [sys.executable, "-m", "meshllm"]
     found = {DEFAULT, str(files()[0])}
-    given = [name for name in names if config.origins[name] not in found and name != "join"]
-    flags = (flag for name in given for flag in _flag(name, current(config.settings, name)))
-    return [*words, "node", *flags]
+    given = {
+        name: current(config.settings, name)
+        for name in names
+        if config.origins[name] not in found and name != "join"
+    }
+    variables = [
+        f"{keys()[name].variable}={plain(value)}"
+        for name, value in given.items()
+        if isinstance(value, bool) and not _has_flag(name, is_set=value)
+    ]
+    flags = (flag for name, value in given.items() for flag in _flag(name, value))
+    return [*(("/usr/bin/env", *variables) if variables else ()), *words, "node", *flags]
+
+
+def _has_flag(name: str, *, is_set: bool) -> bool:
+    """Return whether a flag says this: switches are off unless given, but for discovery."""
+    return is_set is (name != "discovery")
 
 
 def _flag(name: str, value: Scalar) -> Iterator[str]:
     option = name.replace("_", "-")
     if isinstance(value, bool):
-        yield f"--{option}" if value else f"--no-{option}"
+        if _has_flag(name, is_set=value):
+            yield f"--{option}" if value else f"--no-{option}"
         return
     text = plain(value)
     is_path = name in _PATHS or (name in {"model", "draft"} and Path(text).is_dir())

@@ -351,6 +351,10 @@ def test_nodes_runs_a_ring_in_this_process(ask: Ask, node: FakeNode, local: Fake
         (("--device", "cpu"), "`--device` has no effect: the running node already has a ring"),
         (("--draft", "m"), "`--draft` has no effect: the running node already has a ring"),
         (("--wire", "int8"), "`--wire` has no effect: the running node already has a ring"),
+        (
+            ("--prefix-cache", "0"),
+            "`--prefix-cache` has no effect: the running node already has a ring",
+        ),
     ],
 )
 def test_a_flag_that_contradicts_the_running_node_is_refused(

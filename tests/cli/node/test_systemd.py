@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshllm.cli.app import command_tree
 from meshllm.cli.node.systemd import command, unit
 from meshllm.config import load
 from tests.cli.conftest import Invoke
@@ -37,6 +38,20 @@ def test_the_command_contains_settings_a_service_would_not_find(
         "/opt/bin/meshllm", "node", "--context", "512", "--threads", "2", "--no-discovery",
         "--state", str(home / "here"),
     ]  # fmt: skip
+
+
+def test_what_no_flag_says_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/meshllm"])
+    given = {"exact": False, "discovery": True, "auto": True, "require_key": False}
+
+    words = command(load({**given}), given)
+
+    assert words == [
+        "/usr/bin/env", "MESHLLM_EXACT=false", "MESHLLM_DISCOVERY=true",
+        "MESHLLM_REQUIRE_KEY=false", "/opt/bin/meshllm", "node", "--auto",
+    ]  # fmt: skip
+    known = command_tree().commands["node"].params
+    assert "--auto" in {option for each in known for option in each.opts}
 
 
 def test_the_folder_of_a_model_is_made_absolute(home: Path) -> None:
