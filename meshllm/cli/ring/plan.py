@@ -1,7 +1,7 @@
 """`meshllm ring plan`: the layers, speed and reasons of a planned ring."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshllm.status import MeshStatus
 
 PROMPT = 256  # prompt tokens assumed for the time to the first token
+CONTEXT = 4096  # tokens of KV cache assumed for one session
 ACCEPTANCE = 0.5  # of draft tokens; higher for repetitive text, lower for prose
 
 _STAGES = ("rank", "node", "layers", "memory", "KV tokens", "compute ms", "wire ms")
@@ -59,7 +60,7 @@ def plan(
     ] = None,
     context: Annotated[
         int, typer.Option(min=1, metavar="N", help="Reserve KV cache for one session of N tokens.")
-    ] = 4096,
+    ] = CONTEXT,
     acceptance: Annotated[
         float,
         typer.Option(min=0, max=1, metavar="A", help="Assume this acceptance rate of drafts."),
@@ -73,7 +74,9 @@ def plan(
     Without `--nodes`, `--spec` and `--model` it plans for the nodes of the running mesh, with the
     times that they measured, and without a mesh for this machine alone; its first line says which.
     It changes nothing.
-    A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`.
+    A node of `--spec` is `[COUNTx]MEMORY[:TIME_PER_LAYER][@LATENCY]`. The file of `--nodes` has a
+    table `[[node]]` with `name` and `memory` for each node, if measured also `ms_per_layer` and
+    `head_ms`, and may have `[[link]]` with `a`, `b` and `latency_ms`, if known also `mbit_s`.
 
     `--workload` places several models as replicas. It searches placements, simulates thousands of
     requests on the best ones, and shows why others lose; see `meshllm help scheduling`. A file with
@@ -86,6 +89,8 @@ def plan(
         first, second = sources[:2]
         raise UserError(f"`{first}` cannot be combined with `{second}`", hint="omit one of them")
     if workload is not None:
+        usual = {"context": CONTEXT, "acceptance": ACCEPTANCE, "model": None, "policy": None}
+        _refuse({"context": context, "acceptance": acceptance, **flags}, usual)
         placed = find_placement(workload, trace, settings(flags))
         if as_json:
             render.dump(placed.fields())
@@ -115,6 +120,16 @@ def plan(
         render.dump(report.fields())
     else:
         render.out(report.text())
+
+
+def _refuse(given: Mapping[str, Scalar], usual: Mapping[str, Scalar]) -> None:
+    """Raise `UserError` for an option that a workload does not use."""
+    for name, value in usual.items():
+        if given[name] != value:
+            raise UserError(
+                f"`--{name}` has no effect with `--workload`, whose file names models and machines",
+                hint="omit it",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ FREE = "no limits on the nodes, such as `--members` of the mesh"
 
 _READY = {NodeState.SERVING, NodeState.STANDBY, NodeState.LOADING}
 
-_FILE_HINT = "write a TOML file with a table `[[node]]` for each node"
+_FILE_HINT = "write a TOML file with a table `[[node]]` for each node; see `meshllm ring plan -h`"
 _NODE = re.compile(r"(?:([1-9]\d{0,2})x)?([^:@]+)(?::([^:@]+))?(?:@([^:@]+))?")
 
 

@@ -313,6 +313,19 @@ def without_load(text: str) -> str:
     return "".join(each for each in lines if not each.startswith(("rate", "prompt", "answer")))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--policy", "fastest"), ("--model", "m"), ("--context", "9"), ("--acceptance", "0.1")],
+)
+def test_options_that_a_workload_does_not_use_are_refused(
+    meshllm: Invoke, pair: Path, words: tuple[str, str]
+) -> None:
+    result = meshllm("ring", "plan", "--workload", str(pair), *words)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: `{words[0]}` has no effect with `--workload`")
+
+
 def test_the_load_is_that_of_a_trace(meshllm: Invoke, pair: Path, trace: Path) -> None:
     pair.write_text(without_load(PAIR))
 
