@@ -77,7 +77,7 @@ class Settings:
     device: str = "auto"
     """Compute device: `auto`, `cpu`, `cuda` or `cuda:N`."""
     threads: int | None = None
-    """CPU threads; chosen by torch when not set."""
+    """CPU threads; measured when not set."""
     speculation: Speculation = "auto"
     """Speculative decoding: draft tokens, verify them together."""
     draft: str | None = None

@@ -57,6 +57,19 @@ def test_the_first_page_tells_the_exit_codes_of_the_error_tree() -> None:
     assert codes | {"0", "130", "141"} == {code for code, _ in manual.EXIT_STATUS}
 
 
+def test_pages_name_both_sides_of_a_switch_and_bracket_once() -> None:
+    pages = manual.generate()
+
+    assert "\\-\\-think, \\-\\-no\\-think\n" in pages["man/man1/meshllm-chat.1"]
+    assert "\\-\\-project, \\-\\-user\n" in pages["man/man1/meshllm-config.1"]
+    assert [name for name, text in pages.items() if "] [[" in text and name.endswith(".1")] == []
+
+
+@pytest.mark.parametrize("name", [each for each in manual.generate() if each.endswith(".1")])
+def test_each_command_has_examples(name: str) -> None:
+    assert ".SH EXAMPLES\n.nf\nmeshllm " in manual.generate()[name]
+
+
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 @pytest.mark.parametrize("page", sorted(manual.generate()))
 def test_groff_does_not_warn_about_a_page(page: str) -> None:

@@ -42,6 +42,10 @@ _FILES = (
         PROJECT_FILE,
         "Sampling and limits of a project, in the working directory; override the user's.",
     ),
+    (
+        "~/.local/state/meshllm/door.sock",
+        "Socket of the running node; `--state` names another folder. For its owner only.",
+    ),
     ("~/.local/state/meshllm/history", "Lines typed in conversations; readable by its owner only."),
     (
         "~/.local/state/meshllm/api.sqlite",
@@ -53,11 +57,20 @@ _FILES = (
         "Measurements and verification results of this machine, packed weights and compiled"
         " kernels, shared by all nodes of the user; may be deleted at any time.",
     ),
+    (
+        "~/Library/Application Support/meshllm, ~/Library/Caches/meshllm",
+        "Settings and state, and the cache, on macOS.",
+    ),
 )
 _VARIABLES = (
     ("HF_HOME", "Folder of downloaded models."),
     ("HF_HUB_OFFLINE", "Forbid every download when set to 1."),
     ("NO_COLOR", "Turn colour off when set."),
+    ("VISUAL, EDITOR", "Editor of `meshllm config edit`; `vi` when not set."),
+    (
+        "XDG_CONFIG_HOME, XDG_STATE_HOME, XDG_CACHE_HOME",
+        "Folders used instead of `~/.config`, `~/.local/state` and `~/.cache`.",
+    ),
 )
 
 COMPLETIONS = {
@@ -203,9 +216,13 @@ def _summary(command: Any) -> str:
 
 def _synopsis(line: str, command: Any) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
-    words = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+    words = [_argument(each.metavar, is_required=each.required) for each in arguments]
     tail = ["COMMAND ..."] if getattr(command, "commands", None) else words
     return f".B {escape(line)}\n{escape(' '.join(['[OPTIONS]', *tail]))}"
+
+
+def _argument(name: str, *, is_required: bool) -> str:
+    return name if is_required or name.startswith("[") else f"[{name}]"
 
 
 def _description(command: Any) -> str:
@@ -221,7 +238,7 @@ def _heading(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return str(parameter.metavar)
     if parameter.is_flag or parameter.count:
-        return ", ".join(parameter.opts)
+        return ", ".join([*parameter.opts, *parameter.secondary_opts])
     space = "" if str(parameter.metavar).startswith("[") else " "
     return f"{', '.join(parameter.opts)}{space}{parameter.metavar}"
 

@@ -17,7 +17,16 @@ from meshllm.errors import UserError
 from meshllm.local_files import hint_of, reason_of
 
 app = typer.Typer(
-    help="Show and change settings, and see where they come from.", rich_markup_mode=None
+    help="Show and change settings, and see where they come from.",
+    rich_markup_mode=None,
+    epilog="""\b
+Examples:
+  meshllm config show --origin
+  meshllm config set model Qwen/Qwen3-0.6B
+  meshllm config set max_tokens 1024 --project
+  meshllm config unset model
+  meshllm config edit
+""",
 )
 
 _ANY_BYTES = "surrogateescape"

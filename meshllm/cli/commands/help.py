@@ -32,8 +32,9 @@ def summary(page: str) -> str:
     return page.partition("\n")[0].partition(": ")[2]
 
 
-def _complete(incomplete: str) -> list[str]:
-    return [name for name in topics() if name.startswith(incomplete)]
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
+    commands = getattr(context.find_root().command, "commands", {})
+    return [name for name in (*commands, *topics()) if name.startswith(incomplete)]
 
 
 def show_help(

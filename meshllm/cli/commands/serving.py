@@ -40,7 +40,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Use `builtin`, a folder, or a Hugging Face name.",
             autocompletion=complete.models,
         ),

@@ -7,7 +7,15 @@ import typer
 from meshllm.cli.shared.options import Json
 from meshllm.cli.terminal import render
 
-app = typer.Typer(help="List the transports between nodes.", rich_markup_mode=None)
+app = typer.Typer(
+    help="List the transports between nodes.",
+    rich_markup_mode=None,
+    epilog="""\b
+Examples:
+  meshllm transport list
+  meshllm transport list --json
+""",
+)
 
 
 @app.callback()

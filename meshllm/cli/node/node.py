@@ -49,7 +49,7 @@ Transports = Annotated[
     str | None,
     typer.Option(
         "--transport",
-        metavar="TEXT",
+        metavar="NAMES",
         help="Use these transports between nodes, comma-separated."
         f"  [default: {','.join(TRANSPORTS)}; env: MESHLLM_TRANSPORT]",
         autocompletion=complete.transports,

@@ -31,6 +31,23 @@ Command = TypeVar("Command", bound=Callable[..., object])
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
+_VALUES = {
+    "MODEL": ("model", "draft"),
+    "NAME": ("transport", "device", "name"),
+    "SIZE": ("prefix_cache", "memory"),
+    "FOLDER": ("state",),
+    "ADDRESS": ("listen",),
+    "ADDRESSES": ("advertise", "relay"),
+    "HOST:PORT": ("serve",),
+    "TICKET": ("join",),
+    "A:B": ("layers",),
+    "TIME": ("keep",),
+    "NODES": ("exclude", "prefer", "entry", "trust"),
+    "FILE": ("key_file", "tls_cert", "tls_key", "trace"),
+    "ORIGINS": ("origins",),
+}
+"""What the text of a setting is, in its help."""
+_METAVAR_OF = {setting: metavar for metavar, names in _VALUES.items() for setting in names}
 _UNSET = dict.fromkeys(MODEL_SAMPLING, "the model's") | {"seed": "random"}
 _COMPLETERS = {
     "model": complete.models,
@@ -156,7 +173,7 @@ def _option(key: Key) -> inspect.Parameter:
     option = typer.Option(
         f"--{key.name.replace('_', '-')}",
         help=_help(key),
-        metavar=_METAVARS.get(kind) or "|".join(get_args(kind)),
+        metavar=_METAVAR_OF.get(key.name) or _METAVARS.get(kind) or "|".join(get_args(kind)),
         autocompletion=_COMPLETERS.get(key.name),
         show_default=False,
     )

@@ -32,6 +32,7 @@ def test_help_shows_text_default_and_variable(meshllm: Invoke) -> None:
     assert f"--top-p X {shown} [default: the model's; env: MESHLLM_TOP_P]" in text
     assert "gives the same text. [default: random; env: MESHLLM_SEED]" in text
     assert "[default: 512; env: MESHLLM_MAX_TOKENS]" in text
+    assert "--state FOLDER Folder of" in text
     assert "--ends entry|client Which side holds the embedding and the LM head." in text
 
 
@@ -56,7 +57,13 @@ def test_installed_transports_are_completed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "offer"), [("meshllm mod", "model"), ("meshllm chat --transport loop", "loopback")]
+    ("words", "offer"),
+    [
+        ("meshllm mod", "model"),
+        ("meshllm chat --transport loop", "loopback"),
+        ("meshllm help netw", "networking"),
+        ("meshllm help cha", "chat"),
+    ],
 )
 def test_tab_runs_the_command(words: str, offer: str) -> None:
     code = "import sys; sys.argv = ['meshllm']; from meshllm.cli.app import main; main()"
