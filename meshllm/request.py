@@ -336,13 +336,18 @@ class Written:
         self._calls: list[tuple[str, list[str]]] = []
 
     def add(self, piece: Piece) -> None:
-        """Append a piece; a delta behind the next call is ignored."""
-        self._text.append(piece.text)
-        self._reasoning.append(piece.reasoning)
+        """Append a piece; a delta behind the next call is ignored.
+
+        What is empty is not stored: a peer may send any number of it.
+        """
+        if piece.text:
+            self._text.append(piece.text)
+        if piece.reasoning:
+            self._reasoning.append(piece.reasoning)
         for each in piece.calls:
             if each.index == len(self._calls):
                 self._calls.append((each.name, []))
-            if each.index < len(self._calls):
+            if each.index < len(self._calls) and each.arguments:
                 self._calls[each.index][1].append(each.arguments)
 
     def complete(self, answer: Answer) -> Answer:

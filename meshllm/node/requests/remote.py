@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from sys import getsizeof
 
 from meshllm.errors import LinkLost, MeshError, PeerFault, TimedOut
 from meshllm.names import NodeId, RingEntry
@@ -19,7 +20,8 @@ from meshllm.protocol.membership.codec import (
 from meshllm.protocol.ring.failover import RetriesExhausted
 from meshllm.request import Answer, Event, Request
 
-MAX_UNREAD = 16 << 20  # bytes buffered of one answer
+MAX_UNREAD = 16 << 20  # bytes of memory of the lines buffered of one answer
+LINE_BYTES = getsizeof(b"") + 8  # of a line besides its text, with its place in the queue
 IDLE_TIMEOUT_S = 600.0  # s without an event; covers a queue and the prefill of a long prompt
 
 
@@ -32,7 +34,7 @@ class _Call:
     """Received lines; None after the link is lost, or the buffer overflowed."""
 
     unread: int = 0
-    """Bytes in ``lines``."""
+    """Bytes of memory of ``lines``."""
 
     is_complete: bool = False
     """The answer is complete."""
@@ -40,7 +42,7 @@ class _Call:
     def take(self, line: bytes) -> None:
         """Queue a line; end a call whose queue is full."""
         if self.unread <= MAX_UNREAD:
-            self.unread += len(line)
+            self.unread += len(line) + LINE_BYTES
             self.lines.put_nowait(line if self.unread <= MAX_UNREAD else None)
 
     async def next(self) -> bytes:
@@ -57,7 +59,7 @@ class _Call:
             raise TimedOut(f"The entry sent nothing for {IDLE_TIMEOUT_S:.0f} s") from None
         if line is None:
             raise LinkLost("The link to the entry was lost")
-        self.unread -= len(line)
+        self.unread -= len(line) + LINE_BYTES
         return line
 
 

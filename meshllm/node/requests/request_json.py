@@ -65,6 +65,9 @@ TOKEN_LIMIT = 1 << 32  # vocabularies have less than a million
 PADDED_BYTES = 128  # lines with text are multiples; one with a token has 50 bytes or less
 LINE_CHARS = 65_536  # characters in a line between nodes: 384 KiB at most, escaped
 MAX_TOKENS = 1 << 24  # of an answer; the limit of a session, too
+MAX_CHARS = 4 * MAX_TOKENS  # of an answer, with its reasoning and calls
+MAX_CALLS = 4096  # of an answer
+MAX_COUNT = 1 << 32  # of tokens in one number of an answer, which has those of all its sessions
 MESSAGE_CHARS = 4096
 MAX_RETRY_S = 86_400
 
@@ -244,7 +247,7 @@ class AnswerReader:
     def __init__(self) -> None:
         self._written = Written()
         self._tokens: list[int] = []
-        self._ids = 0  # of pieces
+        self._ids = self._chars = 0  # of pieces
 
     def take(self, data: bytes) -> Event | None:
         """Decode the next line as `event_from_json` does; None if it completes no event."""
@@ -258,11 +261,21 @@ class AnswerReader:
         event = _event_of(line)
         match event:
             case Piece():
+                self._count(event)
                 self._written.add(event)
             case Answer(tokens=tokens):
                 whole = self._written.complete(event)
                 return replace(whole, tokens=(*self._tokens, *tokens))
         return event
+
+    def _count(self, piece: Piece) -> None:
+        """Raise `PeerFault` for more than an answer can have: all of it is kept until its end."""
+        written = (each for call in piece.calls for each in (call.name, call.arguments))
+        self._chars += sum(map(len, (piece.text, piece.reasoning, *written)))
+        if self._chars > MAX_CHARS:
+            raise PeerFault(f"The answer has more than {MAX_CHARS} characters")
+        if not all(0 <= call.index < MAX_CALLS for call in piece.calls):
+            raise PeerFault(f"A call is not one of the first {MAX_CALLS} of the answer")
 
 
 def _read_line(data: bytes) -> _Line:
@@ -279,10 +292,13 @@ def _event_of(line: _Line) -> Event | None:
     found: list[Event] = [each for each in whole if each is not None]
     if line.prompt:
         _check_tokens(line.prompt.tokens)
+    if line.answer:
+        _check_counts(line.answer)
     match line.prefilled:
         case None:
             pass
         case (done, total):
+            _check_count(done, total)
             found.append(Prefilled(done, total))
         case numbers:
             raise PeerFault(f"Malformed line of an answer: {len(numbers)} numbers of progress")
@@ -302,6 +318,17 @@ def _check_tokens(tokens: Sequence[int]) -> None:
         raise PeerFault(f"A line has {len(tokens)} token ids, more than {LINE_TOKENS}")
     if not all(0 <= each < TOKEN_LIMIT for each in tokens):
         raise PeerFault(f"A token id of a prompt is not between 0 and {TOKEN_LIMIT}")
+
+
+def _check_counts(answer: Answer) -> None:
+    """Raise `PeerFault` for numbers that no answer has: they count for limits, and are stored."""
+    _check_count(answer.prompt_tokens, answer.cached_tokens, answer.reasoning_tokens)
+    _check_count(answer.counted or 0)
+
+
+def _check_count(*counts: int) -> None:
+    if not all(0 <= each <= MAX_COUNT for each in counts):
+        raise PeerFault(f"A number of tokens is not between 0 and {MAX_COUNT}")
 
 
 def error_to_fields(error: MeshError) -> dict[str, Any]:

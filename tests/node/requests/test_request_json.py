@@ -28,6 +28,8 @@ from meshllm.node.requests.request_json import (
     EVENT_BYTES,
     LINE_CHARS,
     LINE_TOKENS,
+    MAX_CALLS,
+    MAX_COUNT,
     PADDED_BYTES,
     REQUEST_BYTES,
     AnswerReader,
@@ -238,6 +240,61 @@ def test_a_reader_accepts_no_more_ids_than_a_session_has() -> None:
         reader.take(b'{"tokens":[1,2]}')
         with pytest.raises(PeerFault, match="more than 3 tokens"):
             reader.take(b'{"tokens":[1,2]}')
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"piece":"abc"}',
+        b'{"piece":"","reasoning":"abc"}',
+        b'{"piece":"","calls":[{"index":0,"name":"a","arguments":"bc"}]}',
+    ],
+)
+def test_a_reader_accepts_no_more_text_than_a_session_has(line: bytes) -> None:
+    reader = AnswerReader()
+
+    with patch.object(request_json, "MAX_CHARS", 5):
+        reader.take(line)
+        with pytest.raises(PeerFault, match="more than 5 characters"):
+            reader.take(line)
+
+
+@pytest.mark.parametrize("count", [-1, MAX_COUNT + 1])
+@pytest.mark.parametrize(
+    "name", ["prompt_tokens", "cached_tokens", "reasoning_tokens", "counted", "done", "total"]
+)
+def test_a_number_of_tokens_that_no_answer_has_is_a_peer_fault(name: str, count: int) -> None:
+    most = {"done": MAX_COUNT, "total": MAX_COUNT}
+    for value in (MAX_COUNT, count):
+        event: Event
+        if name in most:
+            event = Prefilled(**{**most, name: value})
+        else:
+            event = replace(answer_of("a", 1), **{name: value})  # type: ignore[arg-type]  # numbers
+        with nullcontext() if value == MAX_COUNT else pytest.raises(PeerFault, match="tokens is"):
+            assert event_from_json(event_to_json(event)) == event
+
+
+@pytest.mark.parametrize("index", [-1, MAX_CALLS])
+def test_a_reader_accepts_the_first_calls_of_an_answer(index: int) -> None:
+    reader = AnswerReader()
+    last = Piece("", calls=(ToolCallDelta(MAX_CALLS - 1, "f", "x"),))
+    assert reader.take(event_to_json(last)) == last
+
+    with pytest.raises(PeerFault, match=f"one of the first {MAX_CALLS}"):
+        reader.take(event_to_json(Piece("", calls=(ToolCallDelta(index, "f", "x"),))))
+
+
+def test_a_reader_stores_nothing_of_pieces_without_text() -> None:
+    reader = AnswerReader()
+    reader.take(event_to_json(Piece("", calls=(ToolCallDelta(0, "f", "{}"),))))
+
+    for _ in range(1000):
+        reader.take(event_to_json(Piece("", calls=(ToolCallDelta(0),))))
+
+    written = reader._written
+    assert (written._text, written._reasoning) == ([], [])
+    assert written._calls == [("f", ["{}"])]
 
 
 @pytest.mark.property

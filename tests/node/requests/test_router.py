@@ -750,7 +750,8 @@ def test_a_malformed_answer_is_a_peer_fault(world: World, data: bytes) -> None:
 def test_an_answer_that_overflows_the_buffer_is_retried(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_UNREAD", 8 * len(event_to_json(Piece("a", (1,)))))
+    size = len(event_to_json(Piece("a", (1,)))) + remote.LINE_BYTES
+    monkeypatch.setattr(remote, "MAX_UNREAD", 8 * size)
     router = world.add(ME, FakeRing(at=ENTRY))
 
     async def story() -> None:
@@ -771,6 +772,26 @@ def test_an_answer_that_overflows_the_buffer_is_retried(
             world.rings[ME].attempts = [[Prefilled(1, 1), *letters[:8], Piece("b", (8,))]]
             assert isinstance(await anext(events), Interruption)
             assert await anext(events) == Piece("b", (8,))
+
+    world.run(story)
+
+
+@pytest.mark.parametrize("line", [b"", b"{}"])
+def test_lines_without_text_fill_the_buffer_too(
+    world: World, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    monkeypatch.setattr(remote, "MAX_UNREAD", 1024)
+    router = world.add(ME, FakeRing(at=ENTRY))
+
+    async def story() -> None:
+        asking = asyncio.ensure_future(all_of(router))
+        await asyncio.sleep(1)
+        request_id, (call,) = asked(world), router._remote._calls.values()
+        for _ in range(1024):
+            router.receive(ENTRY, AnswerEvent(request_id, line), is_client=False)
+        assert call.lines.qsize() < 32
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
     world.run(story)
 
