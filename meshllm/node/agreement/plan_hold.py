@@ -22,6 +22,7 @@ class PlanHold:
         self._call_later = call_later
         self._requests = 0
         self._since: float | None = None  # until no request was there for a while
+        self._ended = 0.0  # when the last request ended
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -36,10 +37,11 @@ class PlanHold:
         finally:
             self._requests -= 1
             if not self._requests:
-                self._call_later(CALM_S, self._calm)
+                self._ended = loop_time()
+                self._call_later(CALM_S, self._calm, self._ended)
 
-    def _calm(self) -> None:
-        if not self._requests:
+    def _calm(self, ended: float) -> None:
+        if not self._requests and self._ended == ended:  # else others have come and gone
             self._since = None
             self._set(may_change=True)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from meshllm.node.agreement.plan_hold import BUSY_S, CALM_S, PlanHold
+from meshllm.node.timer import loop_time
 from meshllm.testing.clock import run_virtual
 from tests.builders.ring_places import call_later
 
@@ -68,5 +69,24 @@ def test_the_time_of_an_earlier_hold_does_not_end_a_later_one() -> None:
             assert not held.hold.may_change
             await asyncio.sleep(BUSY_S / 2 + 1)
             assert held.hold.may_change
+
+    run(story)
+
+
+def test_requests_with_short_pauses_hold_the_plan_as_one_that_does_not_end() -> None:
+    async def story() -> None:
+        held = Held()
+
+        async def ask(seconds: float) -> None:
+            until = loop_time() + seconds
+            while loop_time() < until:
+                with held.hold.holding():
+                    await asyncio.sleep(CALM_S / 4)
+                await asyncio.sleep(CALM_S / 5)
+
+        await ask(BUSY_S - 1)
+        assert held.told == [False]
+        await ask(2)
+        assert held.told == [False, True]
 
     run(story)
