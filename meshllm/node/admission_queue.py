@@ -1,7 +1,7 @@
 """Waiting for what `meshllm.protocol.kv_cache.admission` admits: one waiter for each request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm.errors import MeshError
@@ -37,6 +37,14 @@ class AdmissionQueue:
         finally:
             self._waiting.pop(session, None)
             self._let_in(self._admission.leave(session, loop_time()))
+
+    def resize(self, totals: Sequence[int]) -> bool:
+        """Give each rank so many bytes, if what runs and waits fits; return whether it does."""
+        admitted = self._admission.resize(totals, loop_time())
+        if admitted is None:
+            return False
+        self._let_in(admitted)
+        return True
 
     def _let_in(self, sessions: list[SessionId]) -> None:
         for each in sessions:

@@ -122,3 +122,22 @@ async def test_an_end_reaches_all_that_wait() -> None:
 
     assert (await ended(first, third))[1] is lost
     assert line.held == [A]
+
+
+async def test_more_room_lets_in_who_waits_for_it() -> None:
+    begun = list[SessionId]()
+    queue = AdmissionQueue(Admission(KvBudget([room(4)]), 8))
+
+    async def hold(session: SessionId) -> None:
+        async with queue.admitted(session, 3 * BLOCK, None):
+            begun.append(session)
+
+    async with queue.admitted(A, 3 * BLOCK, None):
+        second = asyncio.ensure_future(hold(B))
+        await asyncio.sleep(0)
+        assert not queue.resize([2 * BLOCK])
+        assert begun == []
+        assert queue.resize([6 * BLOCK])
+        await second
+
+    assert begun == [B]

@@ -136,11 +136,13 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     await until(lambda: serving(a) == {("builtin", 0)}, a)
     first, entry = await ask(a), a.ring_member.rank
     assert entry is not None
+    room = entry.budget.rooms[0].total
 
     await control_of(a).serve(ModelOptions(random))
 
     await until(lambda: serving(a) == {("builtin", 0), (random, 0)}, a)
     assert a.ring_member.rank is entry  # its ring went on
+    assert entry.budget.rooms[0].total < room
     assert all(ring.is_own for ring in rings(a).values())
     answers = await asyncio.gather(ask(a), ask(a, model=random))
     assert answers[0] == first != answers[1]
@@ -161,6 +163,8 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     await until(lambda: not a.machine.profiles[a.me].shares, a)
     assert list(rings(a)) == [("builtin", 0)]
     assert await ask(a) == first
+    await until(lambda: entry.budget.rooms[0].total == room, a)
+    assert a.ring_member.rank is entry
 
 
 async def test_a_draft_model_is_for_the_first_model_only(mesh: Mesh, random: str) -> None:

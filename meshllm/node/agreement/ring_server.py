@@ -265,7 +265,7 @@ class RingServer:
         member = self.member
         member.agreement = self.agreement
         if runtime := member.runtime:
-            runtime.narrow()
+            runtime.resize()
         self.follower.look()
         self._parts.editor.amend_again()
         self._parts.state.publish()

@@ -1,4 +1,13 @@
-"""Serves one plan after the other on a node: drives `Forming`, runs the entry or a stage."""
+"""Serves one plan after the other on a node: drives `Forming`, runs the entry or a stage.
+
+Theory of operation
+-------------------
+While a ring serves, the bytes that its ranks have for caches may change, as another model of a node
+begins or ends. Each rank computes them from the records, and uses them without a pause; only if
+what runs there does not fit, the ring forms again. The entry may never admit what another rank
+refuses, and nodes learn of records at different times. So the entry is the first to use less, and
+the last to use more: a rank that must not be the first waits for `TOLD_S`.
+"""
 
 import asyncio
 import logging
@@ -40,6 +49,7 @@ from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
 MAX_SESSIONS = 8  # concurrent generations; further ones wait
+TOLD_S = 3.0  # s until all ranks have planned with a record: planning takes about a second
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +102,8 @@ class RingRuntime:
         self._slowdown = Slowdown()
         self._job: Job | None = None  # the next one
         self._is_replaced = asyncio.Event()
-        self._is_narrow = asyncio.Event()
+        self._totals: list[int] = []  # bytes that the ranks have for caches now
+        self._has_new_totals = asyncio.Event()
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self._links = IdleLinks(self._tasks, self._gone)
@@ -186,20 +197,13 @@ class RingRuntime:
         """Update whether all nodes of the plan in force have loaded."""
         self._act(self._machine.formed(loop_time(), is_formed=is_formed))
 
-    def narrow(self) -> None:
-        """Work with less room for caches if a rank has less than before.
-
-        The ring forms again, unless this node is alone in it and what runs and waits still fits.
-        """
-        node = self._entry or self.stage
-        if node is None or self.plan is None or (budget := self._budget(self.plan)) is None:
-            return
-        totals = [room.total for room in budget.rooms]
-        pairs = zip(totals, node.budget.rooms, strict=True)
-        if not any(total < before.total for total, before in pairs):
-            return
-        if not (isinstance(node, EntryNode) and node.narrow(totals)):
-            self._is_narrow.set()
+    def resize(self) -> None:
+        """Use what the ranks have for caches now, if that differs from before."""
+        budget = self._budget(self.plan) if self.plan else None
+        totals = _totals(budget) if budget else self._totals
+        if totals != self._totals:
+            self._totals = totals
+            self._has_new_totals.set()
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -314,32 +318,68 @@ class RingRuntime:
                 await link.watch_ended()
             peers = self._peers(plan, links)
             node = self._rank(plan, Neighbours(*peers) if peers else None)
-            reason = await self._run(node) if node else LinkLost("A node withdrew its offer")
+            reason = await self._run(plan, node) if node else LinkLost("A node withdrew its offer")
         finally:  # in the background: closing waits for the peer, which the next plan need not
             for link in links:
                 self._links.discard(link)
         self._host.broke(plan)
         self._act(self._machine.broke(str(reason), loop_time()))
 
-    async def _run(self, node: EntryNode | StageNode) -> MeshError:
+    async def _run(self, plan: Plan, node: EntryNode | StageNode) -> MeshError:
         model, span = self._model, self._held.span
         runners = span.runners if span and model.drafting else []
         warm_up = WarmUp([(model.worker, runner) for runner in runners], self.warmed_up)
-        self._is_narrow.clear()
+        self._totals = _totals(node.budget)
+        self._has_new_totals.clear()
         running = asyncio.ensure_future(node.run())
-        narrow = asyncio.ensure_future(self._is_narrow.wait())
+        outgrown = asyncio.ensure_future(self._outgrown(plan, node))
         warming_up = asyncio.ensure_future(warm_up.run())
         try:
             await asyncio.sleep(0)  # it accepts work after its first step
             self._replaced, self._opened = self._opened or self._before, self.plan
             self._at_work(node)
-            await asyncio.wait({running, narrow}, return_when=asyncio.FIRST_COMPLETED)
-            return running.result() if running.done() else LinkLost("There is less memory now")
+            await asyncio.wait({running, outgrown}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            outgrown.result()  # a bug
+            return LinkLost("There is less memory now")
         finally:
             self._at_work(None)
-            for task in (running, narrow, warming_up):
+            for task in (running, outgrown, warming_up):
                 task.cancel()
-            await asyncio.gather(running, narrow, warming_up, return_exceptions=True)
+            await asyncio.gather(running, outgrown, warming_up, return_exceptions=True)
+
+    async def _outgrown(self, plan: Plan, node: EntryNode | StageNode) -> None:
+        """Let a rank use what there is for caches; return once what runs does not fit."""
+        is_fit = True
+        while is_fit:
+            await self._has_new_totals.wait()
+            self._has_new_totals.clear()
+            is_replaced = self.plan != plan  # the totals are those of another plan, about to begin
+            is_fit = is_replaced or await self._use_totals(plan, node)
+
+    async def _use_totals(self, plan: Plan, node: EntryNode | StageNode) -> bool:
+        """Let a rank use what there is for caches, see above; return whether what runs fits."""
+        before, after = _totals(node.budget), self._totals
+        if len(plan.stages) > 1:
+            bound: Callable[[int, int], int] = min if isinstance(node, EntryNode) else max
+            at_once = [*map(bound, before, after)]
+            if not node.resize(at_once):
+                return False
+            if isinstance(node, StageNode) and self._held.store:  # nobody needs finished sessions
+                self._held.store.prefixes.make_room(before[0] - after[0])
+            if at_once != after and await self._changes_soon():
+                return True
+        return node.resize(after)
+
+    async def _changes_soon(self) -> bool:
+        """Wait until all ranks know of a change; return whether there is another one before."""
+        try:
+            async with asyncio.timeout(TOLD_S):
+                await self._has_new_totals.wait()
+        except TimeoutError:
+            return False
+        return True
 
     @property
     def _is_free(self) -> bool:
@@ -455,3 +495,7 @@ async def arrive(
             await link.close()
     if isinstance(hello, Hello) and runtime and not runtime.is_closed:
         runtime.take(idle, peer, hello)
+
+
+def _totals(budget: KvBudget) -> list[int]:
+    return [room.total for room in budget.rooms]

@@ -132,8 +132,7 @@ class EntryNode:
         self._samples = Batcher(worker, self._sample, self._jobs)
         self._encoder = ActivationEncoder(config.wire, neighbours)
         self._prefixes = config.prefixes
-        self._admission = Admission(self.budget, config.max_sessions)
-        self._queue = AdmissionQueue(self._admission)
+        self._queue = AdmissionQueue(Admission(self.budget, config.max_sessions))
         self._sessions: dict[SessionId, Generation] = {}
         self._lost: MeshError | None = None
         self._since = loop_time()
@@ -179,12 +178,12 @@ class EntryNode:
         """Number of generations in progress."""
         return len(self._sessions)
 
-    def narrow(self, totals: Sequence[int]) -> bool:
-        """Give caches so many bytes from now on; return whether that ends no generation.
+    def resize(self, totals: Sequence[int]) -> bool:
+        """Give caches so many bytes on each rank from now on.
 
-        Only in a ring of one: other ranks count their rooms by themselves, at another time.
+        Return whether all generations that run and wait fit; if not, nothing changes.
         """
-        if self._neighbours is not None or not self._admission.narrow(totals):
+        if not self._queue.resize(totals):
             return False
         self._prefixes.make_room(0)
         return True

@@ -96,6 +96,14 @@ class StageNode:
         """Number of sessions with a KV cache here."""
         return len(self._sessions)
 
+    def resize(self, totals: Sequence[int]) -> bool:
+        """Give caches so many bytes from now on, if the sessions fit; return whether they do."""
+        actions = self._machine.resize(totals)
+        if actions is None:
+            return False
+        self._act(actions)
+        return True
+
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost; return the reason."""
         try:

@@ -228,13 +228,14 @@ class Admission:
         self._budget.release(session)
         return self._admit(now)
 
-    def narrow(self, totals: Sequence[int]) -> bool:
-        """Work with so many bytes on each rank from now on, if what runs and waits fits.
+    def resize(self, totals: Sequence[int], now: float) -> list[SessionId] | None:
+        """Work with so many bytes on each rank from now on; return those that may start now.
 
-        Return whether it does: those that wait fit on an empty ring, as `ask` promises.
+        None if what runs and waits does not fit, and nothing changes: those that wait fit on an
+        empty ring, as `ask` promises.
         """
         longest = max((queue.longest for queue in self._waiting.values()), default=0)
-        return self._budget.narrow(totals, longest)
+        return self._admit(now) if self._budget.resize(totals, longest) else None
 
     def _admit(self, now: float) -> list[SessionId]:
         begun = []

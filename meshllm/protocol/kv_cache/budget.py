@@ -101,7 +101,7 @@ class KvBudget:
             self._recall()
         return is_fit
 
-    def narrow(self, totals: Sequence[int], longest: int = 0) -> bool:
+    def resize(self, totals: Sequence[int], longest: int = 0) -> bool:
         """Give the ranks so many bytes, if all that runs fits into them, and a session on its own.
 
         That session has ``longest`` tokens. Return whether they do. Kept sessions may not fit any

@@ -48,6 +48,7 @@ Races, and their outcome:
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -249,6 +250,15 @@ class Stage:
         for session, state in list(self._sessions.items()):
             ended += self._end(session, state.kv_len, now, is_lost=True)
         return ended
+
+    def resize(self, totals: Sequence[int]) -> list[Action] | None:
+        """Give caches so many bytes from now on; None if the sessions do not fit: nothing changes.
+
+        The entry, which knows what they may reach, makes sure that they fit until they end.
+        """
+        if not self.budget.resize(totals):
+            return None
+        return [Free(each) for each in self._index.make_room()]
 
     def helped(self, logits: Logits) -> list[Action]:
         """Forward this rank's part of the logits of a step, unless the step is outdated."""

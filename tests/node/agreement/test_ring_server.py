@@ -51,7 +51,7 @@ class Served:
     def follow(self) -> None:
         """Take part with a runtime that notes which plans it follows."""
         runtime = self.place.runtime
-        runtime.narrow, runtime.follow = lambda: None, self.followed.append
+        runtime.resize, runtime.follow = lambda: None, self.followed.append
         self.place.serve(None)
 
 

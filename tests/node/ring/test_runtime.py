@@ -16,11 +16,13 @@ from meshllm.model.steps.runner import Runner
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, SessionId, Span
 from meshllm.node.compute.worker import Worker
 from meshllm.node.options import InferenceConfig
+from meshllm.node.ring import runtime
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.runtime import RingRuntime, arrive
+from meshllm.node.ring.runtime import TOLD_S, RingRuntime, arrive
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import GenerationRequest, Token
+from meshllm.node.session.stage import StageNode
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring import slowdown
@@ -241,32 +243,107 @@ def test_a_broken_ring_forms_again(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_ring_forms_again_with_less_memory_and_goes_on_with_more(world: World) -> None:
+@asynccontextmanager
+async def serving_both(world: World) -> AsyncIterator[tuple[Place, Place, EntryNode, StageNode]]:
+    """Serve with a ring of two nodes; yield them, the entry and the stage."""
+    async with world.serving(A, B) as (a, b):
+        world.follow(BOTH)
+        await until(lambda: at_work(a, b))
+        entry, stage = a.runtime.entry, b.runtime.stage
+        assert entry is not None
+        assert stage is not None
+        yield a, b, entry, stage
+
+
+def rooms_of(*ranks: EntryNode | StageNode) -> list[list[int]]:
+    return [[room.total for room in rank.budget.rooms] for rank in ranks]
+
+
+def test_a_ring_goes_on_with_other_rooms_of_which_the_entry_never_uses_more_than_a_stage(
+    world: World,
+) -> None:
     async def main() -> None:
-        async with world.serving(A, B) as ranks:
-            a = ranks[0]
-            world.follow(BOTH)
-            await until(lambda: at_work(*ranks))
-            before, entry = await tokens(a), a.runtime.entry
-            for place in ranks:
-                place.room *= 2
-                place.runtime.narrow()
-            await asyncio.sleep(1)
-            assert a.runtime.entry is entry
+        async with serving_both(world) as (a, b, entry, stage):
+            text, first, ranks = await tokens(a), a.room, (entry, stage)
+            seen = list[list[list[int]]]()
+            for room in (first // 2, first):
+                for place in (a, b):
+                    place.room = room
+                    place.runtime.resize()
+                await asyncio.sleep(TOLD_S / 2)
+                seen.append(rooms_of(*ranks))
+                await asyncio.sleep(TOLD_S)
+                assert rooms_of(*ranks) == [[room, room], [room]]
+                assert await tokens(a) == text
 
-            for place in ranks:
-                place.room //= 8
-                place.runtime.narrow()
-
-            await until(lambda: a.runtime.entry is not entry and at_work(*ranks))
-            assert await tokens(a) == before
-            budgets = [(at.runtime.entry or at.runtime.stage).budget for at in ranks]  # type: ignore[union-attr]  # at work
-            assert [budget.rooms[0].total for budget in budgets] == [1 << 28] * len(ranks)
+            half = first // 2
+            assert seen == [[[half, half], [first]], [[half, half], [first]]]
+            assert (a.runtime.entry, b.runtime.stage) == ranks
+            assert (a.broken, b.broken) == ([], [])
 
     run_virtual(main())
 
 
-def test_a_ring_of_one_goes_on_with_less_memory(world: World) -> None:
+def test_rooms_that_change_again_while_a_rank_waits_are_used_too(world: World) -> None:
+    async def main() -> None:
+        async with serving_both(world) as (a, b, entry, stage):
+            first = a.room
+            for divisor in (2, 8, 4):
+                for place in (a, b):
+                    place.room = first // divisor
+                    place.runtime.resize()
+                await asyncio.sleep(TOLD_S / 4)
+            assert rooms_of(entry, stage) == [[first // 8] * 2, [first]]
+            await asyncio.sleep(3 * TOLD_S)
+            assert rooms_of(entry, stage) == [[first // 4] * 2, [first // 4]]
+            assert (a.broken, b.broken) == ([], [])
+
+    run_virtual(main())
+
+
+def test_a_stage_with_less_memory_frees_finished_sessions_at_once(world: World) -> None:
+    async def main() -> None:
+        async with serving_both(world) as (_, b, entry, stage):
+            order = GenerationRequest(tuple(range(3, 30)), Sampling(), 6, lambda _: False)
+            assert [out async for out in entry.generate(order)]
+            assert stage.budget.kept_bytes > 0
+
+            before, b.room = b.room, 0
+            b.runtime.resize()
+            await asyncio.sleep(0.1)
+
+            assert (stage.budget.kept_bytes, rooms_of(stage)) == (0, [[before]])
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_ring_forms_again_with_less_memory_than_its_answers_need(
+    world: World, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "TOLD_S", 0.1)
+
+    async def main() -> None:
+        async with serving_both(world) as (*places, entry, stage):
+            order = GenerationRequest((3, 1, 4, 1, 5), Sampling(), 200, lambda _: False)
+            outputs = entry.generate(order)
+            await anext(outputs)
+
+            rank: EntryNode | StageNode = stage if which else entry
+            place = places[which]
+            place.room = rank.budget.live_bytes - 1
+            place.runtime.resize()
+
+            with pytest.raises(LinkLost):
+                async for _ in outputs:
+                    pass
+            await until(lambda: places[0].runtime.entry not in {None, entry})
+            assert place.broken == [BOTH]
+
+    run_virtual(main())
+
+
+def test_a_ring_of_one_goes_on_with_less_memory_and_with_more(world: World) -> None:
     async def main() -> None:
         async with serving_alone(world) as (a, entry):
             order = GenerationRequest(tuple(range(3, 30)), Sampling(), 6, lambda _: False)
@@ -274,15 +351,19 @@ def test_a_ring_of_one_goes_on_with_less_memory(world: World) -> None:
             assert entry.budget.kept_bytes
 
             a.room = entry.budget.kept_bytes
-            a.runtime.narrow()
+            a.runtime.resize()
             await asyncio.sleep(1)
             assert a.runtime.entry is entry
             assert entry.budget.rooms[0].total == entry.budget.kept_bytes == a.room
             a.room -= 1
-            a.runtime.narrow()
+            a.runtime.resize()
             await asyncio.sleep(1)
             assert a.runtime.entry is entry
             assert (entry.budget.rooms[0].total, entry.budget.kept_bytes) == (a.room, 0)
+            a.room *= 2
+            a.runtime.resize()
+            await asyncio.sleep(0.1)
+            assert rooms_of(entry) == [[a.room]]
             assert a.broken == []
 
     run_virtual(main())
@@ -296,7 +377,7 @@ def test_a_ring_of_one_forms_again_with_less_memory_than_its_answers_need(world:
             await anext(outputs)
 
             a.room = entry.budget.live_bytes - 1
-            a.runtime.narrow()
+            a.runtime.resize()
 
             with pytest.raises(LinkLost):
                 async for _ in outputs:
@@ -317,7 +398,7 @@ def test_a_link_for_no_ring_of_this_node_is_closed(world: World) -> None:
             with pytest.raises(LinkLost):
                 await link.receive()
 
-            a.runtime.narrow()  # does nothing without a rank
+            a.runtime.resize()  # does nothing without a rank
 
     run_virtual(main())
 

@@ -120,14 +120,23 @@ def test_there_may_be_less_room_as_long_as_what_runs_and_waits_fits() -> None:
     entry.ask(A, 2 * BLOCK, NOW)
     entry.ask(B, 5 * BLOCK, NOW)
 
-    assert not entry.narrow([9 * BLOCK, 4 * BLOCK])  # the one that waits could never start
-    assert entry.narrow([9 * BLOCK, 5 * BLOCK])
+    less = [9 * BLOCK, 4 * BLOCK]
+    assert entry.resize(less, NOW) is None  # the one that waits could never start
+    assert entry.resize([9 * BLOCK, 5 * BLOCK], NOW) == []
     assert entry.leave(A, NOW) == [B]
-    assert not entry.narrow([9 * BLOCK, 4 * BLOCK])
+    assert entry.resize(less, NOW) is None
     entry.leave(B, NOW)
-    assert entry.narrow([9 * BLOCK, 4 * BLOCK])
+    assert entry.resize(less, NOW) == []
     with pytest.raises(UserError):
         entry.ask(C, 5 * BLOCK, NOW)
+
+
+def test_what_waits_starts_once_there_is_more_room() -> None:
+    entry = admission(blocks=4)
+    entry.ask(A, 3 * BLOCK, NOW)
+    assert not entry.ask(B, 3 * BLOCK, NOW)
+
+    assert entry.resize([6 * BLOCK, 6 * BLOCK], NOW) == [B]
 
 
 def order_of(entry: Admission, first: SessionId) -> list[SessionId]:

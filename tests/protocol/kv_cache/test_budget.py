@@ -152,23 +152,25 @@ def test_the_room_left_is_given_in_tokens() -> None:
     assert budget.kept_bytes == BLOCK
 
 
-def test_rooms_may_become_narrower_as_long_as_what_runs_fits() -> None:
+def test_rooms_may_change_as_long_as_what_runs_fits() -> None:
     budget, taken = KvBudget([room(9), room(9)]), list[str]()
     budget.reserve(A, 2 * BLOCK)
     budget.keep(B, 3 * BLOCK)
     budget.lend(2 * BLOCK, lambda: taken.append("all"))
 
-    assert budget.narrow([7 * BLOCK, 6 * BLOCK])
+    assert budget.resize([7 * BLOCK, 6 * BLOCK])
     assert (budget.is_over, taken) == (False, [])
-    assert budget.narrow([6 * BLOCK, 6 * BLOCK])
+    assert budget.resize([6 * BLOCK, 6 * BLOCK])
     assert (budget.is_over, taken) == (False, ["all"])
-    assert budget.narrow([4 * BLOCK, 4 * BLOCK], longest=4 * BLOCK)
+    assert budget.resize([4 * BLOCK, 4 * BLOCK], longest=4 * BLOCK)
     assert budget.is_over
     assert budget.fits(2 * BLOCK)
     assert not budget.fits(2 * BLOCK + 1)
-    assert not budget.narrow([3 * BLOCK, 3 * BLOCK], longest=4 * BLOCK)
-    assert not budget.narrow([9 * BLOCK, BLOCK])
+    assert not budget.resize([3 * BLOCK, 3 * BLOCK], longest=4 * BLOCK)
+    assert not budget.resize([9 * BLOCK, BLOCK])
     assert [each.total for each in budget.rooms] == [4 * BLOCK] * 2
+    assert budget.resize([9 * BLOCK, 9 * BLOCK], longest=9 * BLOCK)
+    assert not budget.is_over
 
 
 def test_weights_that_leave_nothing_leave_no_room() -> None:

@@ -433,6 +433,16 @@ def test_a_closed_session_is_kept_if_there_is_room() -> None:
     assert forward.message.keep == 4
 
 
+def test_a_stage_works_with_less_room_if_its_sessions_fit() -> None:
+    stage = shelved(blocks=9)
+    stage.receive(data(0, rows=BLOCK + 1, flags=Flags.PREFILL, session=TWO), 1.0)
+
+    assert stage.resize([3 * BLOCK]) == []
+    assert stage.resize([2 * BLOCK]) == [Free(ONE)]
+    assert stage.resize([2 * BLOCK - 1]) is None
+    assert stage.budget.rooms[0].total == 2 * BLOCK
+
+
 @pytest.mark.parametrize(
     ("most_bytes", "kv_len"), [(BLOCK - 1, 4), (None, 3)], ids=["no room", "rows missing"]
 )
