@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Other nodes plan only with nodes whose profile has layer times, that is, an open offer. The offer is
 retracted while this node cannot serve: when its span did not load, for a time that doubles with
-each failure (backoff); while its compute thread hangs; and while it moves to another ring.
+each failure in a row (backoff); while its compute thread hangs; and while it moves to another ring.
 
 The speed was measured once. If the steps of a ring take `SLOW` times as long from some time on, as
 when the machine does something else, the offer says so, and other nodes may take over layers. It is
@@ -63,7 +63,7 @@ class NodeOffer:
         self._member = member
         self._call_later = call_later
         self._retry_s = FIRST_RETRY_S
-        self._is_waiting = False  # a timer will publish the offer again
+        self._waiting: object | None = None  # for the timer that will publish the offer again
         self._is_over = False
         self._slow = 1.0  # times as slow as measured
         self._slow_since = 0.0  # when that was last seen
@@ -132,7 +132,7 @@ class NodeOffer:
 
     def end(self) -> None:
         """Retract the offer for the last model for good."""
-        self._retry_s, self._is_waiting = FIRST_RETRY_S, False
+        self._retry_s, self._waiting = FIRST_RETRY_S, None
         self.publish(weights=(), layer_s=(), model="")
         self.measured = self.profile
 
@@ -148,14 +148,16 @@ class NodeOffer:
         """
         failure, self._member.failure = self._member.failure, None
         if failure is None:
+            if self._member.is_loaded:
+                self._retry_s = FIRST_RETRY_S
             return
         if isinstance(failure, OutOfMemory):
             less = self.measured.reserve_bytes + int(failure.needed_bytes * SMALLER)
             memory = min(self.measured.memory_bytes, less + self.shared_bytes)
             self.measured = replace(self.measured, memory_bytes=memory)
-        if self._is_waiting:
+        if self._waiting:
             return
-        self._is_waiting = True
+        self._waiting = waiting = object()
         self._show(is_open=False)
         self._call_later(self._retry_s, self._offer_again)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
@@ -182,7 +184,7 @@ class NodeOffer:
             logger.warning("the compute thread responds again")
             own.is_hung = False
             own.publish()
-            if not self._is_waiting:
+            if not self._waiting:
                 self._show(is_open=True)
 
     async def refine(self) -> None:
@@ -220,9 +222,11 @@ class NodeOffer:
         self._slow = slow
         self._show(is_open=True)
 
-    def _offer_again(self) -> None:
+    def _offer_again(self, waiting: object) -> None:
+        if waiting is not self._waiting:  # it began in another ring
+            return
         trouble, self._member.trouble = self._member.trouble, None
-        self._is_waiting = False
+        self._waiting = None
         self._show(is_open=not self.hang)
         if self._member.runtime and not isinstance(trouble, OutOfMemory):
             self._member.runtime.reload()  # the plan may still be the same

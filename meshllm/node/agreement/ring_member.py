@@ -108,6 +108,11 @@ class RingMember:
         return self.runtime.plan if self.runtime else None
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether this node holds its span of the plan that it follows."""
+        return self.plan is not None and self._loaded == self.plan
+
+    @property
     def charter(self) -> Charter | None:
         """The charter of the model of its ring; None if that is unknown."""
         whole = self._machine.charter
@@ -182,10 +187,9 @@ class RingMember:
         if self.runtime and self.plan:  # else keep the last one, so that epochs never decrease
             self._followed = self.plan.encode()
             self._watch.begin(self.runtime, self.group)
-        is_loaded = self.plan is not None and self._loaded == self.plan
         prepared = self.runtime.prepared if self.runtime else None
         return RingMembership(
-            *(self.group, self._followed, is_loaded, self.hold.may_change, self.obstacle),
+            *(self.group, self._followed, self.is_loaded, self.hold.may_change, self.obstacle),
             prepared.digest if prepared else b"",
         )
 

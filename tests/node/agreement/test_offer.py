@@ -37,6 +37,7 @@ class Case:
             trouble=cast("MeshError | None", None),
             failure=cast("MeshError | None", None),
             runtime=self,
+            is_loaded=False,
             is_hung=False,
             publish=list,
         )
@@ -53,9 +54,9 @@ class Case:
             cast("Any", self.call_later),
         )
 
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+    def call_later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
         self.delays.append(delay_s)
-        self.later.append(callback)
+        self.later.append(partial(callback, *args))
 
     def take_layer_s(self) -> float | None:
         taken, self.layer_s = self.layer_s, None
@@ -95,6 +96,19 @@ def test_a_failure_retracts_the_offer_for_longer_each_time(case: Case) -> None:
     assert case.delays == [min(FIRST_RETRY_S * 2**n, LAST_RETRY_S) for n in range(9)]
     assert case.reloads == 9
     assert case.told[-1].memory_bytes == MEASURED.memory_bytes
+
+
+def test_a_failure_after_success_retracts_the_offer_for_the_shortest_time(case: Case) -> None:
+    for _ in range(3):
+        case.fail(ModelError("no node has the weights now"))
+        case.offer.withdraw()  # nothing is loaded
+        case.later.pop()()
+
+    case.member.is_loaded = True
+    case.offer.withdraw()  # as the records have changed
+    case.fail(ModelError("no node has the weights now"))
+
+    assert case.delays == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S, FIRST_RETRY_S]
 
 
 def test_after_running_out_of_memory_less_is_offered_and_nothing_reloaded(case: Case) -> None:
@@ -151,6 +165,20 @@ def test_another_ring_begins_without_the_offer_and_the_backoff_of_the_last(case:
     case.fail(ModelError("damaged"))
 
     assert case.delays == [FIRST_RETRY_S, FIRST_RETRY_S]
+
+
+def test_a_backoff_of_another_ring_does_not_end_that_of_this_one(case: Case) -> None:
+    case.fail(ModelError("damaged"))
+    case.offer.end()
+    case.offer.begin(MEASURED)
+    case.fail(ModelError("damaged here too"))
+    of_other, of_this = case.later
+
+    of_other()
+    assert not case.is_open
+
+    of_this()
+    assert case.is_open
 
 
 def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) -> None:
