@@ -159,7 +159,7 @@ class NodeOffer:
             return
         self._waiting = waiting = object()
         self._show(is_open=False)
-        self._call_later(self._retry_s, self._offer_again)
+        self._call_later(self._retry_s, self._offer_again, waiting)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     async def watch(self, worker: "Worker", own: OwnState) -> None:
@@ -171,12 +171,13 @@ class NodeOffer:
             await worker.sleep()
             if not (hung_s := worker.hung_s) or not self.profile.layer_s:
                 continue
-            self.hang = f"the compute thread has hung for {hung_s:.0f} s"
+            self.hang = _why_hung(hung_s)
             logger.warning("%s: this node retracts its offer until it responds", self.hang)
             own.is_hung = True
             self._show(is_open=False)
             own.publish()
-            while worker.hung_s:  # a hung thread sets no event
+            while hung_s := worker.hung_s:  # a hung thread sets no event
+                self.hang = _why_hung(hung_s)
                 await asyncio.sleep(WATCH_S)
                 if self.profile.layer_s:  # offered again, for another ring
                     self._show(is_open=False)
@@ -243,3 +244,7 @@ class NodeOffer:
             )
         else:
             self.publish(weights=self.measured.weights, layer_s=())
+
+
+def _why_hung(seconds: float) -> str:
+    return f"the compute thread has hung for {seconds:.0f} s"

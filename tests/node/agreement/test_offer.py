@@ -192,8 +192,10 @@ def test_a_hung_compute_thread_retracts_the_offer_until_it_responds(case: Case) 
         assert (case.is_open, case.member.is_hung) == (False, True)
 
         case.offer.begin(MEASURED)  # for another ring, meanwhile
+        case.worker.hung_s = 10.0
         await asyncio.sleep(3)
         assert not case.is_open
+        assert case.offer.hang == "the compute thread has hung for 10 s"
 
         case.worker.hung_s = 0.0
         await asyncio.sleep(3)
