@@ -48,6 +48,7 @@ class RingService:
         self._target: GroupId | None = None  # the group in which to take part soon
         self._unable: set[ModelKey] = set()  # models that could not be opened
 
+        self._latest = 0.0  # when to move there at the latest, in loop time
     @property
     def servers(self) -> list[RingServer]:
         """All rings of this node."""
@@ -180,12 +181,15 @@ class RingService:
             return
         self._target = self.further.next_first = target
         if target not in {None, self.first.member.group}:
-            latest = loop_time() + MOVE_S
+            self._latest = latest = loop_time() + MOVE_S
             self._parts.call_later(SETTLE_S, self._move, target, latest)
 
     def _move(self, target: GroupId, latest: float) -> None:
-        """Move to another group; if that may wait, only when no session is in progress."""
-        if target != self._target or self._parts.state.is_leaving:
+        """Move to another group; if that may wait, only when no session is in progress.
+
+        If other groups were wanted since, the time has begun again.
+        """
+        if (target, latest) != (self._target, self._latest) or self._parts.state.is_leaving:
             return
         is_late = loop_time() >= latest
         if target in self.further.rings or (self.first.sessions and not is_late):

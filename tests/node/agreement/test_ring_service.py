@@ -91,6 +91,44 @@ def test_a_node_moves_once_another_ring_has_been_wanted_for_a_while() -> None:
     run(story)
 
 
+def test_a_ring_that_is_wanted_again_has_to_be_wanted_for_a_while_and_is_moved_to_once() -> None:
+    async def story(node: Moving) -> None:
+        moves = list[bool]()
+        node.want(SECOND)
+        await asyncio.sleep(SETTLE_S - 0.1)
+        node.want(FIRST_GROUP)
+        node.want(SECOND)
+        await asyncio.sleep(SETTLE_S - 0.1)
+        moves.append(node.moves)  # the time of the first wish is over
+        await asyncio.sleep(0.2)
+        moves.append(node.moves)
+        node.service._regroup(SECOND)
+        await asyncio.sleep(2 * MOVE_S)
+        assert [*moves, node.moves] == [False, True, False]
+
+    run(story)
+
+
+def test_a_ring_that_is_wanted_again_during_sessions_is_moved_to_once() -> None:
+    async def story(node: Moving) -> None:
+        moves = list[bool]()
+        node.work(sessions=1)
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        node.want(FIRST_GROUP)
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        moves.append(node.moves)
+        node.work(sessions=0)
+        await asyncio.sleep(SHORT_S)
+        moves.append(node.moves)
+        node.service._regroup(SECOND)
+        await asyncio.sleep(2 * MOVE_S)
+        assert [*moves, node.moves] == [False, True, False]
+
+    run(story)
+
+
 def test_the_nodes_that_the_options_name_are_published_before_a_ring_has_been_assigned() -> None:
     async def story(node: Moving) -> None:
         running = asyncio.ensure_future(node.service.run())
