@@ -14,12 +14,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeAlias
 
-from meshllm.names import NodeId
+from meshllm.names import GroupId, NodeId
 from meshllm.node.offloop import OffLoop
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import agree_on_ring, divide, has_several
+from meshllm.protocol.agreement.division import (
+    agree_on_ring,
+    divide,
+    has_several,
+    shortage,
+)
 from meshllm.protocol.agreement.groups import NodeGroups
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
@@ -44,14 +49,16 @@ class Planner:
         """Take snapshots from ``view``, which returns None before there is a charter.
 
         ``agreed`` is called after each change of `agreement`, and ``foreseen`` later with the plan
-        of the loss that this node prepares for. ``divided`` is called after each change of `parts`:
-        the planner of the first ring of a node computes them, that of a further one, without
-        ``divided``, does not.
+        of the loss that this node prepares for. ``divided`` is called after each change of `parts`
+        and `lacks`: the planner of the first ring of a node computes them, that of a further one,
+        without ``divided``, does not.
         """
         self.agreement: Agreement | None = None
         """The latest of the group of this node; None before the first."""
         self.parts: Mapping[NodeId, NodeGroups] = {}
         """The groups in which each node should take part; empty while the mesh has one."""
+        self.lacks: Mapping[GroupId, int] = {}
+        """The bytes of memory that each group lacks, as `parts`; only of those that lack some."""
         self.advice = ""
         """A change that would make the ring faster; may be of the agreement before the latest."""
         self._view = view
@@ -106,12 +113,14 @@ class Planner:
         self._agreed()
 
     async def _divide(self, view: MeshView) -> Callable[[], None]:
-        parts = await self._off_loop(divide, view) if has_several(view) else {}
-        return partial(self._take_parts, parts)
+        if not has_several(view):
+            return partial(self._take_parts, {}, {})
+        parts = await self._off_loop(divide, view)
+        return partial(self._take_parts, parts, await self._off_loop(shortage, view))
 
-    def _take_parts(self, parts: Mapping[NodeId, NodeGroups]) -> None:
+    def _take_parts(self, parts: Mapping[NodeId, NodeGroups], lacks: Mapping[GroupId, int]) -> None:
         assert self._divided is not None  # else there is no task for it
-        self.parts = parts
+        self.parts, self.lacks = parts, lacks
         self._divided()
 
     async def _advise(self) -> None:

@@ -23,7 +23,7 @@ from meshllm.node.agreement.ring_server import NodeParts, RingServer
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import loop_time
 from meshllm.node.view import OwnRing, RingView
-from meshllm.protocol.agreement.division import has_several, shortage
+from meshllm.protocol.agreement.division import has_several
 from meshllm.protocol.agreement.groups import UNASSIGNED, groups_of, used_models
 from meshllm.protocol.membership.charter import Charter
 
@@ -59,14 +59,13 @@ class RingService:
         view = self.first.view()
         if view is None:
             return ()
-        lacking = shortage(view) if has_several(view) else {}
-        used = used_models(view)
+        used, lacks = used_models(view), self.first.planner.lacks
         return tuple(
             RingView(
                 group,
                 plan,
                 is_served=is_served,
-                lacks_bytes=lacking.get(group.id, 0),
+                lacks_bytes=lacks.get(group.id, 0),
                 is_unused=bool(used) and group.charter.key not in used,
                 own=self._own_ring(group.id),
             )

@@ -13,7 +13,7 @@ from meshllm.protocol.agreement import division
 from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
-from meshllm.protocol.agreement.division import divide, ring_of
+from meshllm.protocol.agreement.division import divide, ring_of, shortage
 from meshllm.protocol.agreement.takeover import takeover
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.trust.identity import NodeKey
@@ -48,7 +48,7 @@ class Case:
 
     async def think(self, function: Callable[..., T], /, *args: Any) -> T:
         self.jobs.append(function)
-        await asyncio.sleep(DIVIDE_S if function is divide else PLAN_S)
+        await asyncio.sleep({divide: DIVIDE_S, shortage: 0.0}.get(function, PLAN_S))
         return function(*args)
 
     def learn(self, world: int) -> None:
@@ -136,6 +136,23 @@ def test_groups_are_computed_beside_the_agreement() -> None:
         assert case.divided_at == [DIVIDE_S]
         assert case.planner.parts == divide(view)
         assert case.planner.parts
+
+    run_virtual(story())
+
+
+def test_what_groups_lack_is_computed_with_them_off_the_event_loop() -> None:
+    async def story() -> None:
+        case = Case()
+        async with case.running():
+            view = case.share(100)
+            await asyncio.sleep(5)
+            assert case.planner.lacks == shortage(view) != {}
+            assert case.jobs.count(shortage) == 1
+            case.learn(0)  # of one model
+            await asyncio.sleep(5)
+
+        assert case.planner.lacks == {}
+        assert case.jobs.count(shortage) == 1
 
     run_virtual(story())
 

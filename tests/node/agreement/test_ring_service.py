@@ -198,3 +198,5 @@ def test_all_rings_of_the_mesh_are_shown_with_those_of_this_node() -> None:
         assert [ring.own is not None for ring in rings] == [True, False, False]
 
     run(story)
+        node.service.first.planner.lacks = {SECOND: 7}
+        assert [ring.lacks_bytes for ring in rings] == [0, 0, 7]
