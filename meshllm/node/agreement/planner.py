@@ -69,10 +69,12 @@ class Planner:
         self._to_plan = asyncio.Event()
         self._to_divide = asyncio.Event()
         self._new_agreement = asyncio.Event()
+        self._moves = 0  # from one group to another
 
     def move(self) -> None:
         """Forget the agreement: this node takes part in another group."""
         self.agreement, self.advice = None, ""
+        self._moves += 1
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -124,12 +126,16 @@ class Planner:
         self._divided()
 
     async def _advise(self) -> None:
-        advised: Agreement | None = None
+        advised: tuple[int, Agreement] | None = None
         while True:
             await self._new_agreement.wait()
             self._new_agreement.clear()
             await asyncio.sleep(QUIET_S)
-            agreement = self.agreement
-            if agreement is not None and agreement != advised and not self._new_agreement.is_set():
-                self.advice, advised = await self._off_loop(advise, agreement), agreement
-                self._foreseen(await self._off_loop(takeover, agreement))
+            moves, agreement = self._moves, self.agreement
+            if agreement is None or (moves, agreement) == advised or self._new_agreement.is_set():
+                continue
+            advice = await self._off_loop(advise, agreement)
+            foreseen = await self._off_loop(takeover, agreement)
+            if moves == self._moves:  # else both are about another ring
+                self.advice, advised = advice, (moves, agreement)
+                self._foreseen(foreseen)

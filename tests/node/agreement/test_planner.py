@@ -234,6 +234,25 @@ def test_what_a_standby_prepares_for_is_computed_with_the_advice() -> None:
     run_virtual(story())
 
 
+def test_what_is_computed_for_the_ring_before_a_move_is_dropped() -> None:
+    async def story() -> None:
+        case, told = Case(), list[Plan | None]()
+        case.planner = Planner(lambda: case.view, lambda: None, case.think, told.append)
+        async with case.running():
+            case.learn(1)
+            await asyncio.sleep(PLAN_S + module.QUIET_S + PLAN_S / 2)
+            assert advise in case.jobs  # it is not done yet
+            case.view = None
+            case.planner.move()
+            await asyncio.sleep(5)
+            assert (case.planner.advice, told) == ("", [])
+            case.learn(1)
+            await asyncio.sleep(5)
+            assert (bool(case.planner.advice), len(told)) == (True, 1)
+
+    run_virtual(story())
+
+
 async def test_planning_and_advice_run_off_the_event_loop() -> None:
     threads = list[str]()
 
