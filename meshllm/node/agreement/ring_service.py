@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, ModelMissing
 from meshllm.names import GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S, FurtherRings
 from meshllm.node.agreement.plan_follower import SETTLE_S
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.runtime import RingRuntime
     from meshllm.protocol.session.messages import Hello
 
+MISSING_S = 600.0  # s until a model that no node could send is tried again
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,9 +48,9 @@ class RingService:
         self._charter_known = asyncio.Event()
         self._moving = asyncio.Event()
         self._target: GroupId | None = None  # the group in which to take part soon
+        self._latest = 0.0  # when to move there at the latest, in loop time
         self._unable: set[ModelKey] = set()  # models that could not be opened
 
-        self._latest = 0.0  # when to move there at the latest, in loop time
     @property
     def servers(self) -> list[RingServer]:
         """All rings of this node."""
@@ -201,11 +203,20 @@ class RingService:
         self.first.end(group)
 
     def _give_up(self, model: ModelKey, error: ModelError) -> None:
-        """Publish that this node cannot hold a model, so that it gets another one."""
+        """Publish that this node cannot hold a model, so that it gets another one.
+
+        It tries a model again that it has not: the nodes that have it may have been away.
+        """
         logger.warning("this node cannot serve in its ring: %s", error)
         self._unable.add(model)
+        if isinstance(error, ModelMissing):
+            self._parts.call_later(MISSING_S, self._try_again, model)
         models = tuple(each for each in self._parts.offer.profile.models if each != model)
         self._parts.offer.publish(models=models)
+
+    def _try_again(self, model: ModelKey) -> None:
+        self._unable.discard(model)
+        self._parts.state.publish()
 
     def _may_hold(self, charter: Charter, held: Collection[ModelKey]) -> tuple[ModelKey, ...]:
         parts, supply = self._parts, self.first.supply

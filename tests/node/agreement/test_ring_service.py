@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, ModelMissing
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
-from meshllm.node.agreement.ring_service import RingService
+from meshllm.node.agreement.ring_service import MISSING_S, RingService
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
@@ -184,7 +184,21 @@ def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
     async def story(node: Moving) -> None:
         node.service._give_up(OTHER, ModelError("damaged"))
         assert node.models == [(FIRST,)]
+        await asyncio.sleep(2 * MISSING_S)
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
+
+    run(story)
+
+
+def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
+    async def story(node: Moving) -> None:
+        node.service._give_up(OTHER, ModelMissing("it is not here"))
+        await asyncio.sleep(MISSING_S - 1)
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
+        news = node.place.own.news
+        await asyncio.sleep(2)
+        assert news.is_set()  # the survey looks again
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
 
     run(story)
 
@@ -192,11 +206,11 @@ def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
 def test_all_rings_of_the_mesh_are_shown_with_those_of_this_node() -> None:
     async def story(node: Moving) -> None:
         node.work(sessions=0)
+        node.service.first.planner.lacks = {SECOND: 7}
         rings = node.service.rings(node.place.directory)
         assert [ring.group.id for ring in rings] == [FIRST_GROUP, THIRD, SECOND]
         assert [ring.plan for ring in rings] == [PLAN, None, None]
         assert [ring.own is not None for ring in rings] == [True, False, False]
+        assert [ring.lacks_bytes for ring in rings] == [0, 0, 7]
 
     run(story)
-        node.service.first.planner.lacks = {SECOND: 7}
-        assert [ring.lacks_bytes for ring in rings] == [0, 0, 7]
