@@ -93,8 +93,8 @@ class LoadWatch:
         self._call_later(_CHECK_S, self._check_linked, plan, loop_time())
 
     def end(self) -> None:
-        """Watch no ring."""
-        self._ring = None
+        """Watch no ring; the same plan is watched again in the next one."""
+        self._ring = self._plan = None
 
     def _fetches(self, plan: Plan, node: NodeId, group: GroupId) -> bool:
         """Return whether a node lacks weights of its span, and fetches them from others."""

@@ -85,6 +85,21 @@ def test_a_plan_is_watched_once() -> None:
     run(story)
 
 
+def test_a_plan_is_watched_again_after_its_ring_has_begun_again() -> None:
+    async def story() -> None:
+        case = Watched()
+        case.follow()
+        case.watch.end()
+        await asyncio.sleep(2 * LOAD_S)
+        assert case.late == []
+        case.follow()
+        assert case.watch.until >= LOAD_S
+        await asyncio.sleep(LOAD_S + 1)
+        assert case.late == [STAGE]
+
+    run(story)
+
+
 def test_a_neighbour_that_does_not_link_is_late() -> None:
     async def story() -> None:
         case = Watched()
