@@ -58,3 +58,11 @@ def test_a_placement_may_be_as_fast_and_take_more_machines(
 
     words = "it is as fast with 2 more of the machines" if spare else "it is as fast"
     assert why_slower(quiet, best, other) == words
+
+
+def test_a_placement_that_is_faster_by_one_draw_is_not_said_to_be_as_fast() -> None:
+    other = replace(BEST, mean_s=0.95 * BEST.mean_s)
+
+    assert why_slower(BOTH, BEST, other) == (
+        "it is faster in this draw of the load, but not in several"
+    )
