@@ -287,9 +287,13 @@ def parse(name: str, text: str, origin: str) -> Scalar:
 
 
 def files(folder: Path | None = None) -> list[Path]:
-    """List the files that are read if they exist, the highest precedence last."""
+    """List the files that are read if they exist, the highest precedence last.
+
+    Raises:
+        UserError: the working directory was deleted.
+    """
     user = user_config_path("meshllm", appauthor=False) / "config.toml"
-    return [user, (folder or Path.cwd()) / PROJECT_FILE]
+    return [user, (folder or _working_folder()) / PROJECT_FILE]
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -343,6 +347,14 @@ def _given(
     for name, value in flags.items():
         if value is not None:
             yield name, value, f"--{name.replace('_', '-')}"
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        text = f"The working directory cannot be used: {reason_of(error)}"
+        raise UserError(text, hint="it may have been deleted; change to another one") from None
+
 
 
 def _parse_file(path: Path, data: bytes) -> dict[str, Any]:

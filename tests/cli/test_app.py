@@ -303,6 +303,46 @@ def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     assert result.stderr == "error: `nodes` is 'many', not a whole number (MESHLLM_NODES)\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("id",), ("chat", "hi"), ("node",), ("serve",), ("config", "show"), ("config", "path"),
+        ("key", "list"), ("ring", "status"), ("ring", "plan", "--spec", "8MiB:2ms"), ("usage",),
+        ("doctor",), ("relay",), ("model", "show", "builtin"), ("model", "verify", "builtin"),
+        ("model", "stop", "x"), ("bench",), ("provide", "--url", "http://127.0.0.1:1/v1"),
+    ],
+)  # fmt: skip
+def test_a_working_directory_that_was_deleted_is_reported(
+    meshllm: Invoke, home: Path, words: tuple[str, ...]
+) -> None:
+    gone = home / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+
+    result = meshllm(*words)
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: The working directory cannot be used: no such file or directory\n"
+        "hint: it may have been deleted; change to another one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), ("help", "concepts"), ("model", "list")]
+)
+def test_what_needs_no_working_directory_works_without_one(
+    meshllm: Invoke, home: Path, words: tuple[str, ...]
+) -> None:
+    gone = home / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+
+    assert meshllm(*words).exit_code == 0
+
+
 def test_an_interrupt_exits_130(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "_request", _raising(KeyboardInterrupt()))
 

@@ -109,6 +109,7 @@ def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
     The logits of a short prompt and of 16 greedy tokens are compared bit for bit with those of
     `generate` of transformers. If they differ by more than rounding, the exit code is 4.
     """
+    chosen = settings(flags)
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
         import_heavy("meshllm.model.parity.check")
@@ -116,7 +117,7 @@ def verify(model: Model, as_json: Json = False, **flags: Scalar) -> None:
         from meshllm.model.parity import check
         from meshllm.model.split.onemkl import rounds_by_alignment
 
-        report = check.verify(resolve(model), dtype=_dtype(settings(flags)), progress=status.show)
+        report = check.verify(resolve(model), dtype=_dtype(chosen), progress=status.show)
     if as_json:
         found = {"outcome": report.outcome, "equal": report.equal, "relative": report.relative}
         render.dump({**asdict(report), **found})

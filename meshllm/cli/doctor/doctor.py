@@ -32,13 +32,13 @@ def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar)
     It changes nothing, contacts no other machine, works with and without a running node, and exits
     with 1 if a check fails.
     """
+    config = load({**flags, "transport": transport})
+    chosen = config.settings
     with render.Status(sys.stderr) as status:
         status.show("loading torch")
         import_heavy("meshllm.cli.doctor.checks")
         from meshllm.cli.doctor import checks
 
-        config = load({**flags, "transport": transport})
-        chosen = config.settings
         status.show("querying the node")
         transports = transports_of(config)
         findings = list(checks.examine(chosen, _mesh_status(chosen), transports))
