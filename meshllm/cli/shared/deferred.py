@@ -10,6 +10,8 @@ from typing import Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from meshllm.errors import UserError
+
 
 class DeferredCommand(TyperCommand):
     """The name and summary of a command, or of a group of commands, until it is needed."""
@@ -30,6 +32,7 @@ class DeferredCommand(TyperCommand):
             kind = getattr(module, "COMMAND", TyperCommand)
             parent.command(self.name, epilog=module.EXAMPLES, cls=kind)(made)
         command = typer.main.get_group(parent).commands[self.name or ""]
+        refuse_undecodable(command)
         return cast("TyperCommand | TyperGroup", command)
 
     def make_context(self, *words: Any, **extra: Any) -> Any:
@@ -47,6 +50,35 @@ def keep_values(command: Any, *, all_of_them: bool) -> None:
     ]
     for each in getattr(command, "commands", {}).values():
         keep_values(each, all_of_them=all_of_them)
+
+
+def refuse_undecodable(command: Any) -> None:
+    """Let a command refuse texts that are not UTF-8: they can be neither stored nor sent.
+
+    A path may have any bytes.
+    """
+    invoke = command.invoke
+
+    def invoke_checked(context: Any) -> Any:
+        for parameter in command.params:
+            _check(parameter, context.params.get(parameter.name))
+        return invoke(context)
+
+    command.invoke = invoke_checked
+    for each in getattr(command, "commands", {}).values():
+        refuse_undecodable(each)
+
+
+def _check(parameter: Any, value: object) -> None:
+    for text in value if isinstance(value, list | tuple) else (value,):
+        try:
+            if isinstance(text, str):
+                text.encode()
+        except UnicodeEncodeError as error:
+            is_option = parameter.opts[0].startswith("-")
+            name = parameter.opts[0] if is_option else parameter.metavar
+            problem = f"`{name}` is not UTF-8 at character {error.start}"
+            raise UserError(problem, hint="set the locale of the terminal to UTF-8") from None
 
 
 def _plain(parameter: Any, *, all_of_them: bool) -> Any:

@@ -185,7 +185,7 @@ def test_a_value_that_is_not_utf8_is_refused(
     read = meshllm("config", "show")
 
     assert [given.exit_code, read.exit_code] == [2, 2]
-    assert "`name` is not UTF-8 at character 3 (" in given.stderr
+    assert "`VALUE` is not UTF-8 at character 3" in given.stderr
     assert "`name` is not UTF-8 at character 3 (MESHLLM_NAME)" in read.stderr
     assert not user.exists()
 

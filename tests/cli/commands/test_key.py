@@ -89,7 +89,7 @@ def test_an_invalid_name_is_refused(meshllm: Invoke, name: str) -> None:
         (("create", "a", "--expires", "999999999d"), "Invalid duration `999999999d`"),
         (("create", "a", "--trust", ","), "`--trust` names no node"),
         (("create", "a", "--models", ""), "`--models` names no model"),
-        (("create", "a", "--models", "fox\udcff"), "empty or not printable"),
+        (("create", "a", "--models", "fox\x1b"), "empty or not printable"),
         (("create", "a", "--tokens-per-day", str(1 << 63)), "`tokens_per_day` of a key is"),
         (("create", "a", "--concurrency", "0"), "Invalid value for '--concurrency'"),
         (("revoke", "nobody"), "There is no key `nobody`"),

@@ -1,8 +1,10 @@
 import json
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from meshllm.cli.app import COMMANDS, app, command_tree
 from meshllm.cli.shared.deferred import _is_converted
+from tests.cli.conftest import Invoke
 
 TAB = """
 import json, os, sys
@@ -47,6 +50,34 @@ def test_names_of_commands_complete_without_their_modules(line: str, offered: st
         "meshllm.cli.terminal", "meshllm.cli.terminal.streams", "meshllm.errors",
     }  # fmt: skip
     assert "pydantic" not in imported
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("key", "revoke", "caf\udce9"), "NAME"),
+        (("key", "create", "a", "--models", "x,caf\udce9"), "--models"),
+        (("chat", "--stop", "a", "--stop", "caf\udce9", "hi"), "--stop"),
+        (("ring", "remove", "caf\udce9"), "ID"),
+        (("config", "unset", "caf\udce9"), "NAME"),
+        (("relay", "--allow", "caf\udce9"), "--allow"),
+    ],
+)
+def test_a_text_that_is_not_utf8_is_refused(
+    meshllm: Invoke, words: tuple[str, ...], name: str
+) -> None:
+    result = meshllm(*words)
+
+    assert result.exit_code == 2
+    assert f"error: `{name}` is not UTF-8 at character " in result.stderr
+    assert "\nhint: " in result.stderr
+
+
+def test_a_path_may_have_any_bytes(meshllm: Invoke, home: Path) -> None:
+    path = home / os.fsdecode(b"caf\xe9.json")
+    path.write_text('{"type": "object"}')
+
+    assert meshllm("chat", "--schema", str(path), "hi").exit_code == 0
 
 
 @pytest.mark.parametrize(
