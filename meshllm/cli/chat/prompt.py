@@ -4,6 +4,8 @@ from typing import TextIO
 
 from meshllm.errors import UserError
 
+MAX_PIPED_BYTES = 64 << 20  # text of some 16 million tokens: no context is as long
+
 
 def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     """Join piped text and the argument, in this order; return None for an interactive session.
@@ -12,7 +14,7 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     shells do.
 
     Raises:
-        UserError: the prompt is empty or not UTF-8.
+        UserError: the prompt is empty, too long or not UTF-8.
     """
     if argument is None and (stdin is None or stdin.isatty()):
         return None
@@ -25,7 +27,12 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
 
 
 def _read(stdin: TextIO) -> str:
-    data = stdin.buffer.read()
+    data = stdin.buffer.read(MAX_PIPED_BYTES + 1)
+    if len(data) > MAX_PIPED_BYTES:
+        raise UserError(
+            f"Standard input has more than {MAX_PIPED_BYTES} bytes",
+            hint="pipe in a part of it, such as `head -c 100000 FILE`",
+        )
     try:
         return data.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@ import io
 
 import pytest
 
+from meshllm.cli.chat import prompt
 from meshllm.cli.chat.prompt import read_prompt
 from meshllm.errors import UserError
 
@@ -18,7 +19,7 @@ class Terminal(io.TextIOWrapper):
 
 
 @pytest.mark.parametrize(
-    ("argument", "piped", "prompt"),
+    ("argument", "piped", "expected"),
     [
         ("hi", None, "hi"),
         ("hi", b"", "hi"),
@@ -32,18 +33,18 @@ class Terminal(io.TextIOWrapper):
     ],
 )
 def test_a_prompt_is_what_was_piped_then_the_argument(
-    argument: str | None, piped: bytes | None, prompt: str
+    argument: str | None, piped: bytes | None, expected: str
 ) -> None:
-    assert read_prompt(argument, Terminal(piped)) == prompt
+    assert read_prompt(argument, Terminal(piped)) == expected
 
 
 def test_a_terminal_without_an_argument_means_a_conversation() -> None:
     assert read_prompt(None, Terminal()) is None
 
 
-@pytest.mark.parametrize(("argument", "prompt"), [(None, None), ("hi", "hi")])
-def test_standard_input_may_be_closed(argument: str | None, prompt: str | None) -> None:
-    assert read_prompt(argument, None) == prompt
+@pytest.mark.parametrize("argument", [None, "hi"])
+def test_standard_input_may_be_closed(argument: str | None) -> None:
+    assert read_prompt(argument, None) == argument
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,16 @@ def test_standard_input_may_be_closed(argument: str | None, prompt: str | None) 
 def test_an_empty_prompt_is_refused(argument: str | None, piped: bytes | None) -> None:
     with pytest.raises(UserError, match="The prompt is empty"):
         read_prompt(argument, Terminal(piped))
+
+
+def test_piped_text_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "MAX_PIPED_BYTES", 8)
+    endless = Terminal(b"x" * 1000)
+
+    assert read_prompt(None, Terminal(b"x" * 8)) == "x" * 8
+    with pytest.raises(UserError, match="Standard input has more than 8 bytes"):
+        read_prompt(None, endless)
+    assert endless.buffer.tell() == 9  # the rest was not read
 
 
 def test_invalid_utf8_is_located() -> None:
