@@ -90,13 +90,20 @@ class Stream(Response, Generic[T]):
         self.items, self.write, self.fail, self.idle = items, write, fail, idle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the items until their end or until the client disconnects."""
+        """Send the items until their end or until the client disconnects.
+
+        For HEAD, which has no body, no item is made.
+        """
         sent = _Body({"status": self.status_code, "headers": self.raw_headers}, send)
         sending = asyncio.ensure_future(self._send(sent))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await self._wait({sending, leaving}, sent)
         finally:
+        if scope.get("method") == "HEAD":
+            await self.items.aclose()
+            await sent.put(b"", is_last=True)
+            return
             sending.cancel()
             leaving.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)

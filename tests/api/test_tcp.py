@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 import socket
 import ssl
@@ -415,6 +416,103 @@ async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -
 
 def _file(folder: Path, text: str) -> Path:
     path = folder / "keys"
+LAST = b"host: localhost\r\nconnection: close\r\n"
+JSON = json.dumps(BODY).encode()
+PIECES = b"".join(b"1\r\n%c\r\n" % each for each in JSON)
+FORMS = {
+    "no content type": b"content-length: %d\r\n\r\n%s" % (len(JSON), JSON),
+    "another content type": b"content-type: text/plain\r\ncontent-length: %d\r\n\r\n%s"
+    % (len(JSON), JSON),
+    "one chunk": b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(JSON), JSON),
+    "chunks of a byte": b"transfer-encoding: chunked\r\n\r\n%s0\r\n\r\n" % PIECES,
+}
+
+
+async def exchange(door: Door, sent: bytes) -> bytes:
+    """Send bytes, and return what comes until the server closes the connection."""
+    reader, writer = await connect(door)
+    writer.write(sent)
+    said = await reader.read()
+    writer.close()
+    return said
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+async def test_a_body_may_come_in_any_form(door: FakeNode, accounts: Accounts, form: bytes) -> None:
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, b"POST /v1/chat/completions HTTP/1.1\r\n" + LAST + form)
+
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b'"content":"hello"' in said
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_of_http_1_0_reads_to_the_end_of_the_connection(
+    door: FakeNode, accounts: Accounts, is_streamed: bool
+) -> None:
+    body = json.dumps(BODY | {"stream": is_streamed}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nhost: localhost\r\n"
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+
+    headers, _, rest = said.partition(b"\r\n\r\n")
+    assert headers.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in headers.lower()
+    assert rest.endswith(b"data: [DONE]\n\n") if is_streamed else json.loads(rest)["choices"]
+
+
+async def test_a_client_may_ask_before_it_sends_a_body(door: FakeNode, accounts: Accounts) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nexpect: 100-continue\r\n" + LAST
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(JSON))
+        told = await reader.readuntil(b"\r\n\r\n")
+        writer.write(JSON)
+        said = await reader.read()
+        writer.close()
+
+    assert told.startswith(b"HTTP/1.1 100 ")
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_body_that_is_too_large_is_refused_before_it_is_sent(
+    door: FakeNode, accounts: Accounts
+) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n"
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(head + b"content-length: %d\r\n\r\n" % (REQUEST_BYTES + 1))
+        said = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    assert said.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/v1/models/builtin"])
+async def test_head_is_answered_as_get_without_a_body(
+    door: FakeNode, accounts: Accounts, path: str
+) -> None:
+    request = f"{{}} {path} HTTP/1.1\r\n".encode() + LAST + b"\r\n"
+    async with serving(accounts, door) as open_one:
+        whole = await exchange(open_one, request.replace(b"{}", b"GET"))
+        head = await exchange(open_one, request.replace(b"{}", b"HEAD"))
+
+    length = re.search(rb"content-length: \d+", whole)
+    assert length
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert length[0] in head
+    assert head.endswith(b"\r\n\r\n")
+
+
+async def test_the_events_of_the_page_have_an_end_for_head(
+    door: FakeNode, accounts: Accounts
+) -> None:
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, b"HEAD /page/events HTTP/1.1\r\n" + LAST + b"\r\n")
+
+    assert said.startswith(b"HTTP/1.1 200 ")
+
+
     path.write_text(text, "utf-8")
     path.chmod(0o600)
     return path

@@ -169,6 +169,18 @@ async def test_watchers_are_bounded(
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
 
 
+async def test_the_headers_of_the_events_come_alone(door: FakeNode) -> None:
+    transport = httpx2.ASGITransport(public_application(Service(door)))
+    async with (
+        httpx2.AsyncClient(transport=transport, base_url="http://door") as client,
+        asyncio.timeout(60),
+    ):
+        reply = await client.head("/page/events")
+
+    assert (reply.status_code, reply.content) == (200, b"")
+    assert reply.headers["content-type"].startswith("text/event-stream")
+
+
 async def events_of(
     monkeypatch: pytest.MonkeyPatch, door: FakeNode, *, is_public: bool
 ) -> list[Any]:
