@@ -22,8 +22,8 @@ from meshllm.cli.shared.options import check_draft, inference_config, takes
 from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
-from meshllm.errors import ModelMissing, UserError
-from meshllm.local_files import hint_of
+from meshllm.errors import MeshError, ModelMissing, UserError
+from meshllm.local_files import hint_of, reason_of
 from meshllm.log import event, setup
 from meshllm.names import Span
 
@@ -334,23 +334,25 @@ async def _invite(
         notify(Notice("ready", text))
         return ""
     ticket, more = opened.ticket, f"{count} more machines" if count > 1 else "1 more machine"
-    _print_ticket(ticket, Notice("ready", f"ticket for {more}, and the command:"), notify, file)
+    if file is not None:
+        _write_private(file, f"{ticket}\n")
+    notify(Notice("ready", f"ticket for {more}, and the command:"))
+    render.out(_lines_of(ticket), end="")
     return ticket
 
 
-def _print_ticket(
-    ticket: str, ready: Notice, notify: Callable[[Notice], None], file: Path | None
-) -> None:
-    if file is not None:
-        _write_private(file, f"{ticket}\n")
-    notify(ready)
-    render.out(f"{ticket}\nmeshllm node --join {ticket}")  # one write: a reader may stop early
+def _lines_of(ticket: str) -> str:
+    """Return what stdout gets of a ticket, in one write: its reader may stop early."""
+    return f"{ticket}\nmeshllm node --join {ticket}\n"
 
 
 async def _print_with_relay(
     node: "NodePort", ticket: str, notify: Callable[[Notice], None], file: Path | None
 ) -> None:
-    """Print the ticket again once a relay has answered, if it lacks the address there."""
+    """Print the ticket again once a relay has answered, if it lacks the address there.
+
+    The node serves by then: it does not end because nobody takes the ticket any more.
+    """
     from meshllm.protocol.trust.ticket import MAX_ADDRESSES, parse_ticket
 
     printed = parse_ticket(ticket)
@@ -360,10 +362,24 @@ async def _print_with_relay(
         async for _ in events:
             addresses = node.status().listening[:MAX_ADDRESSES]
             if any(map(_is_relayed, addresses)):
-                text = "the relay has answered: this ticket, the same one, also leads there:"
                 again = replace(printed, addresses=addresses).encode()
-                _print_ticket(again, Notice("ticket", text), notify, file)
+                try:
+                    _print_again(again, notify, file)
+                except MeshError as error:
+                    text = f"the ticket that leads to the relay was not printed: {error}"
+                    notify(Notice("unprinted", f"{text}; `meshllm ring ticket` prints one"))
                 return
+
+
+def _print_again(ticket: str, notify: Callable[[Notice], None], file: Path | None) -> None:
+    if file is not None:
+        _write_private(file, f"{ticket}\n")
+    text = "the relay has answered: this ticket, the same one, also leads there:"
+    notify(Notice("ticket", text))
+    try:
+        render.put(_lines_of(ticket))
+    except OSError as error:
+        raise MeshError(f"stdout cannot be written: {reason_of(error)}") from None
 
 
 def _is_relayed(address: str) -> bool:

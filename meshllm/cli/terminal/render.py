@@ -39,16 +39,28 @@ _DIM, _RED, _CYAN, _PLAIN = "\x1b[2m", "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 def out(text: str, end: str = "\n") -> None:
     """Write data to stdout and flush it; exit silently if its reader has closed the pipe."""
     try:
-        sys.stdout.write(text + end)
-        sys.stdout.flush()
+        put(text + end)
+    except BrokenPipeError:
+        raise SystemExit(_BROKEN_PIPE) from None
     except OSError as failure:
-        discard(sys.stdout)
-        if isinstance(failure, BrokenPipeError):
-            raise SystemExit(_BROKEN_PIPE) from None
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
 
 
 @contextmanager
+def put(text: str) -> None:
+    """Write data to stdout and flush it.
+
+    Raises:
+        OSError: its reader has closed the pipe, or the disk is full; later data goes nowhere.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+        raise
+
+
 def answering(*, markdown: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that writes pieces of an answer to stdout; end the last line on exit.
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from meshllm.api.port import NodePort
-from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _report
+from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _print_with_relay, _report
+from meshllm.cli.shared.events import Notice
 from meshllm.errors import MeshError, NotAuthorised
 from meshllm.log import setup
 from meshllm.model import device
@@ -617,6 +618,29 @@ def test_a_ticket_that_lacks_the_relay_is_printed_again_with_it(
     assert command == f"meshllm node --join {again}"
     assert (home / "ticket").read_text() == f"{again}\n"
     assert "the relay has answered" in result.stderr
+
+
+@pytest.mark.parametrize("lost", ["stdout", "file"])
+def test_a_node_goes_on_if_nobody_takes_the_ticket_with_the_relay(
+    node: FakeNode, home: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    reader, writer = os.pipe()
+    node.statuses = [replace(status_of(2), listening=(RELAYED,))]
+    file = home / ("ticket" if lost == "stdout" else "nowhere/ticket")
+    said: list[Notice] = []
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        if lost == "stdout":
+            os.close(reader)
+
+        printing = _print_with_relay(cast("NodePort", node), TICKET, said.append, file)
+        run_virtual(printing)
+
+    assert said[-1].event == "unprinted"
+    assert said[-1].text.startswith("the ticket that leads to the relay was not printed: ")
+    assert file.exists() is (lost == "stdout")
+    if lost == "file":
+        os.close(reader)
 
 
 def test_a_ticket_with_the_relay_is_printed_once(meshllm: Invoke, node: FakeNode) -> None:
