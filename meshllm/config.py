@@ -348,13 +348,13 @@ def _given(
         if value is not None:
             yield name, value, f"--{name.replace('_', '-')}"
 
+
 def _working_folder() -> Path:
     try:
         return Path.cwd()
     except OSError as error:
         text = f"The working directory cannot be used: {reason_of(error)}"
         raise UserError(text, hint="it may have been deleted; change to another one") from None
-
 
 
 def _parse_file(path: Path, data: bytes) -> dict[str, Any]:

@@ -416,6 +416,8 @@ async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -
 
 def _file(folder: Path, text: str) -> Path:
     path = folder / "keys"
+
+
 LAST = b"host: localhost\r\nconnection: close\r\n"
 JSON = json.dumps(BODY).encode()
 PIECES = b"".join(b"1\r\n%c\r\n" % each for each in JSON)
@@ -511,7 +513,6 @@ async def test_the_events_of_the_page_have_an_end_for_head(
         said = await exchange(open_one, b"HEAD /page/events HTTP/1.1\r\n" + LAST + b"\r\n")
 
     assert said.startswith(b"HTTP/1.1 200 ")
-
 
     path.write_text(text, "utf-8")
     path.chmod(0o600)

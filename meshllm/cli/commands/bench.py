@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -250,9 +249,8 @@ def _check(rows: "Sequence[engine_table.EngineRow]") -> None:
 
 
 def _save(path: Path, fields: dict[str, Any]) -> None:
-    text = dumps({"schema": render.SCHEMA, **fields}, indent=2)
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(render.as_json(fields, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)

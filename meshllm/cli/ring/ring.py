@@ -1,6 +1,5 @@
 """`meshllm ring`: status, plans, membership and timing."""
 
-import json
 import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -94,7 +93,7 @@ def _watch_live(client: "NodeClient") -> None:
 def _line(status: "MeshStatus") -> str:
     from meshllm.status import to_json
 
-    return json.dumps({"schema": render.SCHEMA, **to_json(status)})
+    return render.as_json(to_json(status))
 
 
 def _text(status: "MeshStatus", rows: int | None = None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import isfinite
 from typing import Self, TextIO
 
 from meshllm.cli.terminal.markdown import MarkdownStream
@@ -46,7 +47,6 @@ def out(text: str, end: str = "\n") -> None:
         raise MeshError(f"Standard output cannot be written: {failure.strerror}") from None
 
 
-@contextmanager
 def put(text: str) -> None:
     """Write data to stdout and flush it.
 
@@ -61,6 +61,7 @@ def put(text: str) -> None:
         raise
 
 
+@contextmanager
 def answering(*, markdown: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that writes pieces of an answer to stdout; end the last line on exit.
 
@@ -109,8 +110,27 @@ def talk(text: str, end: str = "\n") -> None:
 
 
 def dump(fields: Mapping[str, object]) -> None:
-    """Write one JSON object with its schema version."""
-    out(json.dumps({"schema": SCHEMA, **fields}, indent=2 if sys.stdout.isatty() else None))
+    """Write one JSON object with its schema version, on a terminal in several lines."""
+    out(as_json(fields, indent=2 if sys.stdout.isatty() else None))
+
+
+def as_json(fields: Mapping[str, object], indent: int | None = None) -> str:
+    """Lay out one JSON object with its schema version; a number that is not finite is null."""
+    found = {"schema": SCHEMA, **{name: _finite(value) for name, value in fields.items()}}
+    return json.dumps(found, indent=indent, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    """Return a value in which null stands for NaN and infinity, which JSON lacks."""
+    match value:
+        case float():
+            return value if isfinite(value) else None
+        case dict():
+            return {name: _finite(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+        case _:
+            return value
 
 
 def wrapped(text: str) -> str:

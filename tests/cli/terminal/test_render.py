@@ -2,6 +2,7 @@ import io
 import json
 from contextlib import redirect_stderr
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -55,6 +56,18 @@ def test_meanings_are_wrapped_beside_their_names(
     assert render.explained(rows) == (
         "/set NAME  change a setting of\n           the next answers\n/x"
     )
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {"a": nan, "b": [inf, {"c": -inf, "d": (1.5, nan)}], "e": 2, "f": None}
+
+    render.dump(found)
+
+    [line] = capsys.readouterr().out.splitlines()
+    told = json.loads(line, parse_constant=pytest.fail)
+    assert told == {
+        "schema": 1, "a": None, "b": [None, {"c": None, "d": [1.5, None]}], "e": 2, "f": None
+    }  # fmt: skip
 
 
 def test_a_table_may_have_no_rows() -> None:
