@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from meshllm.api.request_id import request_id
-from meshllm.api.respond import BodyTooLarge, BodyTooSlow
+from meshllm.api.respond import BodyEncoded, BodyTooLarge, BodyTooSlow
 from meshllm.errors import (
     Busy,
     ContextTooLong,
@@ -40,6 +40,7 @@ _KINDS = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -76,6 +77,7 @@ LATER = Failure(503, SERVER, "service_unavailable", retry_s=RETRY_S)
 _FAILURES: dict[type[MeshError], Failure] = {
     ContextTooLong: Failure(400, INVALID, _TOO_LONG, "messages"),
     BodyTooLarge: Failure(413, INVALID, "request_too_large"),
+    BodyEncoded: Failure(415, INVALID, "unsupported_encoding"),
     BodyTooSlow: Failure(408, INVALID, "request_timeout"),
     UserError: Failure(400, INVALID, None),
     Busy: Failure(429, "requests", "rate_limit_exceeded", retry_s=RETRY_S),

@@ -50,12 +50,17 @@ class BodyTooLarge(UserError):
     """A body is longer than `REQUEST_BYTES`."""
 
 
+class BodyEncoded(UserError):
+    """A body is compressed."""
+
+
 class BodyTooSlow(TimedOut):
     """A body does not arrive within `BODY_S`."""
 
 
 _STATUSES: dict[type[MeshError], int] = {
     BodyTooLarge: 413,
+    BodyEncoded: 415,
     BodyTooSlow: 408,
     UserError: 400,
     NotAuthorised: 403,
@@ -95,15 +100,15 @@ class Stream(Response, Generic[T]):
         For HEAD, which has no body, no item is made.
         """
         sent = _Body({"status": self.status_code, "headers": self.raw_headers}, send)
+        if scope.get("method") == "HEAD":
+            await self.items.aclose()
+            await sent.put(b"", is_last=True)
+            return
         sending = asyncio.ensure_future(self._send(sent))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await self._wait({sending, leaving}, sent)
         finally:
-        if scope.get("method") == "HEAD":
-            await self.items.aclose()
-            await sent.put(b"", is_last=True)
-            return
             sending.cancel()
             leaving.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
@@ -217,6 +222,7 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
     Raises:
         BodyTooLarge: it has more bytes than the ``longest``, or announces that it has.
         BodyTooSlow: it takes longer than `BODY_S`.
+        BodyEncoded: it is compressed.
 
     A client that has its connection closed after the response reads that once it has sent the body:
     if the rest were not read, a reset would reach it instead. The others keep theirs, and uvicorn
@@ -240,6 +246,10 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
             raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
     if is_too_large or size > longest:
         raise BodyTooLarge(f"The body is longer than {longest} bytes")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        text = f"A body in the content encoding `{encoding[:40]}` is not supported"
+        raise BodyEncoded(text, hint="send it uncompressed")
     return bytes(body)
 
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import httpx2
@@ -5,7 +6,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from meshllm.api.failure import Failure, Refused, error_object, failure_of, on_error, response_of
-from meshllm.api.respond import BodyTooLarge, BodyTooSlow
+from meshllm.api.respond import BodyEncoded, BodyTooLarge, BodyTooSlow
 from meshllm.errors import (
     Busy,
     ContextTooLong,
@@ -33,6 +34,7 @@ CHAT = "/v1/chat/completions"
         (ContextTooLong("x"), 400, "context_length_exceeded"),
         (WrongField("a.b", "x"), 400, "invalid_value"),
         (BodyTooLarge("x"), 413, "request_too_large"),
+        (BodyEncoded("x"), 415, "unsupported_encoding"),
         (BodyTooSlow("x"), 408, "request_timeout"),
         (Busy("x"), 429, "rate_limit_exceeded"),
         (QuotaUsed("x", retry_s=9), 429, "rate_limit_exceeded"),
@@ -123,6 +125,22 @@ async def test_an_absurd_length_is_refused(client: httpx2.AsyncClient, length: s
     said = await client.post(CHAT, content=b"{}", headers={"content-length": length})
 
     assert said.status_code == 413
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/mesh/ask"])
+async def test_a_compressed_body_is_refused(client: httpx2.AsyncClient, path: str) -> None:
+    headers = {"content-encoding": "gzip"}
+
+    said = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
+
+    assert said.status_code == 415
+    assert "the content encoding `gzip` is not supported" in said.json()["error"]["message"]
+
+
+async def test_a_body_may_say_that_it_is_not_compressed(client: httpx2.AsyncClient) -> None:
+    said = await client.post(CHAT, content=b"{}", headers={"content-encoding": "Identity"})
+
+    assert (said.status_code, said.json()["error"]["code"]) == (400, "missing_required_parameter")
 
 
 async def test_deep_json_is_refused(client: httpx2.AsyncClient) -> None:

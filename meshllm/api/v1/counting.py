@@ -13,7 +13,7 @@ from meshllm.api.access.gate import key_of
 from meshllm.api.connection import MAX_OPEN
 from meshllm.api.failure import LATER, Refused, response_of
 from meshllm.api.generation.service import Service, is_of_owner
-from meshllm.api.respond import BodyTooLarge, BodyTooSlow, read_body
+from meshllm.api.respond import BodyEncoded, BodyTooLarge, BodyTooSlow, read_body
 
 MAX_OTHERS = MAX_OPEN  # requests in progress of others than the owner
 
@@ -56,5 +56,5 @@ class Counting:
 
 async def _discard_body(request: Request) -> None:
     """Read a body as one that is longer than allowed."""
-    with suppress(BodyTooLarge, BodyTooSlow, ClientDisconnect):
+    with suppress(BodyTooLarge, BodyTooSlow, BodyEncoded, ClientDisconnect):
         await read_body(request, longest=0)
