@@ -94,6 +94,7 @@ class Sampling:
     """Random seed: the same seed gives the same text."""
 
 
+NEVER = -9999.0  # log probability of what cannot be, as in OpenAI's API: JSON has no infinity
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters for which a model may recommend values, in `generation_config.json`."""
 

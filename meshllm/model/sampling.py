@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshllm.errors import ModelError, UserError
-from meshllm.request import Sampling
+from meshllm.request import NEVER, Sampling
 
 FEW = 64  # tokens; for more it is faster to draw the noise of all ids up to the last
-NEVER = -9999.0  # log probability of what cannot be, as in OpenAI's API: JSON has no infinity
 GREEDY_BELOW = 1e-5  # temperature; a division by less could overflow fp32 (vLLM: same limit)
 
 Scores = NDArray[np.float32]

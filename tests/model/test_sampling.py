@@ -20,8 +20,8 @@ from transformers.generation.logits_process import (
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model import sampling as module
-from meshllm.model.sampling import NEVER, gumbel, logprobs, pick, validate
-from meshllm.request import Sampling
+from meshllm.model.sampling import gumbel, logprobs, pick, validate
+from meshllm.request import NEVER, Sampling
 
 # Critical values of chi-square at 0.001 (NIST/SEMATECH e-Handbook, 1.3.6.7.4).
 CHI_SQUARE = {4: 18.467, 7: 24.322, 15: 37.697}

@@ -23,10 +23,10 @@ from meshllm.api.generation.reply import STREAM
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.tools import tools_of_messages
 from meshllm.api.respond import Stream
-from meshllm.errors import MeshError
+from meshllm.errors import MeshError, UserError
 from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked
-from meshllm.strict_json import WrongField
+from meshllm.strict_json import WrongField, parse
 
 T = TypeVar("T")
 
@@ -361,11 +361,12 @@ def _tool_use(name: str) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> object:
-    """Return the arguments of a call; invalid ones, such as incomplete ones, as a text."""
+    """Return the arguments of a call; what is no JSON object, such as a part of one, as a text."""
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {"invalid": arguments}
+        found = parse(arguments.encode(errors="surrogatepass"))
+    except UserError:
+        found = None
+    return found if isinstance(found, dict) else {"invalid": arguments}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from meshllm.protocol.membership.records import MAX_CONTEXT, MAX_LABEL_BYTES, MAX_OFFERS, ModelOffer
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES
 from meshllm.request import (
+    NEVER,
     FinishReason,
     Logprob,
     Piece,
@@ -21,6 +22,7 @@ from meshllm.strict_json import WrongField
 
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 SEEDS = 1 << 31  # engines differ; all take these
+MAX_COUNT = 1 << 32  # of tokens or calls
 _CONTEXT_FIELDS = ("max_model_len", "context_length", "context_window", "n_ctx")
 _PLAIN = Sampling()
 _NOT_OPENAIS = ("top_k", "min_p", "repetition_penalty")
@@ -182,9 +184,15 @@ def _logprobs(found: object) -> tuple[TokenLogprobs, ...]:
 def _logprob(found: Mapping[str, Any]) -> Logprob:
     text, value, spelled = found.get("token"), found.get("logprob"), found.get("bytes")
     text = _text(text)
-    is_spelled = isinstance(spelled, list) and all(type(each) is int for each in spelled)
+    is_spelled = isinstance(spelled, list) and all(map(_is_byte, spelled))
     parts = tuple(spelled) if isinstance(spelled, list) and is_spelled else tuple(text.encode())
-    return Logprob(-1, text, parts, float(value) if isinstance(value, int | float) else 0.0)
+    # In this order NaN becomes `NEVER`, too.
+    logprob = max(NEVER, min(value, 0.0)) if isinstance(value, int | float) else 0.0
+    return Logprob(-1, text, parts, float(logprob))
+
+
+def _is_byte(value: object) -> bool:
+    return type(value) is int and 0 <= value < 256
 
 
 def _text(value: object) -> str:
@@ -192,4 +200,4 @@ def _text(value: object) -> str:
 
 
 def _count_of(value: object) -> int:
-    return max(0, value) if type(value) is int else 0
+    return min(max(0, value), MAX_COUNT) if type(value) is int else 0

@@ -277,12 +277,17 @@ async def test_calls_and_their_results_are_turns(
     )
 
 
-async def test_a_call_that_was_cut_off_is_told(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    door.said = (replace(answer_of("", 5), calls=(ToolCall("f", '{"x'),)),)
+@pytest.mark.parametrize(
+    "written", ['{"x', "[1]", "5", '{"x": NaN}', '{"x": 1e999}', '{"x": "\ud800"}']
+)
+async def test_a_call_without_an_object_of_json_is_told(
+    client: httpx2.AsyncClient, door: FakeNode, written: str
+) -> None:
+    door.said = (replace(answer_of("", 5), calls=(ToolCall("f", written),)),)
 
-    said = (await client.post(PATH, json=BODY)).json()
+    said = json.loads((await client.post(PATH, json=BODY)).text, parse_constant=pytest.fail)
 
-    assert said["content"][0]["input"] == {"invalid": '{"x'}
+    assert said["content"][0]["input"] == {"invalid": written}
 
 
 async def test_reasoning_has_a_budget(client: httpx2.AsyncClient, door: FakeNode) -> None:

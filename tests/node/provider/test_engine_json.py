@@ -6,9 +6,24 @@ from typing import Any
 
 import pytest
 
-from meshllm.node.provider.engine_json import SEEDS, AnswerState, call_of, offers_of
+from meshllm.node.provider.engine_json import (
+    MAX_COUNT,
+    SEEDS,
+    AnswerState,
+    call_of,
+    offers_of,
+)
 from meshllm.protocol.membership.records import MAX_OFFERS, ModelOffer
-from meshllm.request import FinishReason, Piece, Request, Sampling, ToolCall, ToolCallDelta, Tools
+from meshllm.request import (
+    NEVER,
+    FinishReason,
+    Piece,
+    Request,
+    Sampling,
+    ToolCall,
+    ToolCallDelta,
+    Tools,
+)
 from meshllm.strict_json import WrongField
 
 CHAT = Request(({"role": "user", "content": "hi"},), model="fox", max_tokens=9)
@@ -158,6 +173,25 @@ def test_log_probabilities_are_told() -> None:
 )  # fmt: skip
 def test_odd_chunks_say_nothing(odd: dict[str, Any]) -> None:
     assert AnswerState().take(odd) is None
+
+
+@pytest.mark.parametrize("written", ["-Infinity", "NaN", "-1e999", f"-{'9' * 400}"])
+def test_a_log_probability_that_json_lacks_is_that_of_what_cannot_be(written: str) -> None:
+    entry = json.loads(f'{{"token": "Hi", "logprob": {written}, "bytes": [72, 256]}}')
+
+    piece = AnswerState().take({"choices": [{"delta": {}, "logprobs": {"content": [entry]}}]})
+
+    assert piece
+    [found] = piece.logprobs
+    assert (found.chosen.logprob, found.chosen.bytes) == (NEVER, (72, 105))
+
+
+def test_absurd_counts_are_bounded() -> None:
+    state = AnswerState()
+
+    state.take({"usage": {"prompt_tokens": 10**400, "completion_tokens": -5}})
+
+    assert (state.prompt_tokens, state.completion_tokens) == (MAX_COUNT, 0)
 
 
 def test_the_models_of_an_engine() -> None:
