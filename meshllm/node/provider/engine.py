@@ -41,7 +41,11 @@ class EngineClient:
         """Name the endpoint, its key, and the precision of its models for people.
 
         ``names`` maps the models to offer to the engine's names; None offers those that it lists.
+
+        Raises:
+            UserError: the URL is invalid, or the key cannot be sent in a header.
         """
+        _check(url, key)
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._precision = precision
@@ -136,6 +140,18 @@ class EngineClient:
             raise TimedOut(f"The engine at `{self.url}` sent nothing for too long") from None
         except httpx2.HTTPError as error:
             raise LinkLost(f"The connection to the engine was lost: {error}") from None
+
+
+def _check(url: str, key: str) -> None:
+    try:
+        host = httpx2.URL(url).host
+    except httpx2.InvalidURL:
+        host = ""
+    if not host:
+        raise UserError(f"Invalid URL `{url}`", hint="such as http://127.0.0.1:11434/v1")
+    if not (key.isascii() and key.isprintable()):
+        text = "The key of the engine has characters other than printable ASCII"
+        raise UserError(text, hint="check its variable for a line break")
 
 
 async def _read(response: httpx2.Response, most: int) -> bytes:

@@ -54,6 +54,18 @@ async def test_an_answer(fake: FakeEngine, url: str) -> None:
     assert (body["model"], key) == ("fox", "Bearer secret")
 
 
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http:///v1", "http://a:x/v1"])
+def test_an_invalid_url_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="Invalid URL"):
+        EngineClient(url)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "caf\u00e9"])
+def test_a_key_that_is_not_valid_in_a_header_is_refused(key: str) -> None:
+    with pytest.raises(UserError, match="printable ASCII"):
+        EngineClient("http://127.0.0.1:1/v1", key)
+
+
 async def test_its_models(url: str) -> None:
     assert await EngineClient(url, precision="bf16").models() == (ModelOffer("fox", "bf16", 2048),)
 
