@@ -80,4 +80,5 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
 def _quoted(word: str) -> str:
     """Quote a word for systemd.service(5), where `%` and `$` are escaped by doubling."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{escaped}"' if not word or set(word) & set(" \t'\"\\;") else escaped
+    escaped = escaped.replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"' if not word or set(word) & set(" \t\r\n'\"\\;") else escaped

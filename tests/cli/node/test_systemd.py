@@ -22,6 +22,12 @@ def test_systemd_specifiers_are_escaped() -> None:
     assert '\nExecStart=x 50%% $$HOME "a\\"b" ""\n' in unit(["x", "50%", "$HOME", 'a"b', ""])
 
 
+def test_a_line_break_stays_within_its_word() -> None:
+    text = unit(["x", "a\nExecStart=/bin/evil", "b\r"])
+
+    assert '\nExecStart=x "a\\nExecStart=/bin/evil" "b\\r"\n' in text
+
+
 def test_the_command_contains_settings_a_service_would_not_find(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
