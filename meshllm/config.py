@@ -53,6 +53,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-100, 100),
     "seed": (0, 2**63 - 1),
 }
+PATHS = frozenset({"state", "key_file", "tls_cert", "tls_key", "trace"})
+"""Settings that name a file or a folder."""
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False, "false": False, "no": False, "off": False,
 }  # fmt: skip
@@ -257,7 +259,7 @@ def check(name: str, value: object, origin: str) -> Scalar:
         raise UserError(f"Invalid value {value!r} for `{name}` ({origin})", hint=hint)
     if not choices and type(value) is not key.kind:
         raise UserError(f"`{name}` is {value!r}, not {_WORDS[key.kind]} ({origin})")
-    if isinstance(value, str) and not value.isascii():
+    if isinstance(value, str):
         _check_text(name, value, origin)
     low, high = _RANGES.get(name, (-inf, inf))
     if isinstance(value, int | float) and not low <= value <= high:
@@ -266,7 +268,11 @@ def check(name: str, value: object, origin: str) -> Scalar:
 
 
 def _check_text(name: str, value: str, origin: str) -> None:
-    """Raise `UserError` for an argument or a variable that was not UTF-8."""
+    """Raise `UserError` for an empty path, a NUL, and an argument or a variable not in UTF-8."""
+    if not value and name in PATHS:  # it would be the working directory
+        raise UserError(f"`{name}` is empty ({origin})", hint="name one, or leave it out")
+    if "\0" in value:
+        raise UserError(f"`{name}` has a NUL character ({origin})", hint="remove it")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -321,13 +327,33 @@ def check_file(path: Path, text: str) -> None:
 def state_path(settings: Settings) -> Path:
     """Return the folder of the node's key, membership and socket."""
     if settings.state is not None:
-        return Path(settings.state).expanduser().absolute()
+        return expanded(settings.state).absolute()
     return user_state_path("meshllm", appauthor=False)
+
+
+def expanded(text: str) -> Path:
+    """Return the path of a text, with the `~` that shells leave in ``--state=~/mesh``.
+
+    Raises:
+        UserError: it begins with the home folder of a user that is not known.
+    """
+    path = Path(os.path.expanduser(text))  # noqa: PTH111  # leaves what it does not know
+    if text.startswith("~") and path.parts[0].startswith("~"):
+        raise UserError(f"`{path.parts[0]}` is not known", hint="write the whole path")
+    return path
 
 
 def cache_path() -> Path:
     """Return the folder of reproducible data, shared by all nodes of this user."""
     return user_cache_path("meshllm", appauthor=False)
+
+
+def _working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        text = f"The working directory cannot be used: {reason_of(error)}"
+        raise UserError(text, hint="it may have been deleted; change to another one") from None
 
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -349,20 +375,14 @@ def _given(
             yield name, value, f"--{name.replace('_', '-')}"
 
 
-def _working_folder() -> Path:
-    try:
-        return Path.cwd()
-    except OSError as error:
-        text = f"The working directory cannot be used: {reason_of(error)}"
-        raise UserError(text, hint="it may have been deleted; change to another one") from None
-
-
 def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        text = f"Cannot read `{path}`: {error}"
-        raise UserError(text, hint="repair it with `meshllm config edit`") from None
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
+        reason = str(error)
+    raise UserError(f"Cannot read `{path}`: {reason}", hint="repair it with `meshllm config edit`")
 
 
 def _check_place(name: str, path: Path) -> None:

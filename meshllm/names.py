@@ -42,6 +42,8 @@ from typing import NewType, Self
 
 from meshllm.errors import UserError
 
+MAX_SPAN_CHARS = 20
+
 NodeId = NewType("NodeId", bytes)
 """32 bytes, the public key of a node."""
 
@@ -96,7 +98,7 @@ class Span:
     def parse(cls, text: str) -> Self:
         """Parse ``start:stop``; raise `UserError` for anything else."""
         start, colon, stop = text.partition(":")
-        if not (colon and start.isdecimal() and stop.isdecimal()):
+        if not (colon and start.isdecimal() and stop.isdecimal() and len(text) <= MAX_SPAN_CHARS):
             raise UserError(f"Invalid layer span `{text}`", hint="write it as `0:14`")
         return cls(int(start), int(stop))
 

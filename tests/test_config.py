@@ -16,6 +16,7 @@ from meshllm.config import (
     keys,
     load,
     parse,
+    state_path,
 )
 from meshllm.errors import UserError
 
@@ -99,6 +100,10 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ("history = 1", "`history` is 1, not true or false", None),
         ("[model]\nname = 1", "`model` is {'name': 1}, not text", None),
         ("nodes = ", "Cannot read", "repair it with `meshllm config edit`"),
+        ("nodes = " + "9" * 5000, "Cannot read", "repair it with `meshllm config edit`"),
+        ("nodes = " + "[" * 5000, "Cannot read", "repair it with `meshllm config edit`"),
+        ('state = ""', "`state` is empty", "name one, or leave it out"),
+        ('model = "a\\u0000b"', "`model` has a NUL character", "remove it"),
     ],
 )
 def test_an_invalid_file_is_reported(
@@ -110,6 +115,15 @@ def test_an_invalid_file_is_reported(
     assert message in str(caught.value)
     assert str(folder / "user" / "meshllm" / "config.toml") in str(caught.value)
     assert (caught.value.hint or "").startswith(hint or "")
+
+
+def test_the_folder_of_the_state_may_be_in_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+
+    assert state_path(Settings(state="~/mesh")) == Path("/home/me/mesh")
+    assert state_path(Settings(state="./~x")) == Path.cwd() / "~x"
+    with pytest.raises(UserError, match="`~no-such-user` is not known"):
+        state_path(Settings(state="~no-such-user/mesh"))
 
 
 def test_a_home_that_is_no_folder_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The public application on TCP: the door that OpenAI's clients use."""
 
 import errno
+import os
 import socket
 import ssl
 import stat
@@ -25,6 +26,7 @@ from meshllm.traces.recorder import Recorder
 
 MIN_KEY_CHARS = 16
 MAX_FILE_KEYS = 1024
+MAX_KEY_FILE_BYTES = 1 << 20  # with comments
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ def parse_address(text: str) -> tuple[str, int]:
     """Parse `HOST:PORT` or `[IPV6]:PORT`; raise `UserError` for anything else."""
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
-    is_valid = colon and port.isdecimal() and int(port) <= 65535 and host
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65535
+    is_valid = colon and is_port and host
     if not is_valid or (":" in host and not is_bracketed):
         hint = "write it as `HOST:PORT`, such as `127.0.0.1:7780`, or `[IPV6]:PORT`"
         raise UserError(f"Invalid address `{text}`", hint=hint)
@@ -134,12 +137,17 @@ def read_keys(path: Path) -> tuple[str, ...]:
         UserError: others can read the file, or a key is too short or too long.
     """
     try:
-        mode, text = path.stat().st_mode, path.read_text("ascii")
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_KEY_FILE_BYTES + 1)
+        text = data.decode("ascii")
     except (OSError, ValueError) as error:
         text = f"Cannot read the key file `{path}`: {reason_of(error)}"
         raise UserError(text, hint=hint_of(error)) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(f"Other users can read the key file `{path}`", hint=f"`chmod 600 {path}`")
+    if len(data) > MAX_KEY_FILE_BYTES:
+        text = f"The key file `{path}` has more than {MAX_KEY_FILE_BYTES} bytes"
+        raise UserError(text, hint="write one key on a line")
     lines = (line.partition("#")[0].strip() for line in text.splitlines())
     keys = tuple(filter(None, lines))
     if not 0 < len(keys) <= MAX_FILE_KEYS:
@@ -183,6 +191,9 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         bound = _bind_first([(each[0], str(each[4][0])) for each in found], port)
+    except UnicodeError:  # a part of the name is empty, or longer than 63 characters
+        hint = "write a host name, or an address of this machine"
+        raise UserError(f"Invalid host `{host}`", hint=hint) from None
     except OSError as error:
         raise cannot_listen(f"{host}:{port}", error) from None
     with bound:

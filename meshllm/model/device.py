@@ -112,7 +112,7 @@ def wait(device: torch.device) -> None:
 
 def _gpu(wanted: str) -> torch.device:
     kind, colon, number = wanted.partition(":")
-    if kind != "cuda" or (colon and not number.isdecimal()):
+    if kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4)):
         raise UserError(
             f"Invalid device `{wanted}`", hint="use `auto`, `cpu`, `cuda`, `cuda:1` and so on"
         )

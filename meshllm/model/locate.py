@@ -52,12 +52,13 @@ def find_folder(name: str, revision: str | None = None, *, is_own: bool = True) 
 
 def is_folder(name: str) -> bool:
     """Return whether a name is that of a folder."""
-    return name != "" and _path(name).is_dir()
+    return name != "" and os.path.isdir(_path(name))  # noqa: PTH112  # never raises
 
 
 def is_model_id(name: str) -> bool:
     """Return whether a name is ``org/name``, and not that of a folder or file."""
-    return name != BUILTIN and not _path(name).exists() and is_repository(name)
+    is_there = os.path.exists(_path(name))  # noqa: PTH110  # never raises
+    return name != BUILTIN and not is_there and is_repository(name)
 
 
 def is_repository(name: str) -> bool:
@@ -88,7 +89,7 @@ def _path(name: str) -> Path:
 
 def _not_a_model(name: str) -> ModelError:
     """Make the error for a name that is neither of a folder nor of the hub."""
-    if name and _path(name).is_file():
+    if name and os.path.isfile(_path(name)):  # noqa: PTH113  # never raises
         hint = GGUF if name.endswith(".gguf") else "name the folder that it is in"
         return ModelError(f"`{name}` is a file, not a model folder", hint=hint)
     close = get_close_matches(name.lower(), known := _known(), n=1)

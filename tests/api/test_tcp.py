@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from meshllm.api import connection, respond
+from meshllm.api import connection, respond, tcp
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
 from meshllm.errors import UserError
@@ -207,6 +207,14 @@ def test_a_key_file_has_comments_and_is_private(tmp_path: Path) -> None:
     assert raised.value.hint == f"`chmod 600 {path}`"
 
 
+def test_a_key_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_KEY_FILE_BYTES", len(KEY) + 1)
+
+    assert read_keys(_file(tmp_path, f"{KEY}\n")) == (KEY,)
+    with pytest.raises(UserError, match=f"has more than {len(KEY) + 1} bytes"):
+        read_keys(_file(tmp_path, f"{KEY}\n\n"))
+
+
 def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -218,6 +226,8 @@ def test_what_cannot_be_opened_is_said(accounts: Accounts, tmp_path: Path) -> No
     for options, told in (
         (DoorOptions("no.such.invalid", 0), "Cannot listen on `no.such.invalid:0`"),
         (DoorOptions("192.0.2.1", 0), "Cannot listen on `192.0.2.1:0`"),
+        (DoorOptions("a..b", 0), "Invalid host `a..b`"),
+        (DoorOptions("x" * 64, 0), "Invalid host `x"),
         (replace(LOCAL, tls_key=tmp_path), "needs `--tls-cert`"),
         (
             replace(LOCAL, tls_cert=tmp_path / "none.pem"),
@@ -253,7 +263,10 @@ def test_the_first_address_that_this_machine_has_is_bound(
 def test_an_address_is_a_host_and_a_port() -> None:
     assert parse_address("127.0.0.1:7780") == ("127.0.0.1", 7780)
     assert parse_address("[::1]:0") == ("::1", 0)
-    for text in ("", "7780", ":7780", "host", "host:", "host:x", "host:65536", "::1:7780"):
+    for text in (
+        "", "7780", ":7780", "host", "host:", "host:x", "host:65536", "::1:7780",
+        f"host:{'9' * 5000}",
+    ):  # fmt: skip
         with pytest.raises(UserError, match="Invalid address"):
             parse_address(text)
 
@@ -403,21 +416,6 @@ async def test_what_is_read_of_a_refused_body_is_bounded(
     assert await closed(reader)
 
 
-async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
-    async with serving(accounts, door) as open_one:
-        reader, writer = await connect(open_one)
-        writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (10 << 20))
-
-        said = await reader.readline()
-        writer.transport.abort()
-
-    assert said.startswith(b"HTTP/1.1 400 ")
-
-
-def _file(folder: Path, text: str) -> Path:
-    path = folder / "keys"
-
-
 LAST = b"host: localhost\r\nconnection: close\r\n"
 JSON = json.dumps(BODY).encode()
 PIECES = b"".join(b"1\r\n%c\r\n" % each for each in JSON)
@@ -514,6 +512,20 @@ async def test_the_events_of_the_page_have_an_end_for_head(
 
     assert said.startswith(b"HTTP/1.1 200 ")
 
+
+async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (10 << 20))
+
+        said = await reader.readline()
+        writer.transport.abort()
+
+    assert said.startswith(b"HTTP/1.1 400 ")
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "keys"
     path.write_text(text, "utf-8")
     path.chmod(0o600)
     return path

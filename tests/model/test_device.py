@@ -95,6 +95,7 @@ def test_a_device_is_found_by_its_name(gpus: Gpus, wanted: str, count: int, foun
         ("cuda:", 1, "Invalid device `cuda:`"),
         ("cuda:-1", 1, "Invalid device `cuda:-1`"),
         ("", 1, "Invalid device ``"),
+        (f"cuda:{'9' * 5000}", 1, "Invalid device `cuda:9"),
     ],
 )
 def test_an_invalid_device_is_refused(gpus: Gpus, wanted: str, count: int, reason: str) -> None:

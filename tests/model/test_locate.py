@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 from meshllm.errors import ModelError
-from meshllm.model.locate import find_folder, is_model_id, no_config
+from meshllm.model.locate import find_folder, is_folder, is_model_id, no_config
 
 
 def advice(name: str) -> str:
@@ -21,6 +21,13 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "model").mkdir()
 
     assert find_folder("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~/" + "x" * 300, "~no-such-user/model"])
+def test_a_name_that_no_file_can_have_is_that_of_no_model(name: str) -> None:
+    assert not is_folder(name)
+    with pytest.raises(ModelError, match="There is no folder"):
+        find_folder(name)
 
 
 def test_a_file_is_not_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

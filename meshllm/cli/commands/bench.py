@@ -30,6 +30,8 @@ Examples:
   meshllm bench --replay trace.jsonl --url http://127.0.0.1:7780/v1
 """
 
+MAX_SIZE_DIGITS = 4  # of the number of nodes in a ring
+
 _RING_OPTIONS = ("nodes", "prompt_tokens", "new_tokens", "processes")
 _REPLAY_OPTIONS = ("speed", "url", "key_file")
 _NOT_OF_REPLAY = ("engine", "prompt_tokens", "new_tokens", "processes", "quant", "rounds")
@@ -196,14 +198,18 @@ def _is_given(invocation: typer.Context, name: str) -> bool:
 
 
 def _one(nodes: str) -> int:
-    if not (nodes.isdecimal() and int(nodes)):
+    if not _is_size(nodes):
         raise UserError(f"Invalid ring size `{nodes}`", hint="a replay uses one, such as `2`")
     return int(nodes)
 
 
+def _is_size(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_SIZE_DIGITS and int(text) > 0
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    if not all(map(_is_size, words)):
         raise UserError(f"Invalid ring sizes `{text}`", hint="write it as `1,2,3`")
     return tuple(sorted({int(word) for word in words}))
 

@@ -9,7 +9,7 @@ from meshllm.cli.ring.plan import find_placement
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings
+from meshllm.config import Scalar, Settings, expanded
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,5 +143,6 @@ def _planned(path: Path, chosen: Settings) -> "list[ModelOptions]":
 
 def _absolute(model: str) -> str:
     """Return the name of a model for a node, which runs in another folder."""
-    folder = Path(model).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else model
+    from meshllm.model.locate import is_folder
+
+    return str(expanded(model).absolute()) if is_folder(model) else model

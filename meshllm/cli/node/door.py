@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshllm.cli.shared.options import with_state
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
-from meshllm.config import Settings, state_path
+from meshllm.config import Settings, expanded, state_path
 
 if TYPE_CHECKING:
     from meshllm.api.tcp import Door
@@ -82,4 +82,4 @@ def _announcement(door: "Door", model: str) -> str:
 
 
 def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).expanduser()
+    return None if text is None else expanded(text)

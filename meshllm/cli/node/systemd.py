@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from meshllm.cli.terminal.render import plain
-from meshllm.config import DEFAULT, Config, Scalar, current, files, keys
+from meshllm.config import DEFAULT, PATHS, Config, Scalar, current, expanded, files, keys
+from meshllm.model.locate import is_folder
 
-_PATHS = {"state", "key_file", "tls_cert", "tls_key", "trace"}
 STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
 
 
@@ -72,9 +72,9 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
             yield f"--{option}" if value else f"--no-{option}"
         return
     text = plain(value)
-    is_path = name in _PATHS or (name in {"model", "draft"} and Path(text).is_dir())
+    is_path = name in PATHS or (name in {"model", "draft"} and is_folder(text))
     yield f"--{option}"
-    yield str(Path(text).expanduser().resolve()) if is_path else text
+    yield str(expanded(text).resolve()) if is_path else text
 
 
 def _quoted(word: str) -> str:

@@ -118,7 +118,7 @@ def memory_bytes(text: str, chosen: Settings) -> int:
     if not text.endswith("%"):
         return parse_memory(text)
     share = text[:-1].strip()
-    if not (share.isdecimal() and 0 < int(share) <= 100):
+    if not (share.isdecimal() and len(share) <= 3 and 0 < int(share) <= 100):
         raise UserError(f"Invalid memory share `{text}`", hint="write `50%`, from 1% to 100%")
     return _free_bytes(chosen) * int(share) // 100
 

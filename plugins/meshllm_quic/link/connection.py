@@ -30,8 +30,9 @@ OPEN_S = 5.0
 REFUSED_S = 0.04
 REFUSED_ROUNDS = 3
 """Rounds of at least so many seconds, and two round trips, each with a PING, that a peer has to
-answer once its host refuses a datagram: its acknowledgement may be delayed by 25 ms. A refusal (ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose
-peer sends anything in that time. More than one proves no more, and hosts send few per second."""
+answer once its host refuses a datagram: its acknowledgement may be delayed by 25 ms. A refusal
+(ICMP, RFC 9000 section 14.2.1) can be forged: it ends no link whose peer sends anything in that
+time. More than one proves no more, and hosts send few per second."""
 TICK_S = 1e-6
 GRACE_S = 0.5
 """If a timer is so late, this process was suspended. What the peer sent meanwhile is read, and it

@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
     assert result.stderr.endswith("\nhint: check the path\n")
 
 
-@pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1"])
+@pytest.mark.parametrize("nodes", ["", "1,", "two", "0", "1;2", "-1", "9" * 5000])
 def test_invalid_ring_sizes_are_refused(
     meshllm: Invoke, cases: list[ring_table.RingBenchmark], nodes: str
 ) -> None:
