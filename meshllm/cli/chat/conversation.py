@@ -1,6 +1,7 @@
 """State of a conversation, and its slash commands."""
 
 import json
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -10,11 +11,13 @@ from typing import Any
 
 from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
-from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, keys, parse
+from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, expanded, keys, parse
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of
+from meshllm.local_files import hint_of, read_regular, reason_of
 from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
+from meshllm.strict_json import parse as parse_json
 
+MAX_SAVED_BYTES = 64 << 20  # of a conversation
 _SEEDS = 2**31
 SETTABLE = ("max_tokens", *(each.name for each in fields(Sampling)))
 _SAVED = ("system", *SETTABLE)
@@ -209,7 +212,7 @@ def _copy(conversation: Conversation, _: str) -> str:
 
 def _save(conversation: Conversation, argument: str) -> str:
     path = _path(argument, "/save")
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110  # never raises
         _read(path)  # overwrite saved conversations only
     settings = {name: current(conversation.settings, name) for name in _SAVED}
     content = {"schema": render.SCHEMA, "settings": settings, "turns": conversation.turns}
@@ -241,17 +244,19 @@ def _load(conversation: Conversation, argument: str) -> str:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UserError(f"`{command}` needs a file", hint=f"`{command} talk.json`")
-    return Path(argument).expanduser()
+    return expanded(argument)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a saved conversation; raise `UserError` for any other file."""
+    content: Any = None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path, MAX_SAVED_BYTES))
     except OSError as error:
-        raise UserError(f"`{path}` cannot be read: {error.strerror}", hint=hint_of(error)) from None
-    except ValueError:
-        content = None
+        text = f"`{path}` cannot be read: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
+    except UserError:  # other JSON, or none
+        pass
     if not _is_conversation(content):
         raise UserError(
             f"`{path}` is not a saved conversation", hint="give a file that `/save` wrote"

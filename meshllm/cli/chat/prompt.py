@@ -19,11 +19,21 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     if argument is None and (stdin is None or stdin.isatty()):
         return None
     piped = "" if stdin is None or (argument != "-" and stdin.isatty()) else _read(stdin)
-    given = "" if argument in (None, "-") else _encodable(argument)
+    given = "" if argument in (None, "-") else check_utf8(argument, "The prompt")
     prompt = "\n\n".join(part for part in (piped, given) if part)
     if not prompt.strip():
         raise UserError("The prompt is empty", hint='try `meshllm chat "What is a ring?"`')
     return prompt
+
+
+def check_utf8(text: str, what: str) -> str:
+    """Return a text that a user wrote; raise `UserError` if its bytes were not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        place = f"{what} is not UTF-8 at character {error.start}"
+        raise UserError(place, hint="set the locale of the terminal to UTF-8") from None
+    return text
 
 
 def _read(stdin: TextIO) -> str:
@@ -40,11 +50,3 @@ def _read(stdin: TextIO) -> str:
             f"Standard input is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
             hint="convert it first: `iconv -f latin1 -t utf-8`",
         ) from None
-
-
-def _encodable(argument: str) -> str:
-    try:
-        argument.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"The prompt is not UTF-8 at character {error.start}") from None
-    return argument

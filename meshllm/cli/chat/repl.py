@@ -21,6 +21,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from meshllm.cli.chat.conversation import COMMANDS, SETTABLE, Conversation, Question
 from meshllm.cli.chat.outlined import outlined
+from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
 from meshllm.cli.terminal import render
@@ -90,7 +91,7 @@ class _Repl:
     async def _turn(self) -> bool:
         """Handle one line; return False to exit."""
         try:
-            line = await self.session.prompt_async()
+            line = check_utf8(await self.session.prompt_async(), "The line")
             if line.strip().lower() in _EXITS:
                 return False
             if line.startswith("/"):
@@ -111,7 +112,8 @@ class _Repl:
         match self.conversation.execute(line):
             case Question(text, is_draft=True):
                 try:
-                    text = _unquoted(await self.session.prompt_async(default=text))
+                    edited = await self.session.prompt_async(default=text)
+                    text = _unquoted(check_utf8(edited, "The line"))
                 finally:
                     self.conversation.turns = turns
                 if text:

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_a_set_value_is_used_for_the_next_answer(conversation: Conversation) -> 
         ("/shwo", "Unknown command `/shwo`", "did you mean `/show`? see `/help`"),
         ("/save", "`/save` needs a file", "`/save talk.json`"),
         ("/load", "`/load` needs a file", "`/load talk.json`"),
-        ("/load gone.json", "`gone.json` cannot be read: No such file or directory", "check"),
+        ("/load gone.json", "`gone.json` cannot be read: no such file or directory", "check"),
         (
             "/save no/dir/a.json",
             "`no/dir/a.json` cannot be written: No such file",
@@ -155,6 +156,8 @@ def test_no_other_file_is_overwritten(conversation: Conversation, home: Path) ->
         '{"schema": 1, "settings": {}, "turns": [{"role": "user"}]}',
         '{"schema": 1, "settings": {}, "turns": [{"role": "root", "content": "x"}]}',
         '{"schema": 1, "settings": {}, "turns": [{"role": "user", "content": "x"}]}',
+        '{"schema": 1, "settings": {}, "turns": [{"role": "user", "content": "\\ud800"}]}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_without_a_conversation_is_refused(
@@ -167,6 +170,17 @@ def test_a_file_without_a_conversation_is_refused(
         conversation.execute("/load talk.json")
 
     assert len(conversation.turns) == 2
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "x" * 300, "~no-such-user/talk.json"])
+def test_what_is_no_regular_file_is_neither_loaded_nor_overwritten(
+    conversation: Conversation, home: Path, name: str
+) -> None:
+    os.mkfifo(home / "pipe")
+
+    for command in ("/load", "/save"):
+        with pytest.raises(UserError, match=r"cannot be read|cannot be written|is not known"):
+            conversation.execute(f"{command} {name}")
 
 
 def test_a_saved_setting_out_of_range_is_refused(conversation: Conversation, home: Path) -> None:

@@ -160,6 +160,15 @@ def test_control_c_at_an_empty_prompt_says_how_to_exit(terminal: Terminal) -> No
     terminal.wait_for(PROMPT)
 
 
+def test_a_line_that_is_not_utf8_is_refused(terminal: Terminal) -> None:
+    os.write(terminal.fd, b"caf\xe9\r")
+    terminal.wait_for("The line is not UTF-8 at character 3")
+    terminal.wait_for(PROMPT)
+    terminal.press("hello\r")
+
+    assert terminal.wait_for("You said: hello\r\n")
+
+
 def test_control_z_suspends_and_types_nothing(terminal: Terminal) -> None:
     terminal.press("\x1a")  # nothing could resume this process group, so the system goes on at once
     terminal.wait_for(PROMPT)
