@@ -156,7 +156,7 @@ class RingDirectory:
             entry, plan, own = await at.serving()
             from meshllm.node.session.text import RingBackend
 
-            yield RingBackend(entry, own.worker, await own.text(), plan, asker)
+            yield RingBackend(entry, own.worker, await own.text(), plan, asker, self.name_of)
 
     def _wanted(self, model: str) -> Charter | None:
         """Return the charter of a model of the mesh, of the first if it is not named."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,6 +67,8 @@ class RingBackend:
     plan: Plan
     asker: NodeId | None = None
     """The node that sends the requests; None is the owner of this one."""
+    name_of: Callable[[NodeId], str] = short
+    """Names a node in errors."""
 
     def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Answer a request, or embed its prompt, see `Backend`."""
@@ -139,12 +141,21 @@ class RingBackend:
         Raises:
             UserError: it cannot be answered, as far as that shows before it is tokenized.
         """
-        _check_trusted(request, self.plan)
+        self._check_trusted(request)
         request = _with_defaults(request, self.text)
         validate(request.sampling)
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
         return request
+
+    def _check_trusted(self, request: Request) -> None:
+        """Raise `WrongField` if a node of the ring may not see what the request computes."""
+        nodes = [stage.node for stage in self.plan.stages]
+        if request.trusted is None:
+            return
+        if others := [self.name_of(node) for node in nodes if show(node) not in request.trusted]:
+            text = f"The ring has nodes that are not trusted: {', '.join(others)}"
+            raise WrongField("meshllm.trust", text)
 
     async def _begin(self, request: Request) -> "tuple[tuple[int, ...], _Prepared]":
         """Tokenize the prompt, and prepare what reads the answer."""
@@ -312,17 +323,6 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         scope=request.scope,
         on_logits=None if request.logprobs is None else transcript.score,
     )
-
-
-def _check_trusted(request: Request, plan: Plan) -> None:
-    """Raise `WrongField` if a node of the ring may not see what the request computes."""
-    nodes = [stage.node for stage in plan.stages]
-    if request.trusted is None:
-        return
-    if others := [short(node) for node in nodes if show(node) not in request.trusted]:
-        raise WrongField(
-            "meshllm.trust", f"The ring has nodes that are not trusted: {', '.join(others)}"
-        )
 
 
 def _check_length(request: Request, context: int) -> None:

@@ -112,6 +112,18 @@ async def test_the_entry_learns_who_asks(ring: LocalRing, monkeypatch: pytest.Mo
     assert [order.asker for order in orders] == [asker]
 
 
+async def test_nodes_that_are_not_trusted_are_named(ring: LocalRing) -> None:
+    nodes = [stage.node for stage in ring.plan.stages]
+    names = dict(zip(nodes, ("attic", "desk", "shed"), strict=False))
+    text = await ring.model.text()
+    backend = RingBackend(ring.entry, ring.worker, text, ring.plan, name_of=names.__getitem__)
+
+    with pytest.raises(WrongField, match="not trusted: attic, desk") as refused:
+        _ = [event async for event in backend.generate(replace(ASKED, trusted=()))]
+
+    assert refused.value.name == "meshllm.trust"
+
+
 async def test_a_template_that_does_not_end_keeps_no_running_answer_waiting(
     ring: LocalRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
