@@ -361,7 +361,7 @@ def _tool_use(name: str) -> dict[str, Any]:
 
 
 def _object(arguments: str) -> object:
-    """Return the arguments of a call; what is no JSON object, such as a part of one, as a text."""
+    """Return the arguments of a call; what is not a JSON object, as a text."""
     try:
         found = parse(arguments.encode(errors="surrogatepass"))
     except UserError:

@@ -11,7 +11,8 @@ class Terminal(io.TextIOWrapper):
     """Standard input: a terminal, or piped bytes."""
 
     def __init__(self, data: bytes | None = None) -> None:
-        super().__init__(io.BytesIO(b"typed later" if data is None else data))
+        self.source = io.BytesIO(b"typed later" if data is None else data)
+        super().__init__(self.source)
         self.is_terminal = data is None
 
     def isatty(self) -> bool:
@@ -62,7 +63,7 @@ def test_piped_text_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert read_prompt(None, Terminal(b"x" * 8)) == "x" * 8
     with pytest.raises(UserError, match="Standard input has more than 8 bytes"):
         read_prompt(None, endless)
-    assert endless.buffer.tell() == 9  # the rest was not read
+    assert endless.source.tell() == 9  # the rest was not read
 
 
 def test_invalid_utf8_is_located() -> None:

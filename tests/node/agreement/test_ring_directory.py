@@ -236,8 +236,7 @@ def test_the_plan_is_fixed_while_the_entry_serves_and_a_little_longer() -> None:
         for _ in range(2):
             async with place.directory.backend(STAGE) as backend:
                 assert backend == RingBackend(
-                    *cast("Any", ("entry", "worker", "text", PLAN, STAGE)),
-                    place.directory.name_of,
+                    *cast("Any", ("entry", "worker", "text", PLAN, STAGE, place.directory.name_of))
                 )
                 await asyncio.sleep(CALM_S * 3)
                 assert not place.told[-1].may_change
