@@ -13,6 +13,7 @@ import tests.hypothesis_settings  # noqa: F401
 
 RINGS = "api", "cli", "integration", "node"
 """The folders of tests that form rings."""
+PROCESSES = "tests/processes/"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     with lean():
         import meshllm.model.steps.runner
         import meshllm.testing.models  # noqa: F401
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests of processes first, others in random order.
+
+    So one worker runs them all, and starts what they share once; the others meanwhile use the cores
+    that its processes leave, and nothing long is left at the end.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(PROCESSES))
 
 
 @pytest.fixture(scope="session", autouse=True)
