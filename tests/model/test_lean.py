@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,11 +18,56 @@ UNUSED = {
 }
 
 
-def run(code: str) -> list[str]:
+SPY = """
+    from meshllm.model import lean
+    given, stock_exports = [], lean._last_exports
+    def last(content):
+        given.append((len(content), len(stock_exports(content))))
+        return stock_exports(content)
+    lean._last_exports = last
+"""
+LOOK = """
+    import builtins, io
+    from meshllm.model.lean import lean
+    opened, stock = [], io.open
+    builtins.open = lambda *it, **more: opened.append(str(it[0])) or stock(*it, **more)
+    with lean():
+        import transformers
+    from transformers import GPT2Config
+    from transformers.utils import import_utils
+    print(sum("modeling_" in name for name in opened) > 99, GPT2Config().model_type)
+    print(import_utils.create_import_structure_from_path.__module__, len(dir(transformers)))
+"""
+COMPARE = """
+    import json, os
+    from pathlib import Path
+    from meshllm.model.lean import _structure_to_json
+    whole, least = (sum(sizes) for sizes in zip(*given))
+    print(len(given) > 999, least * 9 < whole)
+    scan = import_utils.create_import_structure_from_path
+    scan.cache_clear()
+    structure = scan(Path(transformers.__file__).parent / "models")
+    (record,) = Path(os.environ["XDG_CACHE_HOME"], "meshllm").glob("*.json")
+    print(_structure_to_json(structure) == json.loads(record.read_text()))
+"""
+
+
+def run(cache: Path, *codes: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "".join(map(textwrap.dedent, codes))],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.split()
+
+
+@pytest.fixture(scope="module")
+def scanned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A cache that a process has filled, and what that process told."""
+    cache = tmp_path_factory.mktemp("cache")
+    return cache, run(cache, SPY, LOOK, COMPARE)
 
 
 @pytest.fixture(scope="module")
@@ -93,32 +139,11 @@ def test_models_on_meta_are_the_same_without_a_compiler(found: dict[str, str]) -
 
 
 def test_the_scan_splits_little_and_finds_what_transformers_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scanned: tuple[Path, list[str]],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = f"""
-        import json
-        from pathlib import Path
-        from meshllm.model import lean
-        given, stock = [], lean._last_exports
-        def last(content):
-            given.append((len(content), len(stock(content))))
-            return stock(content)
-        lean._last_exports = last
-        with lean.lean():
-            import transformers
-        from transformers.utils import import_utils
-        whole, least = (sum(sizes) for sizes in zip(*given))
-        print(len(given) > 999, least * 9 < whole)
-        folder = Path(transformers.__file__).parent / "models"
-        scan = import_utils.create_import_structure_from_path
-        scan.cache_clear()
-        structure = scan(folder)
-        (record,) = Path({str(tmp_path / "meshllm")!r}).glob("*.json")
-        print(lean._structure_to_json(structure) == json.loads(record.read_text()))
-    """
+    _, told = scanned
 
-    assert run(code) == ["True", "True", "True"]
+    assert told[4:] == ["True", "True", "True"]
 
 
 @pytest.mark.parametrize(
@@ -140,29 +165,14 @@ def test_the_last_exports_of_a_module_are_found(text: str) -> None:
     assert fetch(_last_exports(text)) == fetch(text)
 
 
-def test_transformers_is_scanned_once_per_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = """
-        import builtins, io
-        from meshllm.model.lean import lean
-        opened, stock = [], io.open
-        builtins.open = lambda *it, **more: opened.append(str(it[0])) or stock(*it, **more)
-        with lean():
-            import transformers
-        from transformers import GPT2Config
-        from transformers.utils import import_utils
-        print(sum("modeling_" in name for name in opened) > 99, GPT2Config().model_type)
-        print(import_utils.create_import_structure_from_path.__module__, len(dir(transformers)))
-    """
-
-    first, second = run(code), run(code)
-    (record,) = (tmp_path / "meshllm").glob("*.json")
+def test_transformers_is_scanned_once_per_machine(scanned: tuple[Path, list[str]]) -> None:
+    cache, told = scanned
+    first, second = told[:4], run(cache, LOOK)
+    (record,) = (cache / "meshllm").glob("*.json")
     written = record.read_text()
     record.write_text('{"pairs": 3}')
 
     assert first == ["True", *second[1:]]
     assert second[:3] == ["False", "gpt2", "transformers.utils.import_utils"]
-    assert run(code) == first
+    assert run(cache, LOOK) == first
     assert record.read_text() == written

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -164,23 +163,6 @@ def test_threads_have_different_indices() -> None:
     assert any(numbers() == {0, 1} for _ in range(5000))  # on a busy machine not at once
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux only")
-def test_finding_torchs_threads_loads_no_library() -> None:
-    output = run_python(
-        """
-        import torch
-        from llvmlite import binding
-        from meshllm.model.kernels import jit
-        libraries = lambda: {l.split()[-1] for l in open("/proc/self/maps") if ".so" in l}
-        before = libraries()
-        team = jit.openmp_parallel()
-        print(team is not None, libraries() - before)
-        """
-    )
-
-    assert output == "True set()"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
 def test_kernels_compile_where_the_system_allows_it() -> None:
     """Else tests of kernels would be skipped."""
@@ -206,47 +188,53 @@ def test_instructions_are_those_that_linux_lists() -> None:
     assert multiplies_matrices() == ("amx_bf16" in flags)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux only")
-def test_a_system_that_forbids_executable_memory_is_detected() -> None:
-    output = run_python(
-        """
-        import ctypes, torch
-        from meshllm.model.kernels import jit
-        from meshllm.model.steps.attention import decode_attention
-        from meshllm.model.modules.quant_kernels import kernel
-        from meshllm.names import Quant
-        if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3
-            print("skip")
-            raise SystemExit
-        x = torch.ones(1, 1, 3, 16)
-        print(jit.jit_available(), decode_attention(x, x, x, 1.0).sum().item())
-        print(*jit.limits())
-        try:
-            kernel(Quant.INT8)
-        except Exception as error:
-            print(type(error).__name__, error)
-        """
-    )
+ALONE = """
+import ctypes, torch
+from llvmlite import binding
+from meshllm.model.kernels import jit
+libraries = lambda: {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line}
+before = libraries()
+team = jit.openmp_parallel()
+print(team is not None, libraries() - before)
 
-    if output == "skip":
+from meshllm.model.steps.attention import decode_attention
+from meshllm.model.modules.quant_kernels import kernel
+from meshllm.names import Quant
+if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, Linux 6.3
+    raise SystemExit
+x = torch.ones(1, 1, 3, 16)
+print(jit.jit_available(), decode_attention(x, x, x, 1.0).sum().item())
+print(*jit.limits())
+try:
+    kernel(Quant.INT8)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    """What a process says that finds torch's threads, and then may not execute what it writes."""
+    if sys.platform != "linux":
+        pytest.skip("/proc and prctl are Linux only")
+    command = [sys.executable, "-W", "ignore", "-c", ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_finding_torchs_threads_loads_no_library(told: list[str]) -> None:
+    assert told[0] == "True set()"
+
+
+def test_a_system_that_forbids_executable_memory_is_detected(told: list[str]) -> None:
+    if not told[1:]:
         pytest.skip("this kernel does not support it")
-    first, limit, second = output.splitlines()
+    first, limit, second = told[1:]
     assert first == "False 48.0"
     assert limit == "no compiled kernels: this system forbids executable memory"
     assert second.startswith("ModelError No int8 kernel on this machine")
     assert second.endswith("this system forbids executable memory")
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def test_without_torchs_threads_one_thread_runs_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
