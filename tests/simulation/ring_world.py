@@ -482,11 +482,31 @@ def judge(simulation: Simulation) -> Counter[str]:
     return ends
 
 
-def play(seed: int, weather: Weather, **mutation: Any) -> Counter[str]:
+@dataclass
+class Tally:
+    """What became of the schedules of one weather."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    """Of generations."""
+    flights: Counter[int] = field(default_factory=Counter)
+    """Steps in flight at each returned one."""
+    cancels: int = 0
+    asked: int = 0
+    """Rows that a rank was asked to reuse."""
+    reused: int = 0
+
+
+def play(seed: int, weather: Weather, tally: Tally, **mutation: Any) -> None:
+    """Run a schedule, and count what became of it."""
     simulation = Simulation(seed, weather, **mutation)
     try:
         simulation.run()
-        return judge(simulation)
+        tally.ends += judge(simulation)
+        tally.flights += simulation.flights
+        tally.cancels += simulation.sent[Cancel]
+        bases = (one.base for one in simulation.generations.values())
+        tally.asked += sum(base.length for base in bases if base)
+        tally.reused += simulation.reused
     except Exception as error:
         error.add_note(f"seed {seed}, {weather}")
         raise

@@ -5,6 +5,7 @@ The mutants at the end show that these tests can fail.
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from meshllm.names import SessionId
 from meshllm.protocol.session import actions, stage
 from meshllm.protocol.session.entry import Entry
-from meshllm.protocol.session.messages import Cancel, Close, Data, SessionMessage
+from meshllm.protocol.session.messages import Close, Data, SessionMessage
 from meshllm.protocol.session.stage import MAX_PENDING, Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
@@ -25,6 +26,7 @@ from tests.simulation.ring_world import (
     RUSH,
     STORM,
     Simulation,
+    Tally,
     Weather,
     judge,
     play,
@@ -33,13 +35,22 @@ from tests.simulation.ring_world import (
 SEEDS = 300
 
 
+@cache
+def tally_of(weather: Weather, **mutation: Any) -> Tally:
+    """Run all schedules of a weather, once."""
+    tally = Tally()
+    for seed in range(SEEDS):
+        play(seed, weather, tally, **mutation)
+    return tally
+
+
 @pytest.mark.parametrize(
     "weather",
     [CALM, RUSH, CROWD, DOZE, STORM, NAPS, FLOOD],
     ids=["calm", "rush", "crowd", "doze", "storm", "naps", "flood"],
 )
 def test_tokens_are_right_or_absent_on_any_network(weather: Weather) -> None:
-    ends = sum((play(seed, weather) for seed in range(SEEDS)), Counter[str]())
+    ends = tally_of(weather).ends
 
     assert ends[FinishReason.LENGTH] > 5 * ends["failed"]
     assert ends[FinishReason.CANCELLED] > 0
@@ -61,29 +72,17 @@ def test_a_reliable_ring_sends_one_message_per_hop() -> None:
 
 
 def test_steps_are_pipelined_cancelled_and_returned() -> None:
-    flights, cancels = Counter[int](), 0
-    for seed in range(SEEDS // 3):
-        simulation = Simulation(seed, CROWD)
-        simulation.run()
-        flights += simulation.flights
-        cancels += simulation.sent[Cancel]
+    tally = tally_of(CROWD)
 
-    assert 4 < max(flights) <= MAX_PENDING
-    assert all(flights[steps] > 50 for steps in (1, 2, 3))
-    assert cancels > 50
+    assert 4 < max(tally.flights) <= MAX_PENDING
+    assert all(tally.flights[steps] > 150 for steps in (1, 2, 3))
+    assert tally.cancels > 150
 
 
 def test_most_kept_prefixes_are_reused() -> None:
-    reused = asked = 0
-    for seed in range(SEEDS):
-        simulation = Simulation(seed, CALM)
-        simulation.run()
-        judge(simulation)
-        reused += simulation.reused
-        bases = [one.base for one in simulation.generations.values()]
-        asked += sum(base.length for base in bases if base)
+    tally = tally_of(CALM)
 
-    assert 2 * reused > asked > 1000
+    assert 2 * tally.reused > tally.asked > 1000
 
 
 class Eager(Stage):
@@ -211,4 +210,4 @@ class Repeating(Entry):
 )
 def test_a_broken_machine_is_caught(weather: Weather, mutation: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, KeyError)):
-        sum((play(seed, weather, **mutation) for seed in range(SEEDS)), Counter[str]())
+        tally_of(weather, **mutation)
