@@ -174,11 +174,6 @@ MUTANTS = {
     "loading is not retried": Mutant(
         {"meshllm.node.agreement.offer.NodeOffer._offer_again": nod}, "offers no layers", 14
     ),
-    "attempts are never given up": Mutant(
-        {"meshllm.protocol.ring.forming.Forming.deadline": property(lambda _: None)},
-        "is not at work",
-        970,
-    ),
 }
 
 
