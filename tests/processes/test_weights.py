@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshllm.config import cache_path
 from meshllm.model.locate import BUILTIN, INDEX, find_folder
+from tests.builders.own_cache import own_cache
 from tests.processes.conftest import QUESTION, Answers
 from tests.processes.fleet import ALONE, Fleet, Node, ask, meshllm, until
 
@@ -19,10 +19,7 @@ NAMES = "attic", "barn", "cellar"
 
 def start(node: Node, *options: str) -> None:
     """Start a node with a cache of its own, without weights: it shares no disk with the others."""
-    cache = node.folder / "cache" / "meshllm"
-    if not cache.exists() and cache_path().exists():  # measurements and kernels of this machine
-        shutil.copytree(cache_path(), cache, ignore=shutil.ignore_patterns("weights"))
-    node.start(*ALONE, *options, within=("env", f"XDG_CACHE_HOME={node.folder / 'cache'}"))
+    node.start(*ALONE, *options, variables={"XDG_CACHE_HOME": own_cache(node.folder)})
 
 
 def parts(node: Node) -> dict[int, float]:
