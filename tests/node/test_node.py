@@ -50,6 +50,7 @@ from tests.builders.node_options import node_options
 
 QUESTION = Request(turns=({"role": "user", "content": "What is a ring?"},))
 PATIENCE_S = 120.0
+_REFERENCE = list[str]()  # the answer to the question, once it is known
 
 
 class Mesh:
@@ -116,10 +117,12 @@ async def embed(node: Any) -> list[float]:
 
 
 async def reference() -> str:
-    async with open_local_ring(
-        resolve("builtin"), RingOptions(nodes=1, inference=InferenceConfig(threads=1))
-    ) as ring:
-        return await ask(ring)
+    """Return the answer of one process; it is computed once."""
+    if not _REFERENCE:
+        options = RingOptions(nodes=1, inference=InferenceConfig(threads=1))
+        async with open_local_ring(resolve("builtin"), options) as ring:
+            _REFERENCE.append(await ask(ring))
+    return _REFERENCE[0]
 
 
 async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: Mesh) -> None:
@@ -206,13 +209,10 @@ async def test_a_node_changes_nothing_of_the_process_it_is_in(mesh: Mesh) -> Non
     assert sys.getswitchinterval() == before
 
 
-TORCH = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-
-
 @pytest.mark.parametrize(
     ("error", "is_memory"),
-    [(MemoryError(), True), (RuntimeError(TORCH), True), (ModelError("damaged"), False)],
-    ids=["no memory", "torch has no memory", "another error"],
+    [(MemoryError(), True), (ModelError("damaged"), False)],
+    ids=["no memory", "another error"],
 )
 async def test_a_span_that_cannot_be_loaded_is_retried_later(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, error: Exception, *, is_memory: bool
