@@ -13,7 +13,10 @@ import tests.hypothesis_settings  # noqa: F401
 
 RINGS = "api", "cli", "integration", "node"
 """The folders of tests that form rings."""
+WARM = "bench", "builtin"
+"""The same, of rings that may warm up."""
 PROCESSES = "tests/processes/"
+OWN_CACHES = "tests/processes/test_weights.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,9 +38,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the tests of processes first, others in random order.
 
     So one worker runs them all, and starts what they share once; the others meanwhile use the cores
-    that its processes leave, and nothing long is left at the end.
+    that its processes leave, and nothing long is left at the end. Nodes that copy what was measured
+    on this machine come after those that measure it.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(PROCESSES))
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(PROCESSES),
+            item.nodeid.startswith(OWN_CACHES),
+        )
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -90,13 +99,25 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+class NoWarmUp:
+    """Stands for `meshllm.node.compute.warm_up.WarmUp`."""
+
+    def __init__(self, *_: object) -> None:
+        """Take what is not warmed up."""
+
+    async def run(self) -> None:
+        """Do nothing."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _trials(request: pytest.FixtureRequest, _state: None) -> Iterator[None]:
-    """Let rings try the kernels of each kind of layer once for all workers.
+    """Let rings try the kernels of each kind of layer once for all workers, and never warm up.
 
-    What a trial finds is tested in `tests/model`, where each load runs one.
+    What a trial finds is tested in `tests/model`, where each load runs one; a warm-up in
+    `tests/node/compute/test_warm_up.py`. Nodes of processes warm up.
     """
-    if request.path.relative_to(Path(__file__).parent).parts[0] not in RINGS:
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    if folder not in (*RINGS, *WARM):
         yield
         return
     from meshllm.config import cache_path
@@ -104,6 +125,8 @@ def _trials(request: pytest.FixtureRequest, _state: None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshllm.model.steps.runner.try_steps", CachedTrial(cache_path()))
+        if folder in RINGS:
+            patch.setattr("meshllm.node.ring.runtime.WarmUp", NoWarmUp)
         yield
 
 

@@ -31,6 +31,7 @@ from meshllm.protocol.agreement.group_table import Sizes
 from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, groups_of
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
+from tests.builders.own_cache import own_cache
 from tests.node.test_node import PATIENCE_S, Mesh, until
 
 PROMPT = Request(raw="A ring is", max_tokens=8)
@@ -102,7 +103,7 @@ async def test_two_models_are_served_by_a_ring_each(mesh: Mesh, random: str) -> 
 async def test_a_node_with_a_free_choice_holds_what_another_can_send(
     mesh: Mesh, random: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", own_cache(tmp_path))
     a = await mesh.start("a", model="builtin", more_models=(random,))
     b = await mesh.start("b", join=a.ticket)
     await both([a, b], lambda node: serving(node) == {("builtin", 0)})
@@ -349,7 +350,7 @@ async def test_an_answer_ends_before_its_model_is_stopped(
     begun = asyncio.Event()
 
     async def answer() -> Answer:
-        request = Request(raw="A ring is", max_tokens=1000, ignores_end=True, model=served.key)
+        request = Request(raw="A ring is", max_tokens=500, ignores_end=True, model=served.key)
         async for event in control_of(a).generate(request):
             if isinstance(event, Answer):
                 return event
@@ -360,7 +361,7 @@ async def test_an_answer_ends_before_its_model_is_stopped(
     async with asyncio.timeout(PATIENCE_S):
         await begun.wait()
         control_of(a).stop(served.key)
-        assert len((await answering).tokens) == 1000
+        assert len((await answering).tokens) == 500
     await until(lambda: not a.service.further.rings, a)
 
 

@@ -46,6 +46,7 @@ class FakeRunner:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "QUIET_S", QUIET_S)
+    monkeypatch.setattr("meshllm.node.ring.runtime.WarmUp", WarmUp)  # see `tests/conftest.py`
 
 
 @pytest.fixture
