@@ -381,8 +381,10 @@ def _parse_file(path: Path, data: bytes) -> dict[str, Any]:
     except RecursionError:
         reason = "nested too deeply"
     except ValueError as error:  # not UTF-8, not TOML, or a number of thousands of digits
-        reason = str(error)
-    raise UserError(f"Cannot read `{path}`: {reason}", hint="repair it with `meshllm config edit`")
+        reason = str(error).partition(";")[0]  # without advice to programmers
+    option = " --project" if path.name == PROJECT_FILE else ""
+    hint = f"repair it with `meshllm config edit{option}`"
+    raise UserError(f"Cannot read `{path}`: {reason}", hint=hint)
 
 
 def _check_place(name: str, path: Path) -> None:

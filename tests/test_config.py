@@ -135,8 +135,10 @@ def test_a_home_that_is_no_folder_sets_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_binary_file_is_reported(folder: Path) -> None:
     (folder / "meshllm.toml").write_bytes(b"model = '\xff'")
 
-    with pytest.raises(UserError, match=r"Cannot read `.*meshllm\.toml`"):
+    with pytest.raises(UserError, match=r"Cannot read `.*meshllm\.toml`") as caught:
         load({}, environ={}, folder=folder)
+
+    assert caught.value.hint == "repair it with `meshllm config edit --project`"
 
 
 def test_a_pipe_in_place_of_a_file_is_reported(folder: Path) -> None:
