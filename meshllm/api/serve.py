@@ -1,6 +1,7 @@
 """HTTP servers in the event loop of a node; the owner's is on a private unix socket."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> No
         ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
+        log_level=logging.ERROR,  # what a stranger sends is not worth a line
         access_log=False,
         proxy_headers=False,
         server_header=False,

@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import ModelError
 from meshllm.request import NEVER, Sampling
+from meshllm.strict_json import WrongField
 
 FEW = 64  # tokens; for more it is faster to draw the noise of all ids up to the last
 GREEDY_BELOW = 1e-5  # temperature; a division by less could overflow fp32 (vLLM: same limit)
@@ -36,11 +37,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def validate(sampling: Sampling) -> None:
-    """Raise `UserError` for the first setting that is out of its range, or NaN."""
+    """Raise `WrongField` for the first setting that is out of its range, or NaN."""
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:
-            raise UserError(f"`{name}` is {value}, not between {low} and {high}")
+            raise WrongField(name, f"`{name}` is {value}, not between {low} and {high}")
 
 
 def pick(

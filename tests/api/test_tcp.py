@@ -513,6 +513,24 @@ async def test_the_events_of_the_page_have_an_end_for_head(
     assert said.startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nupgrade: h2c\r\n" + LAST + b"\r\n",
+    ],
+)
+async def test_what_is_not_http_writes_no_log(
+    door: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture, sent: bytes
+) -> None:
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, sent)
+
+    assert said.startswith(b"HTTP/1.1 ")
+    assert caplog.records == []
+
+
 async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
     async with serving(accounts, door) as open_one:
         reader, writer = await connect(open_one)

@@ -18,10 +18,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from meshllm.errors import ModelError, UserError
+from meshllm.errors import ModelError
 from meshllm.model import sampling as module
 from meshllm.model.sampling import gumbel, logprobs, pick, validate
 from meshllm.request import NEVER, Sampling
+from meshllm.strict_json import WrongField
 
 # Critical values of chi-square at 0.001 (NIST/SEMATECH e-Handbook, 1.3.6.7.4).
 CHI_SQUARE = {4: 18.467, 7: 24.322, 15: 37.697}
@@ -347,8 +348,10 @@ def test_settings_in_range_pass(sampling: Sampling) -> None:
 def test_settings_out_of_range_are_named(name: str, value: Any) -> None:
     sampling = replace(Sampling(), **{name: value})
 
-    with pytest.raises(UserError, match=rf"`{name}` is {value}, not between"):
+    with pytest.raises(WrongField, match=rf"`{name}` is {value}, not between") as refused:
         validate(sampling)
+
+    assert refused.value.name == name
 
 
 def test_a_bias_is_added_after_the_penalties() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from meshllm.errors import UserError
+from meshllm.strict_json import WrongField
 
 MAX_STOPS = 64  # each is searched after each token
 MAX_STOP_CHARS = 1024
@@ -26,7 +26,7 @@ class TextStream:
         silent: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
     ) -> None:
-        """Start empty; raise `UserError` for stop texts that are empty, too long or too many."""
+        """Start empty; raise `WrongField` for stop texts that are empty, too long or too many."""
         _check_stop(stop)
         self.stopped = False
         self.stop_text = ""
@@ -120,10 +120,11 @@ class _Characters:
 
 def _check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOPS:
-        raise UserError(f"{len(stop)} stop texts, more than {MAX_STOPS}")
+        raise WrongField("stop", f"{len(stop)} stop texts, more than {MAX_STOPS}")
     for text in stop:
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise UserError(f"A stop text has {len(text)} characters, not 1 to {MAX_STOP_CHARS}")
+            problem = f"A stop text has {len(text)} characters, not 1 to {MAX_STOP_CHARS}"
+            raise WrongField("stop", problem)
 
 
 def _incomplete(text: str) -> int:

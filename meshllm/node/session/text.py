@@ -359,9 +359,10 @@ def _check_tokens(request: Request, vocabulary: int) -> None:
     biased = [token for token, _ in request.logit_bias]
     for name, tokens in (("given", request.given), ("ids", request.ids), ("logit_bias", biased)):
         if unknown := [token for token in tokens if not 0 <= token < vocabulary]:
-            text = f"Token {unknown[0]} of `{name}` is not in the vocabulary of {vocabulary}"
             prompt = "input" if request.embeds else "prompt"  # in the public API
-            raise WrongField(prompt if name == "ids" else name, text)
+            field = prompt if name == "ids" else name
+            text = f"Token {unknown[0]} of `{field}` is not in the vocabulary of {vocabulary}"
+            raise WrongField(field, text)
     if any(abs(value) > MAX_BIAS for _, value in request.logit_bias):
         raise WrongField("logit_bias", f"A value of `logit_bias` is not within {MAX_BIAS}")
     if not 0 <= (request.logprobs or 0) <= MAX_LOGPROBS:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshllm.errors import UserError
 from meshllm.model.text.detokenizer import TextStream
+from meshllm.strict_json import WrongField
 from tests.builders.small_tokenizers import byte_fallback, byte_level, metaspace, word_piece
 
 UNICODE = st.text(st.characters(codec="utf-8"), max_size=24)
@@ -201,5 +201,5 @@ def test_of_two_stops_the_first_to_be_complete_counts(words: list[str]) -> None:
 
 @pytest.mark.parametrize("stop", [[""], ["x" * 1025], ["x"] * 65])
 def test_impossible_stop_texts_are_refused(stop: list[str]) -> None:
-    with pytest.raises(UserError, match="stop text"):
+    with pytest.raises(WrongField, match="stop text"):
         TextStream(lambda _: "", stop=stop)

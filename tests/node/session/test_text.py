@@ -551,6 +551,10 @@ async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> Non
 async def test_given_tokens_outside_the_vocabulary_are_refused(ring: LocalRing, token: int) -> None:
     with pytest.raises(UserError, match=f"Token {token} of `given` is not in the vocabulary of"):
         await events_of(ring, replace(ASKED, given=(3, token)))
+    with pytest.raises(WrongField, match=f"Token {token} of `prompt` is not in") as refused:
+        await events_of(ring, replace(ASKED, turns=(), ids=(3, token)))
+
+    assert refused.value.name == "prompt"
 
 
 async def test_log_probabilities_are_the_same_on_every_ring_and_with_speculation(
