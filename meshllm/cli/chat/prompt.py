@@ -16,7 +16,7 @@ def read_prompt(argument: str | None, stdin: TextIO | None) -> str | None:
     Raises:
         UserError: the prompt is empty, too long or not UTF-8.
     """
-    if argument is None and (stdin is None or stdin.isatty()):
+    if argument is None and stdin is not None and stdin.isatty():
         return None
     piped = "" if stdin is None or (argument != "-" and stdin.isatty()) else _read(stdin)
     given = "" if argument in (None, "-") else check_utf8(argument, "The prompt")

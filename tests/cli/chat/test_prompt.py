@@ -43,9 +43,11 @@ def test_a_terminal_without_an_argument_means_a_conversation() -> None:
     assert read_prompt(None, Terminal()) is None
 
 
-@pytest.mark.parametrize("argument", [None, "hi"])
-def test_standard_input_may_be_closed(argument: str | None) -> None:
-    assert read_prompt(argument, None) == argument
+def test_standard_input_may_be_closed() -> None:
+    assert read_prompt("hi", None) == "hi"
+    for argument in (None, "-"):  # nobody could type
+        with pytest.raises(UserError, match="The prompt is empty"):
+            read_prompt(argument, None)
 
 
 @pytest.mark.parametrize(
