@@ -1,9 +1,10 @@
 """Commands that are imported when they are run: a Tab needs their names only.
 
 typer converts values with pydantic, whose import takes a tenth of a second and 11 MB. Most values
-are texts and flags, which need no conversion: pydantic is imported for others only.
+are texts, flags and whole numbers: pydantic is imported for others only.
 """
 
+import re
 from importlib import import_module
 from typing import Any, cast
 
@@ -11,6 +12,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from meshllm.errors import UserError
+
+_PLAIN = {bool, float, int, str}
+_DIGITS = re.compile("[0-9]{1,18}")
+_UNKNOWN = object()
 
 
 class DeferredCommand(TyperCommand):
@@ -43,7 +48,7 @@ class DeferredCommand(TyperCommand):
 
 
 def keep_values(command: Any, *, all_of_them: bool) -> None:
-    """Let a command keep values as they were parsed; unless all, those that need no conversion."""
+    """Let a command keep values as they were parsed; unless all, only those of `_kept`."""
     get_params = command.get_params
     command.get_params = lambda context: [
         _plain(each, all_of_them=all_of_them) for each in get_params(context)
@@ -85,21 +90,25 @@ def _plain(parameter: Any, *, all_of_them: bool) -> Any:
     callback, convert = parameter.callback, type(parameter).process_value
 
     def process(context: Any, value: Any) -> Any:
-        if not all_of_them and not _is_converted(parameter, value):
+        kept = value if all_of_them else _kept(parameter, value)
+        if kept is _UNKNOWN:
             return convert(parameter, context, value)
-        return callback(context, parameter, value) if callback else value
+        return callback(context, parameter, kept) if callback else kept
 
     parameter.process_value = process
     return parameter
 
 
-def _is_converted(parameter: Any, value: Any) -> bool:
-    """Return whether a value is what conversion would return; it checks limits and files."""
+def _kept(parameter: Any, value: Any) -> Any:
+    """Return the text, flag or number that a value is; `_UNKNOWN` if conversion has to find out."""
     descriptor = getattr(parameter, "type_descriptor", None)  # not in early versions of typer
     if descriptor is None or parameter.multiple or parameter.nargs != 1:
-        return False
+        return _UNKNOWN
     if value is None:
-        return not parameter.required
+        return _UNKNOWN if parameter.required else None
     kind, told = descriptor.annotation, descriptor.parameter_info
-    has_rules = told.parser or descriptor.is_choice or descriptor.is_ranged
-    return kind in {bool, float, int, str} and type(value) is kind and not has_rules
+    if kind not in _PLAIN or told.parser or descriptor.is_choice or descriptor.is_ranged:
+        return _UNKNOWN
+    if kind is int and isinstance(value, str) and _DIGITS.fullmatch(value):
+        return int(value)
+    return value if type(value) is kind else _UNKNOWN
