@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import chain, count
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from types import SimpleNamespace
 from typing import Any, cast
 from weakref import ref
@@ -176,6 +176,19 @@ async def test_results_are_released() -> None:
         await asyncio.sleep(0)
 
         assert held() is None
+
+
+async def test_what_loading_left_is_freed_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = list[str]()
+    runner = FakeRunner(2)
+    monkeypatch.setattr(
+        warm_up, "reclaim", lambda: freed.append(f"after {runner.done} by {current_thread().name}")
+    )
+
+    async with begin(runner, runner) as (whole, _):
+        await whole.run()
+
+    assert freed == ["after 4 by compute_0"]  # once for a thread, and on it
 
 
 async def test_an_error_in_one_runner_does_not_stop_the_others(
