@@ -287,6 +287,25 @@ async def test_a_lost_server_is_told_in_words(visit: Visit, door: FakeNode) -> N
     assert await page.get_by_role("button", name="Regenerate").is_visible()
 
 
+async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open("chat")
+    await ask(page, "Hi")
+    before = await page.inner_text(".assistant > p")
+    door.fails_at = 1
+
+    await page.get_by_role("button", name="Regenerate").click()
+    await page.locator(".assistant .error").wait_for()
+    await finished(page)
+
+    assert "It broke" in await page.inner_text(".assistant .error")
+    assert await page.locator(".assistant > p").first.inner_text() == before
+    door.fails_at = None
+    await page.get_by_role("button", name="Regenerate").click()
+    await page.locator(".assistant .error").wait_for(state="detached")
+    await finished(page)
+    assert await page.locator(".turn").count() == 2
+
+
 async def test_an_answer_that_just_ends_is_not_complete(visit: Visit) -> None:
     page = await visit.open("chat")
     await sent(page, {"choices": [{"delta": {"content": "Half of"}}]})

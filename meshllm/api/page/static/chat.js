@@ -213,8 +213,8 @@ function ask(text) {
 
 function again(place) {
   if (running) return;
-  talk.turns.splice(place);
-  answer();
+  const [before] = talk.turns.splice(place);
+  answer(before);
 }
 
 // Edits a question in its place; sending it removes what came after.
@@ -291,7 +291,8 @@ function describe({ text, share, others }) {
   return `${JSON.stringify(text)} ${percent(share)}${rest ? `; instead of ${rest}` : ""}`;
 }
 
-async function answer() {
+// Answers the last question; the answer before returns if there is no other.
+async function answer(before) {
   const own = talk;
   const turn = { role: "assistant", content: "" };
   const asked = own.turns.map(({ role, content }) => ({ role, content }));
@@ -316,6 +317,7 @@ async function answer() {
     else turn.error = error.message;
   } finally {
     running = null;
+    if (before && !turn.content && !turn.reasoning && !clock.isDone) own.turns.splice(-1, 1, { ...before, error: turn.error });
     if (talks.includes(own)) store(own);
     reload();
     draw();
