@@ -87,11 +87,11 @@ def lay_out(
         _facts((*_about(status.ring, status.model), ("mesh", _mesh(status))), columns),
         _ring(status.ring, status, columns),
         _nodes(status, columns, most),
-        _links(status),
-        _hops(status.ring),
+        _links(status, most),
+        _hops(status.ring, most),
         _rings(status, columns, most),
-        _further(status, columns),
-        _provided(status),
+        _further(status, columns, most),
+        _provided(status, most),
         _foot(status, columns),
     ]
     for part in (_FURTHER, _LINKS, _HOPS, _NODES):
@@ -208,7 +208,7 @@ def _address(node: NodeStatus) -> str | None:
     return at or next(iter(node.addresses), None)
 
 
-def _links(status: MeshStatus) -> str:
+def _links(status: MeshStatus, most: int | None) -> str:
     rows = [
         (
             cut(each.name),
@@ -222,7 +222,7 @@ def _links(status: MeshStatus) -> str:
         if (link := each.link)
     ]
     header = ("link to", "path", "round trip", "sent", "received", "last seen")
-    return table(header, rows) if rows else ""
+    return "\n".join(_lines(table(header, rows), most)) if rows else ""
 
 
 def _measured(ring: RingStatus) -> Measured | None:
@@ -231,7 +231,7 @@ def _measured(ring: RingStatus) -> Measured | None:
     return measured if measured and [hop.layers for hop in measured.hops] == spans else None
 
 
-def _hops(ring: RingStatus) -> str:
+def _hops(ring: RingStatus, most: int | None) -> str:
     measured, predicted = _measured(ring), ring.predicted
     if not measured:  # the picture shows the planned times
         return ""
@@ -252,7 +252,14 @@ def _hops(ring: RingStatus) -> str:
         for plan in [planned.get(stage.rank)]
     ]
     parts = ("compute", "planned", "serialise", "queue", "wire", "planned")
-    return f"{PER_TOKEN}:\n{table(('hop', 'node', *parts, 'bytes'), rows)}"
+    return "\n".join(
+        [f"{PER_TOKEN}:", *_lines(table(("hop", "node", *parts, "bytes"), rows), most)]
+    )
+
+
+def _figures(lines: Iterable[str], columns: int) -> list[str]:
+    """Wrap lines that begin with a word in a column of its own."""
+    return [each for line in lines for each in wrap(line, columns, subsequent_indent=" " * 10)]
 
 
 def _totals(ring: RingStatus) -> Iterator[str]:
@@ -296,7 +303,7 @@ def _rings(status: MeshStatus, columns: int, most: int | None) -> str:
     return "\n".join(lines)
 
 
-def _further(status: MeshStatus, columns: int) -> str:
+def _further(status: MeshStatus, columns: int, most: int | None) -> str:
     """Lay out the further rings of this node as its first one."""
     parts = []
     for each in status.rings:
@@ -306,8 +313,8 @@ def _further(status: MeshStatus, columns: int) -> str:
         parts += [
             _facts((*_about(each.status, model),), columns),
             _ring(each.status, status, columns),
-            _hops(each.status),
-            "\n".join(_totals(each.status)),
+            _hops(each.status, most),
+            "\n".join(_figures(_totals(each.status), columns)),
         ]
     return _join(parts)
 
@@ -318,7 +325,7 @@ def _is_first(ring: ServedRing, status: MeshStatus) -> bool:
     return is_same and (ring.model, ring.epoch) == (first, status.ring.epoch)
 
 
-def _provided(status: MeshStatus) -> str:
+def _provided(status: MeshStatus, most: int | None) -> str:
     rows = [
         (
             cut(each.name),
@@ -328,14 +335,15 @@ def _provided(status: MeshStatus) -> str:
         )
         for each in status.provided
     ]
-    return table(("provided model", "by", "precision", "context"), rows) if rows else ""
+    header = ("provided model", "by", "precision", "context")
+    return "\n".join(_lines(table(header, rows), most)) if rows else ""
 
 
 def _foot(status: MeshStatus, columns: int) -> str:
     counts = to_json(status.sessions)
     del counts["losses"], counts["recomputed"]
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
-    lines = [*_totals(status.ring), f"sessions  {told}"]
+    lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
         f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"

@@ -5,6 +5,7 @@ import pytest
 from meshllm.cli.ring.status import clean, duration, lay_out, ms
 from meshllm.names import Span
 from meshllm.status import NodeState
+from tests.builders.fake_node import FOX
 from tests.builders.status import RINGS, status_of, waiting, with_link, with_node, with_ring
 
 
@@ -151,6 +152,17 @@ def test_hops_of_long_names_and_times_fit_80_columns() -> None:
     )
 
     assert max(map(len, lay_out(status, 80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_it_fits_a_narrow_terminal(columns: int) -> None:
+    status = replace(status_of(2), rings=RINGS, provided=(FOX,))
+
+    text = lay_out(status, columns)
+
+    assert "measured" in text
+    assert "fox" in text
+    assert max(map(len, text.splitlines())) <= columns
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
