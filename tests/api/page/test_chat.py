@@ -293,9 +293,11 @@ async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode
     before = await page.inner_text(".assistant > p")
     door.fails_at = 1
 
-    await page.get_by_role("button", name="Regenerate").click()
+    async with page.expect_console_message(lambda said: "status of 500" in said.text):
+        await page.get_by_role("button", name="Regenerate").click()
     await page.locator(".assistant .error").wait_for()
     await finished(page)
+    visit.faults.clear()
 
     assert "It broke" in await page.inner_text(".assistant .error")
     assert await page.locator(".assistant > p").first.inner_text() == before
