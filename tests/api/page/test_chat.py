@@ -332,6 +332,17 @@ async def test_the_title_says_that_the_server_is_away(visit: Visit) -> None:
     visit.faults.clear()  # what the browser says itself of each failure
 
 
+async def test_a_connection_that_fell_silent_is_made_again(visit: Visit) -> None:
+    page = await visit.open("chat")
+    await page.clock.install()
+    await page.route("**/page/events", lambda _: None)  # never answered
+    async with page.expect_request("**/page/events"):
+        await page.evaluate("dispatchEvent(new Event('key'))")
+
+    async with page.expect_request("**/page/events"):
+        await page.clock.fast_forward(46_000)
+
+
 async def test_a_browser_without_storage_can_chat(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("chat")
     denied = "{ get() { throw new DOMException('denied', 'SecurityError'); } }"
