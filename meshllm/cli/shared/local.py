@@ -1,6 +1,7 @@
 """Opens a ring inside this process."""
 
 import gc
+import linecache
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
@@ -58,6 +59,7 @@ def import_heavy(*modules: str) -> None:
         with lean():
             for module in modules or (RING,):
                 import_module(module)
+        linecache.clearcache()  # of the sources that torch looked at: 2 MB
         gc.freeze()
     finally:
         gc.enable()

@@ -172,6 +172,11 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
     do.position_at_end(end)
     do.atomic_rmw("add", finished, done, "release")  # see `meshllm.model.kernels.program`
     do.ret_void()
+    return _compile_module(module)
+
+
+def _compile_module(module: ir.Module) -> tuple[Any, str]:
+    """Compile a module; return the engine, which keeps the machine code only, and a digest."""
     if not jit_available():
         raise RuntimeError(_NOT_EXECUTABLE)
     with _lock:
@@ -185,6 +190,8 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
         if folder := private_folder():
             _use_cache(engine, folder, *key)
         engine.finalize_object()
+        engine.remove_module(parsed)
+        parsed.close()  # half of the memory of a kernel
     return engine, blake3(repr(key).encode()).hexdigest()
 
 

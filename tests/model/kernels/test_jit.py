@@ -276,6 +276,25 @@ def test_concurrent_calls_do_not_interfere() -> None:
         assert all(pool.map(call, range(1, 200)))
 
 
+def test_only_machine_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, parsed = binding.parse_assembly, list[Any]()
+
+    def note(text: str) -> Any:
+        parsed.append(parse(text))
+        return parsed[-1]
+
+    monkeypatch.setattr(binding, "parse_assembly", note)
+
+    def write(code: Code, fields: Mapping[str, ir.Value], block: ir.Value, _: ir.Value) -> None:
+        code.store(INT, code.do.add(block, code.index(7)), fields["to"], block)
+
+    function, done = JitFunction(("*to",), write), torch.zeros(3, dtype=torch.int64)
+    function(3, 1, done.data_ptr())
+
+    assert [each.closed for each in parsed] == [True]
+    assert done.tolist() == [7, 8, 9]
+
+
 def test_invalid_ir_is_not_compiled() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         with code.do.if_then(ir.Constant(ir.IntType(1), 0)):
