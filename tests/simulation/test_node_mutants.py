@@ -120,10 +120,10 @@ MUTANTS = {
         {AGREE: agree_on_machine_0, **AGREED}, "are linked, and follow two plans of an epoch", 2
     ),
     "a plan of its own, in calm": Mutant(
-        {AGREE: agree_on_machine_0, **UNSEEN}, "nothing went wrong, and of some epochs are", 16
+        {AGREE: agree_on_machine_0, **UNSEEN}, "nothing went wrong, and of some epochs are", 17
     ),
     "epochs do not rise": Mutant({AGREE: agree_on_epoch_1}, "is new, and there is an epoch"),
-    "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from", 36),
+    "epochs go back": Mutant({AGREE: agree_on_epoch_1, **AGREED}, "goes back from", 40),
     "removals are ignored": Mutant(
         {"meshllm.protocol.membership.record_store.check": without_removals}, "and is removed", 2
     ),
@@ -148,14 +148,15 @@ MUTANTS = {
         {"meshllm.node.net.secure.SecureLink.close": stay_open}, "links, of the ring and others", 3
     ),
     "links of a ring that ended stay": Mutant(
-        {"meshllm.node.ring.idle_links.IdleLinks.discard": nod}, "links, of the ring and others", 7
+        {"meshllm.node.ring.idle_links.IdleLinks.discard": nod}, "links, of the ring and others", 23
     ),
     "reservations stay": Mutant(
-        {"meshllm.protocol.kv_cache.budget.KvBudget.release": nod}, "bytes of its KV cache"
+        {"meshllm.protocol.kv_cache.budget.KvBudget.release": nod}, "bytes of its KV cache", 1
     ),
     "caches are not dropped": Mutant(
         {"meshllm.protocol.kv_cache.prefix_matching.PrefixCache._drop": nod},
         "sessions that it does not keep",
+        2,
     ),
     "bugs are reported only": Mutant(
         {"meshllm.node.supervisor.Supervisor._owns": nod}, "met a bug, and goes on"
