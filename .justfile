@@ -6,7 +6,7 @@ export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 # everything that must be green: format, lint, types, imports, generated files, tests
 [parallel]
 check: lint covered
-    pytest -n 3 --dist worksteal --ignore=tests/protocol
+    pytest -n 3 --dist worksteal --durations 30 --ignore=tests/protocol
 
 # the tests of what is pure, with the coverage of its branches
 covered:
