@@ -22,6 +22,7 @@ _INVISIBLE = (
 _UNSAFE = re.compile(f"[{_CONTROL}]")
 _UNCLEAR = re.compile(f"[{_CONTROL}{_INVISIBLE}]")
 ACCEPT_SILENCE_S = 60.0  # s between two lines that say that connections wait
+_CLOSED = "socket.send() raised exception."  # asyncio, of the fifth write to a closed socket
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -83,6 +84,8 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # not subscrip
             text = record.getMessage()
             is_retry = text.startswith("Exception in callback") and "._start_serving(" in text
             if is_retry and record.exc_info and isinstance(record.exc_info[1], ValueError):
+                return False
+            if text == _CLOSED:  # by a peer, which whatever writes there is told, too
                 return False
             if text.startswith("socket.accept() out of system resource"):
                 if record.created < self._silent_until:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import logging
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -187,6 +188,22 @@ def test_a_lack_of_files_is_one_line_a_minute(
 
     assert "connections wait: Too many open files; raise the limit of open files" in line
     assert "Exception in callback f()" in capsys.readouterr().err
+
+
+async def test_writing_to_a_socket_that_its_peer_closed_writes_no_line(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    setup(0)
+    ours, theirs = socket.socketpair()
+    _, writer = await asyncio.open_connection(sock=ours)
+    theirs.close()
+
+    for _ in range(9):  # before the loop can tell of the loss
+        writer.write(b"x")
+
+    assert any("socket.send()" in each.message for each in caplog.records)
+    assert capsys.readouterr().err == ""
+    writer.transport.abort()
 
 
 def test_the_lack_of_files_is_repeated_after_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
