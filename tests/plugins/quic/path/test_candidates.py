@@ -117,6 +117,7 @@ def test_ipv6_is_favoured_and_unmeasured_addresses_are_not() -> None:
 
 def test_each_timeout_doubles_the_required_replies() -> None:
     candidate = Candidate(ADDRESS, is_offered=True)
+    candidate.answer(5.0, 0.01)
     trusts = []
 
     for _ in range(20):
@@ -124,6 +125,7 @@ def test_each_timeout_doubles_the_required_replies() -> None:
         candidate.timed_out()
 
     assert trusts[:6] == [1, 2, 4, 8, 16, 16]
+    assert (candidate.answers, candidate.answered) == (0, None)
     assert trusts[-1] == MAX_TRUST
 
 

@@ -160,6 +160,17 @@ def test_retransmissions_back_off() -> None:
     assert gaps == [0.5, 1.0, 2.0, 4.0, MAX_RETRY_S, MAX_RETRY_S, MAX_RETRY_S]
 
 
+def test_only_changes_are_reported() -> None:
+    ours = make()
+
+    first = ours.start(0.0)
+    second = ours.receive(Cookie(sent(first).nonce, COOKIE), 0.1)
+    third = ours.receive(Registered(sent(second).nonce, HOME, LASTS_S, 8791), 0.2)
+
+    assert RegistrationChanged() not in [*first, *second]
+    assert third == [RegistrationChanged()]
+
+
 def test_nothing_is_done_before_it_is_due() -> None:
     ours = make()
     ours.start(0.0)

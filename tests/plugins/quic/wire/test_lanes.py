@@ -69,6 +69,12 @@ def test_messages_wait_for_room_but_one_alone_never_does() -> None:
     assert outgoing.has_room(rest)
     assert not outgoing.has_room(rest + 1)
 
+    outgoing.drop()
+
+    assert outgoing.waiting == 0
+    assert outgoing.has_room(2 * HOLD_BYTES)
+    assert [*outgoing.take(100)] == []
+
 
 def test_what_is_dropped_or_skipped_counts_as_read() -> None:
     incoming = IncomingRecords()
