@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, assert_never
 
 from torch import Tensor
 
-from meshllm.errors import ContextTooLong, UserError
+from meshllm.errors import ContextTooLong, ModelError, UserError
 from meshllm.model.sampling import logprobs, validate
 from meshllm.model.text import grammar_trial
 from meshllm.model.text.answer_parser import AnswerParser
@@ -171,7 +171,8 @@ class RingBackend:
         if request.ids:
             return request.ids
         loop, thread = asyncio.get_running_loop(), self.text.thread_of(request)
-        return await loop.run_in_executor(thread, _encode, self.text, request, functions)
+        encode = partial(_encode, self.text, request, functions, self.entry.vocabulary)
+        return await loop.run_in_executor(thread, encode)
 
     async def _embed(self, request: Request) -> AsyncGenerator[Event, None]:
         """Embed the prompt of a request."""
@@ -440,7 +441,9 @@ async def _ended(reason: FinishReason) -> AsyncGenerator[Output, None]:
     yield Ended(reason, GenerationTimes(0.0, 0.0, 0.0, 0, ()))
 
 
-def _encode(text: Text, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
+def _encode(
+    text: Text, request: Request, functions: Sequence[Function], vocabulary: int
+) -> tuple[int, ...]:
     if request.raw is None and not request.turns:
         raise UserError("The prompt is empty", hint="give a prompt, or pipe one in")
     try:
@@ -453,6 +456,11 @@ def _encode(text: Text, request: Request, functions: Sequence[Function]) -> tupl
         raise
     except BaseException as error:  # a panic of Rust code
         raise as_exception(error) from error
+    if (largest := max(ids, default=0)) >= vocabulary:  # in files that do not belong together
+        raise ModelError(
+            f"The tokenizer of the model gives token {largest}, and its embedding has {vocabulary}",
+            hint="fetch the model again",
+        )
     return tuple(ids)
 
 

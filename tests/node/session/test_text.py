@@ -14,7 +14,7 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM
 
-from meshllm.errors import ContextTooLong, UserError
+from meshllm.errors import ContextTooLong, ModelError, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.text.reasoning import ReasoningFormat
 from meshllm.model.text.tokenizer import Text
@@ -545,6 +545,15 @@ async def test_a_stop_text_may_begin_in_the_given_tokens(ring: LocalRing) -> Non
     assert rest.tokens == cut.tokens[given:]
     assert cut.text.endswith(rest.text)
     assert len(shown) <= len(cut.text)
+
+
+async def test_a_tokenizer_of_another_model_is_refused(
+    ring: LocalRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Text, "encode_chat", lambda *_: [3, 1 << 20])
+
+    with pytest.raises(ModelError, match="tokenizer of the model gives token 1048576, and its"):
+        await events_of(ring, ASKED)
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 40])
