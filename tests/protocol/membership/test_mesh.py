@@ -43,6 +43,7 @@ from meshllm.protocol.membership.link_table import (
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, StateRecord
 from meshllm.protocol.membership.redial import BACKOFF
+from meshllm.protocol.membership.sync import FORGET
 from meshllm.protocol.trust.credential import ClientLimits, Role, issue, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.identity import NodeKey
@@ -830,6 +831,18 @@ def test_after_leaving_no_peer_is_dialled() -> None:
     node.leave(2.0)
 
     assert not any(only(tick(node, now), Dial) for now in (2.0, 5.0, 9.0))
+
+
+def test_a_node_that_departed_a_day_ago_is_forgotten_though_nothing_happens() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, PROFILE),)), 2.0)
+    node.unlinked(LAST.node, 2.0)
+
+    before, known = tick(node, 2.0 + FORGET), FOUNDER.node in node.profiles
+    after = tick(node, 2.0 + FORGET + BEAT)
+
+    assert (Changed() in before, known) == (False, True)
+    assert (Changed() in after, {*node.profiles}) == (True, {MIDDLE.node})
 
 
 def test_a_peer_that_expires_when_its_dial_is_due_is_not_dialled_again() -> None:
