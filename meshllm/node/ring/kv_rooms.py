@@ -8,6 +8,9 @@ from meshllm.protocol.kv_cache.budget import KvBudget, Room
 
 
 def budget_for(model: ModelShape, spans: Sequence[Span], rooms: Sequence[int]) -> KvBudget:
-    """Return the KV budget of ranks with these spans and so many bytes for caches each."""
+    """Return the KV budget of ranks with these spans and so many bytes for caches each.
+
+    Where weights take more than there is, no bytes are left for caches.
+    """
     pairs = zip(spans, rooms, strict=True)
-    return KvBudget([Room(total, cache_cost(model, span)) for span, total in pairs])
+    return KvBudget([Room(max(0, total), cache_cost(model, span)) for span, total in pairs])

@@ -49,7 +49,7 @@ from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
 MAX_SESSIONS = 8  # concurrent generations; further ones wait
-TOLD_S = 3.0  # s until all ranks have planned with a record: planning takes about a second
+TOLD_S = 10.0  # s until all ranks have planned with a record: planning takes about a second
 
 logger = logging.getLogger(__name__)
 
@@ -366,8 +366,8 @@ class RingRuntime:
             at_once = [*map(bound, before, after)]
             if not node.resize(at_once):
                 return False
-            if isinstance(node, StageNode) and self._held.store:  # nobody needs finished sessions
-                self._held.store.prefixes.make_room(before[0] - after[0])
+            if isinstance(node, StageNode):  # nobody needs finished sessions
+                node.make_room(before[0] - after[0])
             if at_once != after and await self._changes_soon():
                 return True
         return node.resize(after)

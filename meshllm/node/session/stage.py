@@ -104,6 +104,10 @@ class StageNode:
         self._act(actions)
         return True
 
+    def make_room(self, size: int) -> None:
+        """Free kept sessions until so many bytes are left for others, or none is kept."""
+        self._act(self._machine.make_room(size))
+
     async def run(self) -> MeshError:
         """Serve until a neighbour is lost; return the reason."""
         try:
