@@ -6,9 +6,10 @@ Requests that begin alike go to the same ring, whose prefix cache has their begi
 that this node has not seen goes to one of the least busy rings; rendezvous hashing ranks those, so
 that other nodes are likely to choose the same one. Later requests follow, to where the last one
 went, while that ring has less than `MARGIN` requests of this node more in progress than the least
-busy one. That grows with the requests of the least busy ring, up to twice as many: where all rings
-have a queue, a move gains less time than computing the beginning again takes. A node counts its own
-requests only, which is exact where one node is the door, and close where the doors are used alike.
+busy one, or up to twice as many where all rings have more than they run at once: a request would
+wait in each of them, and a move gains less time than computing the beginning again takes. A node
+counts its own requests only, which is exact where one node is the door, and close where the doors
+are used alike.
 
 A request counts as often as the ring is slower than the fastest, by the time per step in its best
 answer of the last `FRESH_S`, so that a ring three times as slow gets a third of the chats. A step
@@ -43,6 +44,7 @@ from meshllm.node.timer import loop_time
 from meshllm.request import Answer, Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
+AT_ONCE = 8  # requests that a ring runs; more wait
 ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per step
 LEAST_STEPS = 16  # of an answer, for a time that counts
 MAX_TIMES, FRESH_S = 8, 300.0  # answers of a ring, and for how many seconds each counts
@@ -105,10 +107,11 @@ class ReplicaChoice:
             return (busy[entry] + 1 - fewer) * slowness[entry], own * slowness[entry]
 
         def is_busier(entry: RingEntry) -> bool:
-            shared, own = load(entry, MARGIN + min(MARGIN, quietest))
+            shared, own = load(entry, MARGIN + min(MARGIN, least_queue))
             return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
-        least, quietest = min(map(load, others)), min(self._active[entry] for entry in others)
+        least = min(map(load, others))
+        least_queue = max(0, min(self._active[entry] for entry in others) - AT_ONCE)
         chosen = self._known.pop(beginning, None)
         if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)

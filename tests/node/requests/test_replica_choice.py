@@ -10,6 +10,7 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, RingEntry
 from meshllm.node.requests.replica_choice import (
+    AT_ONCE,
     FRESH_S,
     MARGIN,
     MAX_KNOWN,
@@ -199,11 +200,12 @@ def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
         assert choice.choose(RINGS, request, Tried()) != first
 
 
-@pytest.mark.parametrize("others", [0, 1, MARGIN, 3 * MARGIN])
-def test_a_chat_stays_longer_where_all_rings_are_busy(others: int) -> None:
+@pytest.mark.parametrize("queue", [-AT_ONCE, -1, 0, 1, MARGIN, 3 * MARGIN])
+def test_a_chat_stays_longer_where_all_rings_have_a_queue(queue: int) -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="hello")
     first = choice.choose(RINGS, request, Tried())
-    stays = others + MARGIN + min(MARGIN, others)  # fewer requests than its ring has
+    others = AT_ONCE + queue
+    stays = others + MARGIN + min(MARGIN, max(0, queue))  # fewer requests than its ring has
     with ExitStack() as stack:
         for entry in RINGS:
             for _ in range(stays - 1 if entry == first else others):
