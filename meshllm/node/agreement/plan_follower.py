@@ -9,7 +9,7 @@ from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.ring.handover import Follow, Handover, HandoverState, Prepare
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
-LOST_S = 0.05  # s; all links of a node are lost, and an answer waits: it dials again meanwhile
+LOST_S = 0.1  # s; all links of a node are lost, and an answer waits: it may dial again meanwhile
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
 END_S = 10.0  # s that a ring serves its sessions after the mesh has stopped to serve its model
 

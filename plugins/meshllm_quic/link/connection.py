@@ -27,7 +27,7 @@ LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
 OPEN_S = 5.0
 """Timeout of the handshake."""
-REFUSED_S = 0.04
+REFUSED_S = 0.05
 REFUSED_ROUNDS = 3
 """Rounds of at least so many seconds, and two round trips, each with a PING, that a peer has to
 answer once its host refuses a datagram: its acknowledgement may be delayed by 25 ms. A refusal
