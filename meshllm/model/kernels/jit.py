@@ -190,6 +190,7 @@ def _compile_module(module: ir.Module) -> tuple[Any, str]:
         if folder := private_folder():
             _use_cache(engine, folder, *key)
         engine.finalize_object()
+        engine.set_object_cache()  # it holds the text of the module
         engine.remove_module(parsed)
         parsed.close()  # half of the memory of a kernel
     return engine, blake3(repr(key).encode()).hexdigest()
