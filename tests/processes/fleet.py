@@ -260,7 +260,7 @@ def meshllm(
 
 
 def ask(node: Node, prompt: str) -> str:
-    """Send a prompt through a node with `meshllm chat`, by a pipe."""
+    """Send a prompt through a node with `meshllm chat`, on its stdin."""
     done = meshllm("chat", state=node.state, stdin=f"{prompt}\n", server=node.server)
     if done.returncode:
         raise Waited(f"{done.stderr}\n{node.stderr}")

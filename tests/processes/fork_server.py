@@ -111,7 +111,9 @@ class ForkServer:
                 code = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise
+                process.wait()
+                said = [_read(each) for each in (out, err)]
+                raise subprocess.TimeoutExpired([NAME, *words], timeout, *said) from None
             said = [_read(each) for each in (out, err)]
         return subprocess.CompletedProcess([NAME, *words], code, *said)
 

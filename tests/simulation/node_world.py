@@ -102,6 +102,7 @@ def shortcuts() -> Iterator[None]:
         patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
         patch("meshllm.node.ring.span_loader.reclaim", lambda: None),
+        patch("meshllm.node.compute.warm_up.reclaim", lambda: None),
     ):
         yield
 
