@@ -255,6 +255,21 @@ async def test_code_within_a_list_and_between_longer_fences(visit: Visit, door: 
     assert await page.locator(".assistant > p").last.inner_text() == "rest"
 
 
+@pytest.mark.parametrize("inset", ["  ", "   "])
+async def test_lists_and_code_within_a_numbered_list(
+    visit: Visit, door: FakeNode, inset: str
+) -> None:
+    inner = ("- b", "  - c", "- d", "```py", "def f():", "    x", "```")
+    door.said = saying("1. a\n" + "\n".join(inset + each for each in inner))
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert await page.locator(".assistant ol > li > ul > li").count() == 2
+    assert await page.locator(".assistant ul ul > li").all_inner_texts() == ["c"]
+    assert await page.locator(".assistant pre").all_inner_texts() == ["def f():\n    x"]
+
+
 async def test_a_wide_table_scrolls_before_its_words_break(visit: Visit, door: FakeNode) -> None:
     words = ["Contiguous", "Predictions", "Acceptance", "Throughput"]
     rows = (f"| {' | '.join(each)} |" for each in (words, ["-"] * 4, words))
@@ -306,6 +321,32 @@ async def test_an_answer_stays_if_there_is_no_other(visit: Visit, door: FakeNode
     await page.locator(".assistant .error").wait_for(state="detached")
     await finished(page)
     assert await page.locator(".turn").count() == 2
+
+
+async def test_an_answer_stays_if_the_page_is_left_before_another_one(
+    visit: Visit, door: FakeNode
+) -> None:
+    page = await visit.open("chat")
+    await ask(page, "Hi")
+    before = await page.inner_text(".assistant > p")
+    door.waits_at = 0
+    await page.get_by_role("button", name="Regenerate").click()
+    await page.locator("#stop").wait_for()
+
+    await page.reload()
+
+    assert await page.locator(".assistant > p").first.inner_text() == before
+
+
+async def test_going_back_shows_the_first_view(visit: Visit) -> None:
+    page = await visit.open("")
+    await page.click("#to-chat")
+    await page.locator("#chat").wait_for()
+
+    await page.go_back()
+
+    await page.locator("#mesh").wait_for()
+    assert not await page.is_visible("#chat")
 
 
 async def test_an_answer_that_just_ends_is_not_complete(visit: Visit) -> None:

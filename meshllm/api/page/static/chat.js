@@ -10,6 +10,7 @@ const unsaved = new Set(); // ids of conversations for which the storage has no 
 let talks = [];
 let talk = null;
 let running = null;
+let replaced; // by the answer that comes, unless it has no text
 let offered = "";
 let follows = true; // the end of the conversation, which is in view
 let scrolled = 0; // how far it was scrolled
@@ -57,7 +58,9 @@ function goToEnd() {
 // The page is left in the middle of an answer.
 function keepPart() {
   if (!running) return;
-  talk.turns.at(-1).note = "stopped";
+  const turn = talk.turns.at(-1);
+  if (replaced && !turn.content && !turn.reasoning) talk.turns.splice(-1, 1, replaced);
+  else turn.note = "stopped";
   save(talk);
 }
 
@@ -298,6 +301,7 @@ async function answer(before) {
   const asked = own.turns.map(({ role, content }) => ({ role, content }));
   own.turns.push(turn);
   running = new AbortController();
+  replaced = before;
   follows = true;
   keepTalk();
   draw();

@@ -54,9 +54,9 @@ function fence(lines, at) {
 const unindented = (line, most) => line.slice(Math.min(most, line.search(/\S|$/)));
 
 export async function copy(text, shown) {
-  const told = (shown.dataset.told ??= shown.textContent);
+  const label = (shown.dataset.label ??= shown.textContent);
   shown.textContent = (await isCopied(text)) ? "Copied" : "Not allowed";
-  setTimeout(() => (shown.textContent = told), 1500);
+  setTimeout(() => (shown.textContent = label), 1500);
 }
 
 // Over HTTP from another machine a page has no clipboard, but may copy what is selected.
@@ -92,7 +92,8 @@ function list(lines, at, depth) {
   while (at < lines.length) {
     const found = item.exec(lines[at]);
     if (!found || found[1].length !== margin.length) break;
-    const inset = margin.length + found[2].length + 1;
+    const first = lines.slice(at + 1).find((line) => line.trim()) ?? "";
+    const inset = Math.min(margin.length + found[2].length + 1, first.search(/\S|$/));
     const inner = [];
     for (at += 1; at < lines.length && /^\s*$|^\s{2,}/.test(lines[at]) && !isNext(lines, at, margin); at += 1) {
       inner.push(unindented(lines[at], inset));

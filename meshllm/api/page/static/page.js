@@ -11,7 +11,7 @@ let connection = new AbortController();
 let timer;
 
 function show() {
-  const asked = location.hash.slice(1);
+  const asked = location.hash.slice(1) || "mesh";
   const chosen = views.includes(asked) ? asked : (document.body.dataset.view ?? "mesh");
   for (const name of views) {
     at(name).hidden = name !== chosen;
@@ -68,7 +68,7 @@ async function watch() {
   }
 }
 
-// A connection can end without a word, as when the machine slept or changed its network.
+// A connection can be lost without being closed, as when the machine slept or changed its network.
 function expectMore() {
   clearTimeout(timer);
   const watched = connection;
