@@ -246,8 +246,8 @@ async def read_body(request: Request, longest: int = REQUEST_BYTES) -> bytes:
             raise BodyTooSlow(f"The body did not arrive within {BODY_S:.0f} s") from None
     if is_too_large or size > longest:
         raise BodyTooLarge(f"The body is longer than {longest} bytes")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
         text = f"A body in the content encoding `{encoding[:40]}` is not supported"
         raise BodyEncoded(text, hint="send it uncompressed")
     return bytes(body)

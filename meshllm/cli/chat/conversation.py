@@ -244,6 +244,8 @@ def _load(conversation: Conversation, argument: str) -> str:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UserError(f"`{command}` needs a file", hint=f"`{command} talk.json`")
+    if "\0" in argument:
+        raise UserError("A file name has no NUL character", hint=f"`{command} talk.json`")
     return expanded(argument)
 
 

@@ -106,8 +106,8 @@ def _kept(parameter: Any, value: Any) -> Any:
         return _UNKNOWN
     if value is None:
         return _UNKNOWN if parameter.required else None
-    kind, told = descriptor.annotation, descriptor.parameter_info
-    if kind not in _PLAIN or told.parser or descriptor.is_choice or descriptor.is_ranged:
+    kind, info = descriptor.annotation, descriptor.parameter_info
+    if kind not in _PLAIN or info.parser or descriptor.is_choice or descriptor.is_ranged:
         return _UNKNOWN
     if kind is int and isinstance(value, str) and _DIGITS.fullmatch(value):
         return int(value)

@@ -172,14 +172,18 @@ def test_a_file_without_a_conversation_is_refused(
     assert len(conversation.turns) == 2
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "x" * 300, "~no-such-user/talk.json"])
+@pytest.mark.parametrize(
+    "name", ["/dev/zero", "pipe", "x" * 300, "a\0b", "~no-such-user/talk.json"]
+)
 def test_what_is_no_regular_file_is_neither_loaded_nor_overwritten(
     conversation: Conversation, home: Path, name: str
 ) -> None:
     os.mkfifo(home / "pipe")
 
     for command in ("/load", "/save"):
-        with pytest.raises(UserError, match=r"cannot be read|cannot be written|is not known"):
+        with pytest.raises(
+            UserError, match=r"cannot be read|cannot be written|is not known|no NUL"
+        ):
             conversation.execute(f"{command} {name}")
 
 
