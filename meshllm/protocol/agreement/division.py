@@ -105,19 +105,21 @@ def _yielding(view: MeshView, table: GroupTable) -> frozenset[GroupId]:
 
 
 def _divide(view: MeshView, eased: frozenset[GroupId] = frozenset()) -> Filling:
-    """Move nodes until nothing changes; terms of members do not hold for the groups ``eased``."""
+    """Move nodes until nothing changes; terms of members do not hold for the groups ``eased``.
+
+    Groups that take the same nodes from each other in turn stop where that begins again.
+    """
     filling = Filling(view, eased)
     filling.end_shares()
-    before = filling.parts()
-    while True:  # ends: each change completes an earlier group, or places a node
+    seen = [filling.parts()]
+    while True:
         for strict in (False, True):
             for number in range(len(filling.groups)):
                 filling.fill(number, strict=strict)
         filling.place_rest()
-        found = filling.parts()
-        if found == before:
+        if (found := filling.parts()) in seen:
             return filling
-        before = found
+        seen.append(found)
 
 
 def shortage(view: MeshView) -> Mapping[GroupId, int]:

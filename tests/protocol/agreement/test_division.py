@@ -19,6 +19,7 @@ from meshllm.protocol.agreement.division import (
     ring_of,
     shortage,
 )
+from meshllm.protocol.agreement.filling import Filling
 from meshllm.protocol.agreement.groups import (
     REFUSES,
     UNASSIGNED,
@@ -155,6 +156,25 @@ def test_nodes_stay_where_they_are() -> None:
     places = {A: group(charter, 2), B: FIRST_GROUP}
 
     assert assign(view_of(charter, {A: 4, B: 4}, places)) == places
+
+
+def test_groups_that_take_a_node_from_each_other_in_turn_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = shared_mesh({0: 1500}, served_model(0, 1), served_model(1, 1))
+    first, other = (group.id for group in groups_of(mesh.charter))
+    fills = list[GroupId]()
+
+    def take(self: Filling, number: int, *, strict: bool) -> None:
+        if strict and not number:
+            self.place[NODES[0]] = other if self.place[NODES[0]] == first else first
+            fills.append(self.place[NODES[0]])
+            assert len(fills) < 9, "it goes on without end"
+
+    monkeypatch.setattr(Filling, "fill", take)
+    divided = divide(mesh.view())
+
+    assert divided[NODES[0]].first == fills[-1]
 
 
 def test_a_new_model_takes_standbys_before_nodes_that_a_ring_uses() -> None:
