@@ -25,10 +25,10 @@ quick:
     ruff check .
     pytest -q -n 2 --dist worksteal {{quick}}
 
-# long schedules, whole prompts sets, training, processes in namespaces, parity on emulated processors
+# long schedules, whole prompts sets, other examples of properties, training, processes in namespaces, parity on emulated processors
 slow:
     pytest -n 2 --dist worksteal -m slow
-    pytest -n 2 --dist worksteal -m "property or not property" --hypothesis-profile search tests/property
+    pytest -n 2 --dist worksteal --hypothesis-profile search tests/property
     python -m tests.bench.parity_processors
 
 # changes of the code that no test notices, in a random sample of each area: survivors, then a table;

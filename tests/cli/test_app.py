@@ -303,6 +303,16 @@ def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     assert result.stderr == "error: `nodes` is 'many', not a whole number (MESHLLM_NODES)\n"
 
 
+@pytest.fixture
+def deleted(home: Path) -> None:
+    """Work in a directory that was deleted."""
+    folder = home / "deleted"
+    folder.mkdir()
+    os.chdir(folder)
+    folder.rmdir()
+
+
+@pytest.mark.usefixtures("deleted")
 @pytest.mark.parametrize(
     "words",
     [
@@ -313,13 +323,8 @@ def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     ],
 )  # fmt: skip
 def test_a_working_directory_that_was_deleted_is_reported(
-    meshllm: Invoke, home: Path, words: tuple[str, ...]
+    meshllm: Invoke, words: tuple[str, ...]
 ) -> None:
-    gone = home / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-
     result = meshllm(*words)
 
     assert (result.exit_code, result.stdout) == (2, "")
@@ -329,17 +334,13 @@ def test_a_working_directory_that_was_deleted_is_reported(
     )
 
 
+@pytest.mark.usefixtures("deleted")
 @pytest.mark.parametrize(
     "words", [("--help",), ("--version",), ("help", "concepts"), ("model", "list")]
 )
 def test_what_needs_no_working_directory_works_without_one(
-    meshllm: Invoke, home: Path, words: tuple[str, ...]
+    meshllm: Invoke, words: tuple[str, ...]
 ) -> None:
-    gone = home / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-
     assert meshllm(*words).exit_code == 0
 
 
