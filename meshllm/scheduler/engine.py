@@ -27,12 +27,11 @@ from functools import cache
 from math import ceil, sqrt
 from typing import NamedTuple
 
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import RingTimes
 
-MOST_SESSIONS = 8
-"""Generations that a ring of ours runs at once; further ones wait."""
 MOST_PROVIDER_SESSIONS = 256
-"""The same of other engines: the default of vLLM on a GPU."""
+"""Generations that another engine runs at once: the default of vLLM on a GPU."""
 
 
 class Period(NamedTuple):
@@ -91,7 +90,7 @@ class ReplicaEngine:
         *,
         room_tokens: int,
         chunk: int,
-        most_sessions: int = MOST_SESSIONS,
+        most_sessions: int = MAX_SESSIONS,
         is_merging: bool = False,
         contention: float = 1.0,
     ) -> None:

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from meshllm.errors import UserError
 from meshllm.names import NODE_ID_BYTES, NodeId, Span
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     Ends,
@@ -23,7 +24,7 @@ from meshllm.protocol.planning.plan import (
 from meshllm.protocol.planning.problem import room_tokens, usable_bytes
 from meshllm.protocol.planning.tours import short_tour
 from meshllm.scheduler.architecture import Architecture
-from meshllm.scheduler.engine import MOST_PROVIDER_SESSIONS, MOST_SESSIONS, ReplicaEngine
+from meshllm.scheduler.engine import MOST_PROVIDER_SESSIONS, ReplicaEngine
 from meshllm.scheduler.load import ModelLoad
 from meshllm.scheduler.machine import MachineKind
 
@@ -149,7 +150,7 @@ def _engine(
         ],
         room_tokens=min(rooms),
         chunk=times.best_pace(round(served.load.prompt.mean), others=1).chunk,
-        most_sessions=MOST_PROVIDER_SESSIONS if is_provider else MOST_SESSIONS,
+        most_sessions=MOST_PROVIDER_SESSIONS if is_provider else MAX_SESSIONS,
         is_merging=is_provider,
     )
 

@@ -38,6 +38,7 @@ from meshllm.model.steps.trial import skip_trial
 from meshllm.model.timing import Speed, measure_speed
 from meshllm.names import NODE_ID_BYTES, NodeId, Quant, Span
 from meshllm.node.ring.shape import plan_shape
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.planning.plan import (
     Ends,
@@ -49,7 +50,7 @@ from meshllm.protocol.planning.plan import (
     PlanStage,
 )
 from meshllm.request import Request
-from meshllm.scheduler.engine import MOST_SESSIONS, ReplicaEngine
+from meshllm.scheduler.engine import ReplicaEngine
 from meshllm.scheduler.estimate import Estimate
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.simulator import Arrival, SimulatedReplica, simulate
@@ -111,7 +112,7 @@ async def measure(
     async with open_fleet(case.source.folder, nodes, 1, quant) as fleet:
         status = from_json(MeshStatus, (await fleet.entry.get("/mesh/status")).json())
         await warm_up(fleet, case)
-        sent, speed = MOST_SESSIONS, speed_now(case.source, quant)
+        sent, speed = MAX_SESSIONS, speed_now(case.source, quant)
         for number, share in enumerate(case.shares, start=1):
             engine = engine_of(status, case, quant, speed, slowed)
             capacity = capacity or Estimate(engine, case.load).capacity
@@ -145,7 +146,7 @@ async def measure(
 async def warm_up(fleet: Fleet, case: Case) -> None:
     """Run batches of each number of sessions, which are traced at first."""
     async with asyncio.TaskGroup() as group:
-        for number in range(MOST_SESSIONS):
+        for number in range(MAX_SESSIONS):
             tokens = case.tokens + 2 * SETTLED * number  # they end one after the other
             asked = Request(raw=raw(number, case.prompt), max_tokens=tokens)
             group.create_task(fleet.answer(asked))

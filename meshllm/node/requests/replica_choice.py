@@ -41,10 +41,10 @@ from blake3 import blake3
 from meshllm.errors import MeshError
 from meshllm.names import NodeId, RingEntry
 from meshllm.node.timer import loop_time
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.request import Answer, Request
 
 MARGIN = 4  # requests; with 2, a third of the hits was lost before chats stayed where they went
-AT_ONCE = 8  # requests that a ring runs; more wait
 ALIKE, SLOWEST = 1.5, 4.0  # ratios of times per step
 LEAST_STEPS = 16  # of an answer, for a time that counts
 MAX_TIMES, FRESH_S = 8, 300.0  # answers of a ring, and for how many seconds each counts
@@ -111,7 +111,7 @@ class ReplicaChoice:
             return shared >= least[0] or (load(entry)[0] == least[0] and own >= least[1])
 
         least = min(map(load, others))
-        least_queue = max(0, min(self._active[entry] for entry in others) - AT_ONCE)
+        least_queue = max(0, min(self._active[entry] for entry in others) - MAX_SESSIONS)
         chosen = self._known.pop(beginning, None)
         if chosen not in others or is_busier(chosen):
             idle = (entry for entry in others if load(entry) == least)

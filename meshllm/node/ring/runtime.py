@@ -25,6 +25,7 @@ from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
 from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import DeadlineTimer, loop_time
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
@@ -48,7 +49,6 @@ from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
 
-MAX_SESSIONS = 8  # concurrent generations; further ones wait
 TOLD_S = 10.0  # s until all ranks have planned with a record: planning takes about a second
 
 logger = logging.getLogger(__name__)

@@ -48,6 +48,8 @@ from meshllm.names import NodeId, SessionId
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_scope import PrefixScope, is_owners
 
+MAX_SESSIONS = 8
+"""Generations that a ring runs at once; further ones wait."""
 MAX_WAITING = 256
 """Length of the owner's queue; its last generation waits for 32 rounds of 8."""
 OWNER_S = 300.0  # s; the owner reads an answer and writes what comes next

@@ -10,7 +10,6 @@ import pytest
 from meshllm.errors import LinkLost
 from meshllm.names import FIRST_GROUP, GroupId, NodeId, RingEntry
 from meshllm.node.requests.replica_choice import (
-    AT_ONCE,
     FRESH_S,
     MARGIN,
     MAX_KNOWN,
@@ -20,6 +19,7 @@ from meshllm.node.requests.replica_choice import (
     _beginning,
     step_ms,
 )
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.request import Request, Turn
 from tests.builders import offers
 from tests.builders.fake_ring import answer_of
@@ -200,11 +200,11 @@ def test_a_chat_stays_at_a_slow_ring_that_has_its_beginning() -> None:
         assert choice.choose(RINGS, request, Tried()) != first
 
 
-@pytest.mark.parametrize("queue", [-AT_ONCE, -1, 0, 1, MARGIN, 3 * MARGIN])
+@pytest.mark.parametrize("queue", [-MAX_SESSIONS, -1, 0, 1, MARGIN, 3 * MARGIN])
 def test_a_chat_stays_longer_where_all_rings_have_a_queue(queue: int) -> None:
     choice, request = ReplicaChoice(Clock()), Request(raw="hello")
     first = choice.choose(RINGS, request, Tried())
-    others = AT_ONCE + queue
+    others = MAX_SESSIONS + queue
     stays = others + MARGIN + min(MARGIN, max(0, queue))  # fewer requests than its ring has
     with ExitStack() as stack:
         for entry in RINGS:
