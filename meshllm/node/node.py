@@ -115,7 +115,12 @@ class MeshNode:
         self._gate = MemberAdmission(store, own.credential, self.machine.removals, off_loop)
         self.links = MeshLinks(dialer, self.machine, self._gate, self)
         self.state = OwnState(
-            self.machine, self.links, self._plan_reason, self.life.call_later, keep_s=options.keep_s
+            self.machine,
+            self.links,
+            self._plan_reason,
+            self.life.call_later,
+            self.changed,
+            keep_s=options.keep_s,
         )
         self.ring_member = self.state.first
         self.rings = RingDirectory(self.machine, self.links, self.state)

@@ -74,7 +74,8 @@ class Place:
             probe=self.probed.append,
         )
         machine, links = cast("Any", self.machine), cast("Any", self.links)
-        self.own = OwnState(machine, links, lambda: "nobody", call_later, keep_s=60.0)
+        self.failed = 0
+        self.own = OwnState(machine, links, lambda: "nobody", call_later, self._fail, keep_s=60.0)
         self.member = self.own.first
         self.directory = RingDirectory(machine, links, self.own)
         self.formed: list[bool] = []
@@ -111,6 +112,9 @@ class Place:
     def _publish(self, *, state: StateRecord, now: float) -> list[Any]:
         self.told.append(state)
         return []
+
+    def _fail(self) -> None:
+        self.failed += 1
 
     def _form(self, *, is_formed: bool) -> None:
         self.formed.append(is_formed)

@@ -37,6 +37,7 @@ FOUND = (
     106452,  # an outdated plan, followed late by a node that was suspended
     24237,  # a deadline came a rounding error too early, and was never looked at again
     43,  # a node ran out of memory, and offered as much again, as the plan changed at once
+    1347,  # a node alone that ran out of memory offered as much for good
     102186,  # a suspended peer takes a restarted node for its former self, long after another did
 )
 

@@ -50,10 +50,14 @@ class OwnState:
         links: MeshLinks,
         plan_reason: Callable[[], str],
         call_later: CallLater,
+        failed: Callable[[], None],
         *,
         keep_s: float,
     ) -> None:
-        """Take part in the first ring; a model counts as used for ``keep_s`` after a request."""
+        """Take part in the first ring; a model counts as used for ``keep_s`` after a request.
+
+        ``failed`` is called when a member cannot load its span.
+        """
         self.provider: Provider | None = None
         """Instead of layers, this node provides whole models."""
         self.is_hung = False
@@ -62,6 +66,7 @@ class OwnState:
         """Whether this node tells the others to make a plan without it."""
         self.has_left = False
         """Whether this node publishes no more."""
+        self.failed = failed
         self.news = asyncio.Event()
         """Set at the next change that may matter; another one from then on."""
         self.use = ModelUse(machine, keep_s, self.publish, call_later)

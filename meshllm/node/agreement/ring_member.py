@@ -60,6 +60,9 @@ class MemberHost(Protocol):
     def news(self) -> asyncio.Event:
         """Set at the next change that may matter; another one from then on."""
 
+    def failed(self) -> None:
+        """Retract the offer for a span that cannot be loaded; the state record may not change."""
+
     def strike(self, node: NodeId) -> None:
         """Count a fault of a neighbour; after several it is left out for a while."""
 
@@ -251,6 +254,8 @@ class RingMember:
         self._loaded, self.trouble = self.plan if is_loaded else None, trouble
         self.failure = trouble or self.failure
         self._host.publish()
+        if trouble:
+            self._host.failed()
 
     def at_work(self) -> None:
         """Publish that this node started or stopped serving."""

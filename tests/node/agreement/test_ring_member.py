@@ -125,6 +125,18 @@ def test_an_error_is_the_reason() -> None:
     run(story)
 
 
+def test_the_node_is_told_of_each_span_that_cannot_be_loaded() -> None:
+    async def story() -> None:
+        place = Place()
+        place.serve()
+        place.member.loaded(False, None)
+        assert (place.failed, len(place.told)) == (0, 1)
+        place.member.loaded(False, ModelError("no memory"))
+        assert (place.failed, len(place.told)) == (1, 1)  # the state record is the same
+
+    run(story)
+
+
 def test_another_entry_is_known_when_all_have_loaded_and_it_is_linked() -> None:
     async def story() -> None:
         place = Place(STAGE)
