@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
-from meshllm.node.compute.worker import Worker
+from meshllm.node.compute.worker import SHORT_HANG_S, Worker
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions, NodeOptions
@@ -68,7 +68,7 @@ class ToyWorker(Worker):
 
         def run() -> None:
             if later.set_running_or_notify_cancel():
-                later.set_result(function(*args))
+                later.set_result(self._timed(SHORT_HANG_S, function, *args))
 
         self._held.append(run)
         return later
