@@ -72,6 +72,15 @@ def test_a_narrow_link_bounds_the_sessions() -> None:
     assert narrow.decode(64, 0).base == pytest.approx(64 * 0.008)
 
 
+def test_a_narrow_link_has_the_rows_of_steps_and_chunks_to_carry() -> None:
+    narrow = engine(2, LinkSpeed(0.0, bytes_per_s=1000.0), cached_s=1e-6)
+
+    period, rate = narrow.mixed(64, 1000, narrow.prefill(64))
+
+    assert period == pytest.approx((2 * 64 * 0.008, 0.0))  # however many tokens are cached
+    assert rate == pytest.approx(1 / period.base)
+
+
 def test_a_prompt_pays_for_each_chunk_on_the_slowest_rank_and_drains_through_the_others() -> None:
     chunk_s = STEP_S * (1 + 63 / 100)
     one, four = engine().prefill(256), engine(4, LinkSpeed(0.020)).prefill(256)
