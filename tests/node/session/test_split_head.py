@@ -1,12 +1,12 @@
 """Logits from the last rank never change the text, and never cost a long wait."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from threading import Event
 from typing import Any, cast
 
 import pytest
@@ -328,16 +328,22 @@ async def test_bad_logits_change_no_text(
     async with ring_of(tiny, speculation=False) as ring:
         part = ring.stages[-1]._head
         assert part is not None
-        stock = part.step
+        stock, missed, gone_on = part.step, control.SplitHead.missed, Event()
+
+        def miss(self: control.SplitHead) -> None:
+            missed(self)
+            gone_on.set()
 
         def step(rows: Tensor, cache: None) -> Tensor:
             if kind == "fails":
                 raise RuntimeError("no memory")
             if kind == "is late":
-                time.sleep(0.02)  # on the compute thread
+                assert gone_on.wait(60)
+                gone_on.clear()
             return stock(rows, cache) + (kind == "differs")
 
         monkeypatch.setattr(part, "step", step)
+        monkeypatch.setattr(control.SplitHead, "missed", miss)
 
         assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
         assert head_of(ring).control.is_disabled is (kind == "differs")
