@@ -1,5 +1,7 @@
 """Nodes in separate processes: started, queried over their sockets, killed."""
 
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -27,6 +29,9 @@ POLL_S = 0.1
 MESHLLM = ("-m", "meshllm")
 NODE = ("node", "--threads", "1")
 ALONE = ("--no-discovery",)
+
+PORTS = range(20_000, 32_000)  # below those of connections, and of who leaves the choice of a port
+_NUMBERS = itertools.count(256 * os.getpid())  # other ports in each worker
 
 Fields = dict[str, Any]
 Done = subprocess.CompletedProcess[str]
@@ -56,11 +61,21 @@ def environment() -> dict[str, str]:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """Return an unused address."""
+    """Return an unused address, which a process may use later.
+
+    The system gives its port to no connection and no other listener meanwhile.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.bind((host.strip("[]"), 0))
-        return f"{host}:{probe.getsockname()[1]}"
+        while True:
+            port = PORTS[next(_NUMBERS) % len(PORTS)]
+            try:
+                probe.bind((host.strip("[]"), port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return f"{host}:{port}"
 
 
 class _Door(HTTPConnection):

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from tests.processes.fleet import ALONE, Fleet, Node, free_address, meshllm, open_fleet, until
+from tests.processes.fleet import (
+    ALONE,
+    WAIT_S,
+    Fleet,
+    Node,
+    free_address,
+    meshllm,
+    open_fleet,
+    until,
+)
 from tests.processes.fork_server import ForkServer
 from tests.security.removal import heard_by_a_former_member
 
@@ -135,7 +144,8 @@ def test_a_key_revoked_on_one_node_is_refused_at_the_door_of_another(fleet: Flee
 def models_status(address: str) -> int:
     """Ask a door for its models with the key; return the HTTP status."""
     headers = {"authorization": f"Bearer {KEY}"}
-    return httpx2.get(f"http://{address}/v1/models", headers=headers).status_code
+    url = f"http://{address}/v1/models"
+    return httpx2.get(url, headers=headers, timeout=WAIT_S).status_code
 
 
 def test_a_removal_shuts_out_one_member_and_no_other(fleet: Fleet) -> None:

@@ -32,7 +32,7 @@ from tests.processes.namespaces import (
 
 PORT = 7000
 SOON_S = 0.05  # for what is not to come
-WAIT_S = 10.0
+WAIT_S = 60.0
 ROUNDS = 10
 
 Address = tuple[str, int]

@@ -12,7 +12,7 @@ from tests.plugins.quic.shaper import Shaper, can_shape, shaped
 from tests.processes.namespaces import Space, can_make_namespaces, new_spaces, open_spaces, run
 from tests.simulation.wires import Line
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 SOON_S = 0.3
 
 
