@@ -13,12 +13,14 @@ import pytest
 
 from meshllm.api import connection, respond, tcp
 from meshllm.api.access.accounts import Accounts, KeyLimits
+from meshllm.api.connection import PublicProtocol
 from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
 from meshllm.errors import UserError
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Piece
 from tests.builders.certificates import certificate
 from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
 
 pytestmark = pytest.mark.socket
 
@@ -26,6 +28,8 @@ LOCAL = DoorOptions("127.0.0.1", 0)
 CHAT = "/chat/completions"
 BODY = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}]}
 KEY = "0123456789abcdef"
+LONG = 40 << 20
+"""More bytes than Linux buffers for a connection by default."""
 
 
 @asynccontextmanager
@@ -49,10 +53,17 @@ async def connect(door: Door) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 async def closed(reader: asyncio.StreamReader) -> bool:
     """Wait until the server has closed a connection."""
-    with suppress(ConnectionError):
-        while await reader.read(1 << 16):
-            pass
+    await size_of(reader)
     return True
+
+
+async def size_of(reader: asyncio.StreamReader) -> int:
+    """Return how much comes until the server has closed a connection."""
+    size = 0
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            size += len(data)
+    return size
 
 
 async def test_it_answers_on_loopback_without_a_key(door: FakeNode, accounts: Accounts) -> None:
@@ -333,18 +344,31 @@ async def test_a_request_in_progress_is_not_idle(
 
 
 async def test_a_client_that_does_not_read_is_dropped(
-    door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+    door: FakeNode,
+    accounts: Accounts,
+    monkeypatch: pytest.MonkeyPatch,
+    advance: Callable[[float], None],
 ) -> None:
-    monkeypatch.setattr(connection, "STALL_S", 0.05)
-    monkeypatch.setattr("tests.builders.fake_node.Piece", lambda _: Piece("x" * (16 << 20)))
+    stalled, pause = asyncio.Event(), PublicProtocol.pause_writing
+
+    def note(protocol: PublicProtocol) -> None:
+        pause(protocol)
+        stalled.set()
+
+    monkeypatch.setattr(PublicProtocol, "pause_writing", note)
+    door.said = Piece("x" * LONG), answer_of("x", 1)
     body = b'{"model":"builtin","stream":true,"messages":[{"role":"user","content":"hi"}]}'
     head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
     async with serving(accounts, door) as open_one:
-        _, writer = await connect(open_one)
+        reader, writer = await connect(open_one)
         writer.write(head.encode() + body)
-
+        await stalled.wait()
+        advance(connection.STALL_S)
         await door.closed.wait()
-        writer.transport.abort()
+        received = await size_of(reader)
+        writer.close()
+
+    assert received < LONG
 
 
 async def test_many_idle_connections_make_room(
