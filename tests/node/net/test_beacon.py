@@ -318,7 +318,7 @@ async def test_two_nodes_on_one_network_discover_each_other(
         one.addresses, other.addresses = ("ws://10.9.9.1",), ("ws://10.9.9.2",)
         one.send()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await both.wait()
         except TimeoutError:
             if not heard:
