@@ -67,10 +67,14 @@ class _HoldingPool(ThreadPoolExecutor):
                     future.set_exception(error)
                 else:
                     future.set_result(result)
+
+        def ended(running: Future[None]) -> None:
+            if running.cancelled():  # by `shutdown`, before it began
+                future.cancel()
             # After all callbacks of the future: one of them tells the loop about the result.
             loop.call_soon_threadsafe(loop.release)
 
-        super().submit(run)
+        super().submit(run).add_done_callback(ended)
         return future
 
 

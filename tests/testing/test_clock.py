@@ -85,6 +85,24 @@ def test_a_function_that_is_cancelled_before_it_begins_does_not_hold_time() -> N
     assert run_virtual(main()) == 5
 
 
+def test_a_function_that_is_dropped_at_the_end_does_not_hold_time() -> None:
+    begin = threading.Event()
+
+    async def main() -> float:
+        executor = clock._HoldingPool(1)
+        running, waiting = executor.submit(begin.wait), executor.submit(pytest.fail, "it ran")
+        executor.shutdown(wait=False, cancel_futures=True)
+        begin.set()
+        assert await asyncio.wrap_future(running)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wrap_future(waiting)
+        async with asyncio.timeout(10):
+            await asyncio.sleep(5)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5
+
+
 def test_an_error_of_the_compute_thread_is_raised_where_it_is_awaited() -> None:
     async def main() -> None:
         with clock._HoldingPool(1) as executor:
