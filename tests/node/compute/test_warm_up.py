@@ -24,6 +24,7 @@ from meshllm.node.compute.worker import Worker, compute_thread
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.request import Sampling
+from meshllm.testing.clock import run_virtual
 from meshllm.testing.models import tiny_model
 
 QUIET_S = 0.05
@@ -124,47 +125,66 @@ async def test_a_step_counts_that_is_running_when_the_warm_up_is_cancelled(
     assert len(spent) == 1
 
 
-async def test_no_step_runs_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_step_runs_while_another_job_does() -> None:
     runner, gate = FakeRunner(3), Event()
 
     async with begin(runner) as (whole, worker):
-        held = worker.start(gate.wait, 10)
+        held = worker.start(gate.wait)
         task = asyncio.create_task(whole.run())
         await asyncio.sleep(4 * QUIET_S)
-        assert runner.done == 0  # one job that takes long
-        task.cancel()
+        assert runner.done == 0
         gate.set()
-        monkeypatch.setattr(warm_up, "QUIET_S", 1.0)  # longer than a busy machine is late
-        task = asyncio.create_task(whole.run())
-        for _ in range(20):
-            await worker.run(int)
-            await asyncio.sleep(QUIET_S / 10)
-        assert held.result()
-        assert runner.done == 0  # many that follow one another
         await task
 
+    assert held.result()
     assert runner.done == 3
 
 
-async def test_a_request_waits_for_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = FakeRunner(10**9)
+def test_no_step_runs_between_jobs_that_follow_one_another() -> None:
+    runner = FakeRunner(3)
 
-    async with begin(runner) as (whole, worker):
-        task = asyncio.create_task(whole.run())
-        await asyncio.sleep(4 * QUIET_S)
-        monkeypatch.setattr(warm_up, "QUIET_S", 9.0)  # longer than a busy machine is late
-        begun = runner.done
-        for _ in range(20):  # as a request does before it is a session
-            await worker.run(int)
-            await asyncio.sleep(QUIET_S / 10)
-        after = runner.done
-        task.cancel()
-        await asyncio.wait([task])
+    async def story() -> None:
+        async with begin(runner) as (whole, worker):
+            task = asyncio.create_task(whole.run())
+            for _ in range(20):
+                await worker.run(int)
+                await asyncio.sleep(QUIET_S / 2)
+            assert runner.done == 0
+            await task
 
-    assert begun > 0
-    assert after <= begun + 1
-    assert task.cancelled()
-    assert not whole._done.is_set()
+    run_virtual(story())
+    assert runner.done == 3
+
+
+class PacedAllowance(Allowance):
+    """Lets a step run every 10 ms: in virtual time it takes none."""
+
+    def wait_s(self, now: float) -> float:
+        return 0.01
+
+
+def test_a_request_waits_for_one_step_at_most() -> None:
+    runner, after = FakeRunner(10**9), list[int]()
+
+    async def story() -> None:
+        async with begin(runner) as (whole, worker):
+            worker.allowance = PacedAllowance(1)
+            task = asyncio.create_task(whole.run())
+            await asyncio.sleep(4 * QUIET_S)
+            begun = runner.done
+            for _ in range(20):  # as a request does before it is a session
+                await worker.run(int)
+                after.append(runner.done - begun)
+                await asyncio.sleep(QUIET_S / 2)
+            task.cancel()
+            await asyncio.wait([task])
+
+        assert begun > 0
+        assert task.cancelled()
+        assert not whole._done.is_set()
+
+    run_virtual(story())
+    assert max(after) <= 1
 
 
 async def test_results_are_released() -> None:
