@@ -302,9 +302,11 @@ async def test_a_dial_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_cancelled_dial_leaves_no_link() -> None:
-    hung_up = asyncio.Event()
+    asked, hung_up = asyncio.Event(), asyncio.Event()
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
         with suppress(ConnectionError):
             await reader.read()
         writer.close()
@@ -313,7 +315,7 @@ async def test_a_cancelled_dial_leaves_no_link() -> None:
     async with await asyncio.start_server(wait, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         dialling = asyncio.create_task(WebsocketTransport().dial(f"127.0.0.1:{port}"))
-        await asyncio.sleep(0.05)
+        await asked.wait()
         dialling.cancel()
         await hung_up.wait()
 
