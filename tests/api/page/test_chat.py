@@ -19,6 +19,11 @@ pytestmark = [pytest.mark.socket, pytest.mark.asyncio(loop_scope="module")]
 LONG = "\n\n".join(f"Paragraph {number}" for number in range(80))
 REST = "(e => Math.round(e.scrollHeight - e.scrollTop - e.clientHeight))"
 TURNS = 'document.querySelector("#turns")'
+SCROLL_UP = f"""new Promise((seen) => {{
+  {TURNS}.addEventListener("scroll", () => seen(), {{ once: true }});
+  {TURNS}.scrollTop = 0;
+}})"""
+"""Scroll to the top, and wait until the page has noticed."""
 ACTIVE = "document.activeElement.id || document.activeElement.textContent"
 
 
@@ -81,8 +86,7 @@ async def test_the_end_of_an_answer_leaves_what_is_read_in_place(
     await begin(page, "Hi")
     await page.get_by_text("Paragraph 79").wait_for()
     assert await rest(page) < 2
-    await page.evaluate(f"{TURNS}.scrollTop = 0")
-    await page.wait_for_timeout(50)
+    await page.evaluate(SCROLL_UP)
 
     door.go.set()
     await finished(page)
