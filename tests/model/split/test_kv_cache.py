@@ -203,6 +203,47 @@ def test_ends_that_take_over_no_cache_start_at_0() -> None:
     assert cache.length == 0
 
 
+def test_ends_take_over_the_longest_cache() -> None:
+    cache, lengths = SpanCache(llama(), Span(2, 2)), (3, 5, 4)
+    others = [SpanCache(llama(), Span(0, 1)) for _ in lengths]
+    for other, length in zip(others, lengths, strict=True):
+        write(other, length, layer=0)
+
+    cache.take_over(others)
+
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_layers_of_different_lengths_are_not_taken_over(length: int) -> None:
+    one, other = SpanCache(llama(), Span(0, 1)), SpanCache(llama(), Span(1, 2))
+    write(one, 3, layer=0)
+    if length:
+        write(other, length, layer=1)
+    both = SpanCache(llama(), Span(0, 2))
+
+    both.take_over([one, other])
+
+    assert (both.length, both.bytes) == (0, 0)
+
+
+def test_a_layer_that_no_other_cache_holds_leaves_all_empty() -> None:
+    one, both = SpanCache(llama(), Span(0, 1)), SpanCache(llama(), Span(0, 2))
+    write(one, 3, layer=0)
+
+    both.take_over([one])
+
+    assert (both.length, both.bytes) == (0, 0)
+
+
+def test_ends_have_a_previous_state_from_the_first_token_on() -> None:
+    cache = SpanCache(llama(), Span(0, 0))
+
+    assert not cache.has_previous_state()
+    cache.length = 1
+    assert cache.has_previous_state()
+
+
 def test_a_crop_after_a_forward_that_raised_makes_the_layers_agree() -> None:
     cache = SpanCache(llama(), Span(0, 2))
     for layer in (0, 1):
@@ -268,6 +309,7 @@ def test_the_capacity_of_a_window_is_bounded() -> None:
 def test_a_recurrent_state_cannot_be_cropped_but_can_be_reset() -> None:
     cache = SpanCache(MambaConfig(num_hidden_layers=4), Span(1, 2))
     cache.update_conv_state(torch.ones(1, 4, 3), 1)
+    assert cache.has_previous_state()  # though the forward has not ended
     cache.length = 3
 
     assert not cache.croppable
@@ -297,6 +339,30 @@ def test_a_branch_is_independent(config: PreTrainedConfig) -> None:
     assert seen[-3:].tolist() == [15.0, 16.0, 17.0]
     branch.layers[1].keys.zero_()
     assert write(cache, 1).tolist()[-8:] == [13.0, 14.0, 15.0, 16.0, 17.0, 18.0, 19.0, 20.0]
+
+
+@torch.inference_mode()
+def test_a_branch_of_a_window_that_dropped_rows_goes_on_like_it() -> None:
+    cache = SpanCache(mistral(), Span(1, 2))
+    write(cache, 500)
+    write(cache, 5 * BLOCK + 1)  # reallocates, and drops rows far behind the window
+
+    branch = cache.branch(cache.length - 3)
+
+    assert branch.floor == cache.floor > 0
+    last = cache.length - 3
+    assert write(branch, 1).tolist() == list(range(last - WINDOW + 1, last + 1))
+
+
+@pytest.mark.parametrize("config", [llama(), mistral()], ids=["full", "window"])
+@torch.inference_mode()
+def test_a_branch_of_an_empty_cache_is_empty(config: PreTrainedConfig) -> None:
+    cache = SpanCache(config, Span(1, 2))
+
+    branch = cache.branch(0)
+
+    assert (branch.length, branch.bytes) == (0, cache.bytes)
+    assert write(branch, 2).tolist() == [0, 1]
 
 
 def test_a_branch_of_full_attention_takes_only_the_memory_it_needs() -> None:

@@ -159,6 +159,14 @@ def test_a_sequence_without_a_cache_gives_the_logits_of_the_whole(
         assert torch.equal(hidden, model.stock(ids).logits)
 
 
+def test_sequences_without_a_cache_do_not_see_each_other(tied: Model, ids: Tensor) -> None:
+    shard = tied.shard(SPLITS["one part"][0])
+
+    once, again = (shard.forward(ids, None) for _ in range(2))
+
+    assert torch.equal(once, again)
+
+
 def test_a_family_may_pass_the_hidden_state_by_keyword(tmp_path: Path, ids: Tensor) -> None:
     source = tiny_model(tmp_path, "inkling_text")
     inkling = Model(source, stock_model(source))

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3_5Config
 from transformers.utils import logging
 
 from meshllm.errors import ModelError
 from meshllm.model.parity.families import read_table, tiny_config
+from meshllm.model.split import skeleton as skeletons
+from meshllm.model.split.anatomy import Anatomy, examine
 from meshllm.model.split.skeleton import Part, build, quiet, strip
 from meshllm.model.split.stubs import EndStub, LayerStub
 from meshllm.names import Span
@@ -76,6 +79,23 @@ def test_the_text_model_of_a_wrapper_takes_the_text_config() -> None:
 
     assert type(skeleton.model).__name__ == "Qwen3_5ForCausalLM"
     assert skeleton.layers == config.text_config.num_hidden_layers
+
+
+def test_the_anatomies_of_the_last_configs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    examined = list[int]()
+
+    def noted(model: nn.Module, count: int) -> Anatomy:
+        examined.append(count)
+        return examine(model, count)
+
+    monkeypatch.setattr(skeletons, "examine", noted)
+    monkeypatch.setattr(skeletons, "MAX_ANATOMIES", 2)
+    monkeypatch.setattr(skeletons, "_ANATOMIES", kept := dict[tuple[type, str], Anatomy]())
+    for layers, count in ((2, 1), (3, 2), (2, 2), (3, 2), (4, 1)):
+        build(LlamaConfig(num_hidden_layers=layers), torch.float32)
+        assert len(kept) == count
+
+    assert examined == [2, 3, 4]
 
 
 def test_the_config_of_the_caller_is_unchanged() -> None:
