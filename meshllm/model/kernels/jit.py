@@ -6,8 +6,9 @@ The summation order of a library kernel depends on the shape, the CPU and the li
 Kernels written with `meshllm.model.kernels.ir` fix their own summation order. LLVM is used as a
 library, so no compiler has to be installed; compiling a kernel takes some ten milliseconds, a fifth
 of a second at most, on first use. The machine code is cached in the user's cache folder, keyed by
-the IR, the CPU and the version of llvmlite, and loaded from there by later processes. Without a
-folder that only the user can write to, nothing is cached.
+the IR, the CPU and the version of llvmlite, and loaded from there by later processes, without LLVM
+where `meshllm.model.kernels.machine_code` can. Without a folder that only the user can write to,
+nothing is cached.
 
 Work is divided into blocks. Each thread claims the next free one, or a short run of adjacent ones,
 so a delayed thread hardly delays the others. The threads are those of torch: a second pool would
@@ -23,18 +24,19 @@ import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import torch
 from blake3 import blake3
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from meshllm.config import cache_path
 from meshllm.model.json_cache import load_cached, store_cached
 from meshllm.model.kernels.ir import INT, Code
+from meshllm.model.kernels.machine_code import CodeImage, make_executable
 
 CLAIMED, STARTED, FINISHED, BLOCKS = range(4)
 """Places in the arguments of a kernel (`JitFunction.given`): of blocks how many are claimed, of
@@ -45,9 +47,18 @@ FIELDS = 4
 RUN = "run"
 """Name of the field, if a kernel has it, with the number of adjacent blocks claimed at once."""
 
+_ENTRY = "work"  # the function of a kernel
 _PARALLEL = "GOMP_parallel"  # of GNU's OpenMP runtime; LLVM's exports the same name
 _NOT_EXECUTABLE = "this system forbids executable memory"
 _NO_OPENMP = f"torch {torch.__version__} is not linked to an OpenMP library with `{_PARALLEL}`"
+_CPU = frozenset(
+    (
+        *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),  # x86
+        *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),  # Arm
+        "Features",
+    )
+)
+"""Lines of `/proc/cpuinfo` that tell the kind of the CPU and its features."""
 _lock = threading.Lock()
 
 logger = logging.getLogger(__name__)
@@ -70,8 +81,7 @@ class JitFunction:
         """
         self.held = frozenset(f"*{name}" for name in held)
         assert self.held.issubset(fields), "only pointers can be held"
-        self._engine, self.digest = _compile(fields, write)  # the engine owns the machine code
-        self.address: int = self._engine.get_function_address("work")
+        self._code, self.address, self.digest = _compile(fields, write)
         self.fields = tuple(fields)
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         self._fields = ctypes.c_int64 * (FIELDS + len(fields))
@@ -115,9 +125,34 @@ def observe_calls(observer: CallObserver | None) -> Iterator[None]:
         _observer.observe = before
 
 
+@cache
 def processor() -> tuple[str, str]:
-    """Return LLVM's name of the CPU to compile for, and its feature string."""
-    return binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    """Return LLVM's name of the CPU to compile for, and its feature string.
+
+    Both are remembered for what Linux and torch say of the CPU: LLVM's library is large.
+    """
+    key = "processor", llvmlite.__version__, *_cpu_lines()
+    folder = private_folder() if _cpu_lines() else None
+    known = load_cached(folder, *key) if folder else None
+    if isinstance(known, list) and [type(each) for each in known] == [str, str]:
+        return known[0], known[1]
+    from llvmlite import binding
+
+    found = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    if folder:
+        store_cached(folder, found, *key)
+    return found
+
+
+@cache
+def _cpu_lines() -> tuple[str, ...]:
+    """Return what describes the CPU to Linux and to torch; nothing on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return ()
+    told = {line for line in lines if line.partition(":")[0].strip() in _CPU}
+    return (*sorted(told), torch.backends.cpu.get_cpu_capability()) if told else ()
 
 
 def has_cpu_feature(*features: str) -> bool:
@@ -140,10 +175,10 @@ def registers() -> int:
     return 24 if has_cpu_feature("avx512f") else 6  # of 32; of 16 in pairs, or of 32 in fours
 
 
-def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
-    """Compile a loop that claims blocks until none are left; return the engine and a digest."""
+def _compile(fields: Sequence[str], write: Write) -> tuple[Any, int, str]:
+    """Compile a loop that claims blocks until none are left; see `_compile_module`."""
     module = ir.Module("native")
-    work = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), "work")
+    work = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), _ENTRY)
     do = ir.IRBuilder(work.append_basic_block("entry"))
     code, (given,) = Code(do), work.args
     blocks, *numbers = (
@@ -175,43 +210,62 @@ def _compile(fields: Sequence[str], write: Write) -> tuple[Any, str]:
     return _compile_module(module)
 
 
-def _compile_module(module: ir.Module) -> tuple[Any, str]:
-    """Compile a module; return the engine, which keeps the machine code only, and a digest."""
+def _compile_module(module: ir.Module) -> tuple[Any, int, str]:
+    """Load a module from the cache, or compile it.
+
+    Return what owns the machine code, its address, and a digest of the module.
+    """
     if not jit_available():
         raise RuntimeError(_NOT_EXECUTABLE)
+    key = str(module), *processor(), llvmlite.__version__, platform.system(), platform.machine()
+    digest = blake3(repr(key).encode()).hexdigest()
     with _lock:
-        machine = _machine()
-        module.triple, module.data_layout = machine.triple, str(machine.target_data)
-        text = str(module)
-        parsed = binding.parse_assembly(text)
-        parsed.verify()  # LLVM compiles invalid IR, too, to arbitrary code
-        engine = binding.create_mcjit_compiler(parsed, machine)
-        key = text, *processor(), llvmlite.__version__
-        if folder := private_folder():
-            _use_cache(engine, folder, *key)
-        engine.finalize_object()
-        engine.set_object_cache()  # it holds the text of the module
-        engine.remove_module(parsed)
-        parsed.close()  # half of the memory of a kernel
-    return engine, blake3(repr(key).encode()).hexdigest()
+        folder = private_folder()
+        known = _cached(folder, *key) if folder else None
+        image = CodeImage.of(known) if known and platform.system() == "Linux" else None
+        if image and (loaded := image.load()):
+            return loaded, loaded.address, digest
+        keep = partial(_keep, folder, key) if folder else None
+        engine = _engine(module, known, keep)
+    return engine, engine.get_function_address(_ENTRY), digest
 
 
-def _use_cache(engine: Any, folder: Path, *key: str) -> None:
-    """Make the engine load its machine code from a cache folder, or store it there."""
+def _engine(
+    module: ir.Module, known: bytes | None, keep: Callable[[Any, bytes], None] | None
+) -> Any:
+    """Load machine code with LLVM; compile it unless it is known."""
+    from llvmlite import binding
 
-    def find(_: Any) -> bytes | None:
-        try:
-            known = load_cached(folder, *key)
-            code = b64decode(known["code"])
-            return code if blake3(code).hexdigest() == known["digest"] else None
-        except (TypeError, ValueError, LookupError):  # not cached, or damaged
-            return None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    cpu, features = processor()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=cpu, features=features, opt=3, jit=True
+    )
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()  # LLVM compiles invalid IR, too, to arbitrary code
+    engine = binding.create_mcjit_compiler(parsed, machine)
+    engine.set_object_cache(keep, lambda _: known)
+    engine.finalize_object()
+    engine.set_object_cache()  # it holds the text of the module
+    engine.remove_module(parsed)
+    parsed.close()  # half of the memory of a kernel
+    return engine
 
-    def keep(_: Any, code: bytes) -> None:
-        digest = blake3(code).hexdigest()
-        store_cached(folder, {"code": b64encode(code).decode(), "digest": digest}, *key)
 
-    engine.set_object_cache(keep, find)
+def _cached(folder: Path, *key: str) -> bytes | None:
+    try:
+        known = load_cached(folder, *key)
+        code = b64decode(known["code"])
+        return code if blake3(code).hexdigest() == known["digest"] else None
+    except (TypeError, ValueError, LookupError):  # not cached, or damaged
+        return None
+
+
+def _keep(folder: Path, key: tuple[str, ...], _: Any, code: bytes) -> None:
+    digest = blake3(code).hexdigest()
+    store_cached(folder, {"code": b64encode(code).decode(), "digest": digest}, *key)
 
 
 @cache
@@ -241,29 +295,16 @@ def _named(
         yield name.removeprefix("*"), pointer
 
 
-def _machine() -> Any:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    cpu, features = processor()
-    return binding.Target.from_default_triple().create_target_machine(
-        cpu=cpu, features=features, opt=3, jit=True
-    )
-
-
 @cache
 def jit_available() -> bool:
     """Whether memory can be made executable; on a hardened system LLVM would crash."""
     if os.name != "posix":
         return True
-    page = mmap.mmap(-1, mmap.PAGESIZE)
-    held = ctypes.c_char.from_buffer(page)
-    place, size = ctypes.c_void_p(ctypes.addressof(held)), ctypes.c_size_t(mmap.PAGESIZE)
-    refused = ctypes.CDLL(None).mprotect(place, size, mmap.PROT_READ | mmap.PROT_EXEC)
-    del held
-    page.close()
-    if refused:
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        is_allowed = make_executable(page)
+    if not is_allowed:
         logger.warning("no compiled kernels: %s", _NOT_EXECUTABLE)
-    return not refused
+    return is_allowed
 
 
 @cache

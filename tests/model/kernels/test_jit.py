@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from meshllm.model.kernels import attention as native_attention
 from meshllm.model.kernels import gemm_int8, jit, rms_norm, softmax
 from meshllm.model.kernels.ir import FLOAT, HALF, INT, LANES, Code, bits_of, float_of
 from meshllm.model.kernels.jit import CLAIMED, FINISHED, RUN, JitFunction
+from meshllm.model.kernels.machine_code import CodeImage
 from meshllm.model.kernels.program import Call, Program
 from meshllm.model.modules.int8 import multiplies_matrices
 from meshllm.model.modules.kernel_choice import has_bf16_dot
@@ -87,6 +88,7 @@ def sum_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, bool]:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         code.store(INT, code.do.add(fields["one"], fields["other"]), fields["to"], code.index(0))
 
+    jit.processor()  # it is remembered, too
     kept: list[object] = []
 
     def keep(*what: Any) -> None:
@@ -125,6 +127,89 @@ def test_damaged_machine_code_is_compiled_again(
 
     assert sum_of(tmp_path, monkeypatch) == (42, False)
     assert sum_of(tmp_path, monkeypatch) == (42, True)
+
+
+def test_llvm_loads_code_that_nothing_else_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sum_of(tmp_path, monkeypatch)
+    asked = list[bytes]()
+
+    def refuse(code: bytes) -> None:
+        asked.append(code)
+
+    monkeypatch.setattr(CodeImage, "of", refuse)
+
+    assert sum_of(tmp_path, monkeypatch) == (42, True)
+    assert len(asked) == 1
+
+
+@pytest.fixture
+def cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The times that LLVM is asked for the CPU, and a folder in which its answer is kept."""
+    asked = list[str]()
+
+    def ask() -> str:
+        asked.append("some CPU")
+        return asked[0]
+
+    monkeypatch.setattr(binding, "get_host_cpu_name", ask)
+    monkeypatch.setattr(jit, "private_folder", lambda: tmp_path)
+    monkeypatch.setattr(jit, "_cpu_lines", lambda: ("flags : one", "AVX2"))
+    jit.processor.cache_clear()
+    yield asked
+    jit.processor.cache_clear()
+
+
+def test_the_name_of_the_cpu_is_remembered(cpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jit.processor()
+    jit.processor.cache_clear()
+
+    assert jit.processor() == first == ("some CPU", binding.get_host_cpu_features().flatten())
+    assert len(cpu) == 1
+
+    jit.processor.cache_clear()
+    monkeypatch.setattr(jit, "_cpu_lines", lambda: ("flags : one two", "AVX2"))
+    jit.processor()
+    assert len(cpu) == 2
+
+
+@pytest.mark.parametrize("kept", ["null", "[1, 2]", '["some CPU"]', "{"])
+def test_a_damaged_name_of_the_cpu_is_asked_again(
+    cpu: list[str], tmp_path: Path, kept: str
+) -> None:
+    first = jit.processor()
+    (record,) = tmp_path.glob("*.json")
+    record.write_text(kept)
+    jit.processor.cache_clear()
+
+    assert jit.processor() == first
+    assert len(cpu) == 2
+
+
+@pytest.mark.parametrize("name", ["private_folder", "_cpu_lines"])
+def test_the_name_of_the_cpu_is_asked_where_it_cannot_be_kept(
+    cpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(jit, name, tuple)
+
+    first = jit.processor()
+    jit.processor.cache_clear()
+
+    assert jit.processor() == first
+    assert len(cpu) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux only")
+def test_the_cpu_is_described_by_what_does_not_change() -> None:
+    first = jit._cpu_lines()
+    jit._cpu_lines.cache_clear()
+
+    assert jit._cpu_lines() == first
+    assert first[-1] == torch.backends.cpu.get_cpu_capability()
+    assert any(line.startswith(("flags", "Features")) for line in first)
+    assert not any("MHz" in line or "processor" in line for line in first)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no modes")
