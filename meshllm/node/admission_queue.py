@@ -38,6 +38,11 @@ class AdmissionQueue:
             self._waiting.pop(session, None)
             self._let_in(self._admission.leave(session, loop_time()))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may be forgotten, see `Admission.is_idle`."""
+        return self._admission.is_idle(loop_time())
+
     def resize(self, totals: Sequence[int]) -> bool:
         """Give each rank so many bytes, if what runs and waits fits; return whether it does."""
         admitted = self._admission.resize(totals, loop_time())

@@ -233,6 +233,7 @@ class RequestRouter:
         self._send = send
         self._remote = Remote(send, asks_ingress=asks_ingress)
         self._queues: dict[NodeId, AdmissionQueue] = {}
+        """Of entries and providers; idle ones are forgotten when a further node is asked."""
         self._held = HeldBytes()
         self.counts = Counts()
 
@@ -443,8 +444,10 @@ class RequestRouter:
 
     def _slot(self, node: NodeId, request: Request) -> AbstractAsyncContextManager[None]:
         """Wait for a turn at another node, and hold it inside the context; raise `Busy`."""
-        places = Admission(KvBudget([]), MAX_FORWARDED, MAX_WAITING)
-        queue = self._queues.setdefault(node, AdmissionQueue(places))
+        if (queue := self._queues.get(node)) is None:
+            self._queues = {each: it for each, it in self._queues.items() if not it.is_idle}
+            places = Admission(KvBudget([]), MAX_FORWARDED, MAX_WAITING)
+            queue = self._queues[node] = AdmissionQueue(places)
         session = SessionId(os.urandom(SESSION_ID_BYTES))
         tokens = min(estimate(request) + request.max_tokens, MAX_COUNTED)
         asker, answer = asker_of((None, request.scope)), request.max_tokens

@@ -239,6 +239,10 @@ class Admission:
         longest = max((queue.longest for queue in self._waiting.values()), default=0)
         return self._admit(now) if self._budget.resize(totals, longest) else None
 
+    def is_idle(self, now: float) -> bool:
+        """Return whether it may be forgotten: none runs or waits, and the owner has no place."""
+        return not self._admitted and not self._waiting and now >= self._owner_at + OWNER_S
+
     def _admit(self, now: float) -> list[SessionId]:
         begun = []
         is_left = now < self._owner_at + OWNER_S  # one place, to the owner

@@ -33,6 +33,7 @@ from meshllm.node.requests.request_json import (
     request_to_json,
 )
 from meshllm.node.requests.router import MAX_WAITING, QUIET_S, RING_S, RequestRouter
+from meshllm.protocol.kv_cache.admission import OWNER_S
 from meshllm.protocol.membership.codec import AnswerEvent, CancelRequest, Generate, RequestMessage
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
@@ -848,6 +849,31 @@ def test_a_full_queue_refuses_and_a_place_that_is_left_is_free(world: World) -> 
 
     world.run(story)
     assert not any(queue._waiting for queue in router._queues.values())
+
+
+def test_queues_at_nodes_that_came_and_went_are_forgotten(world: World) -> None:
+    ring = FakeRing(at=ENTRY)
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[[None]]))
+    others = [NodeId(bytes([number]) * 32) for number in range(12)]
+    for node in others:
+        world.add(node, FakeRing(attempts=[answer()]))
+    most = 0
+
+    async def story() -> None:
+        nonlocal most
+        asking = asyncio.ensure_future(all_of(router))
+        await asyncio.sleep(1)
+        for ring.at in others:
+            await asyncio.sleep(60)
+            assert text_of(await all_of(router)) == TEXT
+            most = max(most, len(router._queues) - 1)
+        assert ENTRY in router._queues  # a request waits there
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    world.run(story)
+    assert most == OWNER_S // 60
 
 
 def test_requests_that_wait_are_bounded_by_their_memory(world: World) -> None:

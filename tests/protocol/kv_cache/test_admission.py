@@ -362,6 +362,23 @@ def test_the_place_is_left_for_a_while_after_the_owner(ends: str) -> None:
         assert entry.ask(D, 1, until, MODEST) == [C]
 
 
+@pytest.mark.parametrize(("asker", "idle_at"), [(None, NOW + OWNER_S), (GREEDY, NOW)])
+def test_it_is_idle_when_none_runs_or_waits_and_no_place_is_left(
+    asker: NodeId | None, idle_at: float
+) -> None:
+    entry = admission(most=1)
+    entry.ask(A, 1, NOW, asker)
+    entry.ask(B, 1, NOW, asker)
+    assert not entry.is_idle(idle_at)
+
+    entry.leave(A, NOW)
+    assert not entry.is_idle(idle_at)
+    entry.leave(B, NOW)
+
+    assert entry.is_idle(idle_at)
+    assert entry.is_idle(idle_at - 1) == (asker is not None)
+
+
 @pytest.mark.parametrize(
     ("scope", "asker"),
     [
