@@ -1,7 +1,10 @@
 """README and the pages of section 7 name commands, options, settings and benchmarks that exist."""
 
 import re
+import shlex
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,28 @@ def commands(tree: Any, prefix: str = "meshllm") -> dict[str, Any]:
     return found
 
 
+def lines(text: str) -> Iterator[list[str]]:
+    """Yield the arguments of the command in each line of a script that calls it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if found := re.search(r"(?:^|[|;&] )\s*(?:\.venv/bin/)?meshllm(?: (.*)|$)", line):
+            words = shlex.shlex(found[1] or "", posix=True, punctuation_chars="|<>;&")
+            words.whitespace_split = True
+            yield list(takewhile(lambda word: not set(word) <= set("|<>;&"), words))
+
+
+def parse(words: Sequence[str]) -> str:
+    """Parse arguments as the command line does; return the command."""
+    context: Any = None
+    command: Any = TREE
+    name, rest = "meshllm", list(words)
+    while True:
+        context = command.make_context(name, rest, parent=context)
+        rest = [*context._protected_args, *context.args]
+        if not (rest and hasattr(command, "resolve_command")):
+            return str(context.command_path)
+        name, command, rest = command.resolve_command(context, rest)
+
+
 def options_of_benchmarks(text: str) -> set[str]:
     """Find the options of the benchmarks that a text names, in their sources."""
     sources = [
@@ -64,6 +89,33 @@ def test_every_command_exists(name: str) -> None:
         assert f"meshllm {first}" in known, words
         if rest and f"meshllm {first} {rest[0]}" not in known:
             assert not getattr(known[f"meshllm {first}"], "commands", {}), words
+
+
+@pytest.mark.parametrize("name", ["README", "networking"])
+def test_every_line_of_a_script_is_a_command_line(name: str) -> None:
+    scripts = re.findall(r"```\w*\n(.*?)```", TEXTS[name], re.DOTALL)
+
+    found = [words for script in scripts for words in lines(script)]
+
+    assert len(found) == sum(script.count("meshllm ") for script in scripts)
+    for words in found:
+        assert parse(words).startswith("meshllm"), words
+
+
+def test_every_example_of_a_command_is_a_command_line() -> None:
+    texts = [str(command.epilog) for command in commands(TREE).values()]
+
+    found = [*lines("\n".join(line.strip() for text in texts for line in text.splitlines()))]
+
+    assert len(found) > len(texts)
+    for words in found:
+        assert parse(words).startswith("meshllm "), words
+
+
+@pytest.mark.parametrize("line", ["node --nam x", "ring removed x", "key create", "chat -n two"])
+def test_what_the_command_line_refuses_is_no_example(line: str) -> None:
+    with pytest.raises(Exception, match=r"No such|Missing|valid integer"):
+        parse(line.split())
 
 
 @pytest.mark.parametrize("name", TEXTS)
