@@ -32,6 +32,7 @@ WHOLE_MESH = NodeId(bytes(NODE_ID_BYTES))
 
 _HEAD = Struct(f"<B {NODE_ID_BYTES}s {NODE_ID_BYTES}s Q Q")
 _LABEL = b"meshllm item 1\n"
+_EMPTY_BYTES = _HEAD.size + 2 * len(sized(b"")) + SIGNATURE_BYTES
 
 
 class Kind(IntEnum):
@@ -116,6 +117,11 @@ class Item:
     def encode(self) -> bytes:
         """Encode the item."""
         return self._body + self.signature
+
+    @property
+    def size(self) -> int:
+        """How many bytes it takes, encoded and signed."""
+        return _EMPTY_BYTES + len(self.credential) + len(self.payload)
 
     def is_signed(self, mesh: MeshId) -> bool:
         """Return whether its author signed it for this mesh."""

@@ -7,9 +7,9 @@ addresses, but not shared.
 
 from collections.abc import Iterable
 
-from meshllm.errors import PeerFault
+from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
-from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
+from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot, digest
 from meshllm.protocol.membership.link_table import Contact
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
@@ -39,7 +39,11 @@ class Replica:
         self._seen: dict[NodeId, float] = {}
 
     def sign(self, records: Iterable[Record], wall_s: float) -> list[Item]:
-        """Sign records of our own as items, and store them."""
+        """Sign records of our own as items, and store them.
+
+        Raises:
+            UserError: a record is larger than peers accept.
+        """
         items = []
         for record in records:
             slot, version = slot_of(self.me, record)
@@ -47,6 +51,10 @@ class Replica:
             count = (self._incarnation, self._seq) if version is None else (version, 0)
             shown = b"" if slot.kind is Kind.STATE else self._credential.encode()
             item = Item(slot.kind, slot.subject, self.me, *count, shown, record.encode())
+            if item.size > MAX_ITEM_BYTES:
+                text = f"A {type(record).__name__} of this node would take {item.size} bytes"
+                hint = f"the limit is {MAX_ITEM_BYTES}: take part in fewer rings, with fewer models"
+                raise UserError(text, hint=hint)
             item = item.sign(self._key, self.records.mesh)
             self.records.take(item, wall_s)
             items.append(item)

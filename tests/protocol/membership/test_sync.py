@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.errors import PeerFault
-from meshllm.names import NodeId
-from meshllm.protocol.membership.gossip import Item, Kind, Slot
+from meshllm.errors import PeerFault, UserError
+from meshllm.names import GroupId, NodeId
+from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot
 from meshllm.protocol.membership.link_table import Contact
-from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord
+from meshllm.protocol.membership.records import (
+    MAX_MEMBERS,
+    MAX_PLAN_BYTES,
+    MAX_RINGS,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.membership.sync import FORGET, Replica
 from meshllm.protocol.trust.credential import Credential, Role, found, issue
 from meshllm.protocol.trust.identity import NodeKey
@@ -51,6 +57,40 @@ def test_own_records_are_signed_and_counted() -> None:
     assert all(item.is_signed(MESH) for item in items)
     assert [(item.incarnation, item.seq) for item in items] == [(7, 1), (7, 2), (1, 0)]
     assert node.own() == items[:2]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_an_own_record_is_at_most_as_large_as_peers_accept(more: int) -> None:
+    node = replica()
+    first, rest = GroupId(b"a"), GroupId(b"b")
+    half = replace(STATE, followed=bytes(MAX_PLAN_BYTES - 1))
+
+    def state(size: int) -> StateRecord:
+        parts = RingMembership(first, bytes(8000)), RingMembership(rest, bytes(size))
+        return replace(half, further=parts)
+
+    profile, partly = node.sign([PROFILE, state(0)], WALL)
+    record = state(MAX_ITEM_BYTES - len(partly.encode()) + more)
+
+    if more:
+        with pytest.raises(UserError, match=f"would take {MAX_ITEM_BYTES + 1} bytes"):
+            node.sign([record], WALL)
+        assert node.own() == [profile, partly]
+    else:
+        (whole,) = node.sign([record], WALL)
+        assert Item.decode(whole.encode()) == whole
+        assert whole.size == len(whole.encode()) == MAX_ITEM_BYTES
+
+
+def test_an_own_record_of_more_than_64_kib_is_refused_too() -> None:
+    node = replica()
+    groups = [GroupId(bytes([number])) for number in range(MAX_RINGS - 1)]
+    plans = tuple(RingMembership(group, bytes(MAX_PLAN_BYTES)) for group in groups)
+
+    with pytest.raises(UserError, match="A StateRecord of this node would take"):
+        node.sign([replace(STATE, further=plans)], WALL)
+
+    assert node.own() == []
 
 
 def test_a_new_item_is_taken_once() -> None:
