@@ -14,6 +14,7 @@ from meshllm.names import NodeId, Span
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.session_store import SessionStore
 from meshllm.node.ring.span_loader import LoadedSpan
+from meshllm.node.session.stage import StageNode
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.hang import HangLimits
@@ -34,16 +35,19 @@ class HeldLayers:
         tasks: asyncio.TaskGroup,
         sessions: Callable[[], int],
         changed: Callable[[], None],
+        stage: Callable[[], StageNode | None],
     ) -> None:
         """Hold nothing yet; load in advance in ``tasks``.
 
         ``sessions`` returns how many the rank has; ``changed`` is called once `prepared` has.
+        ``stage`` returns the rank if it is a stage at work.
         """
         self._me = me
         self._model = model
         self._tasks = tasks
         self._sessions = sessions
         self._changed = changed
+        self._stage = stage
         self.span: LoadedSpan | None = None
         """The layers of the rank."""
         self.store: SessionStore | None = None
@@ -158,8 +162,8 @@ class HeldLayers:
         """Lend bytes of the room for caches, where this node has a rank, to layers."""
         if (store := self.store) is None:
             return True
-        if is_urgent:
-            store.prefixes.make_room(size)
+        if is_urgent:  # a stage frees caches in order with what its compute thread has yet to keep
+            (self._stage() or store.prefixes).make_room(size)
         return store.prefixes.index.budget.lend(size, self._take_back)
 
     def _take_back(self) -> None:

@@ -107,7 +107,9 @@ class RingRuntime:
         self._timer = DeadlineTimer(lambda: self._machine.deadline, self._expire)
         self._tasks = asyncio.TaskGroup()
         self._links = IdleLinks(self._tasks, self._gone)
-        self._held = HeldLayers(me, model, self._tasks, lambda: self.sessions, host.at_work)
+        self._held = HeldLayers(
+            *(me, model, self._tasks, lambda: self.sessions, host.at_work, lambda: self.stage)
+        )
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
         self._is_closed = False

@@ -30,6 +30,7 @@ from meshllm.protocol.ring.forming import Begin
 from meshllm.protocol.session.codec import encode
 from meshllm.protocol.session.link import SILENCE
 from meshllm.protocol.session.messages import Beat, Hello, Message
+from meshllm.protocol.session.stage import Keep
 from meshllm.request import Sampling
 from meshllm.testing.clock import InlineExecutor, run_virtual
 from meshllm.transport.contract import Channel, Link
@@ -797,6 +798,33 @@ def test_layers_loaded_in_advance_make_room_for_a_session(world: World) -> None:
 
             assert len(runtime._model.runners) < held
             assert at_work(world.places[A], world.places[B])
+
+    run_virtual(main())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_cache_that_is_about_to_be_kept_makes_room_too(world: World) -> None:
+    session = SessionId(bytes(16))
+
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            runtime = world.places[B].runtime
+            stage, store = runtime.stage, runtime._held.store
+            assert stage is not None
+            assert store is not None
+            stage._session(session)
+            store.prefixes.index.put(session, 1, stage.budget.tokens, 0.0)
+            stage._changes.append(Keep(session))  # waits for its turn on the compute thread
+
+            runtime.prepare(TURNED, is_urgent=True)
+            await until(lambda: runtime.preloaded == TURNED)
+            stage._steps.submit_brief(session, stage._change_next)
+            await until(lambda: not stage._changes)
+
+            assert not store.prefixes.index.holds(session)
+            assert session not in store.prefixes.caches
+            assert stage.sessions == 0
 
     run_virtual(main())
 
