@@ -3,16 +3,21 @@
 import asyncio
 from typing import Any
 
-from h11 import Request
+from h11 import IDLE, SEND_RESPONSE, Data, EndOfMessage, Request, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from meshllm.api.failure import INVALID, JSON, Failure, Refused, error_object
 from meshllm.node.event_loop import LATE_S
 
 HEADERS_S = 20.0  # s from the connection, or the last response, to the end of the next headers
 STALL_S = 30.0  # s in which a client must read what is buffered for it
 RENEWALS = 3  # times in a row that a client gets its time again
 MAX_OPEN = 512  # connections; more close the one that has been idle longest
+
+_MALFORMED = Refused(
+    "The request is not valid HTTP, or its headers are too long", Failure(400, INVALID, None)
+)
 
 
 class ClientTimer:
@@ -109,6 +114,17 @@ class PublicProtocol(H11Protocol):
         """Leave the connection to the protocol of WebSockets, which has no next headers."""
         super().handle_websocket_upgrade(event)
         self._headers.stop()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP as the API refuses a request, unless it has responded already."""
+        if self.conn.our_state in {IDLE, SEND_RESPONSE}:
+            body = error_object(_MALFORMED)
+            length = str(len(body))
+            head = ("content-type", JSON), ("content-length", length), ("connection", "close")
+            response = Response(status_code=400, headers=list(head), reason="Bad Request")
+            for event in (response, Data(data=body), EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _await_headers(self) -> None:
         self.since = self.loop.time()

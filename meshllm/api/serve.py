@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
 from typing import Any
+from urllib.parse import unquote
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
@@ -36,7 +37,7 @@ async def serve(node: NodePort, path: Path) -> None:
 async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> None:
     """Serve an application on a bound socket until cancelled; ``settings`` are uvicorn's."""
     config = Config(
-        application,
+        _OriginForm(application),
         ws=SocketProtocol,
         ws_max_size=REQUEST_BYTES,
         ws_per_message_deflate=False,
@@ -56,6 +57,29 @@ async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> No
         await asyncio.shield(serving)  # `stop` closes connections made during startup, too
     finally:
         await server.stop(serving, bound)
+
+
+class _OriginForm:
+    """Passes on a request whose target is a whole URL as one of its path at its host.
+
+    Servers must accept such a target and ignore the Host header then, see RFC 9112, section 3.2.2.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scheme, _, rest = scope["raw_path"].partition(b"://")
+        host, _, path = rest.partition(b"/")
+        if scheme.lower() in {b"http", b"https"} and host and b"@" not in host:
+            others = [each for each in scope["headers"] if each[0] != b"host"]
+            scope = {
+                **scope,
+                "path": unquote(f"/{path.decode('ascii')}"),
+                "raw_path": b"/" + path,
+                "headers": [(b"host", host), *others],
+            }
+        await self._app(scope, receive, send)
 
 
 class _Server(Server):

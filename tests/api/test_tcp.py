@@ -555,6 +555,79 @@ async def test_what_is_not_http_writes_no_log(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://localhost/v1/models", "localhost", 200),
+        ("HTTPS://LOCALHOST:7780/v1/models?limit=1", "localhost", 200),
+        ("http://127.0.0.1/v1/models/%62uiltin", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://localhost?x=/", "localhost", 200),
+        ("http://localhost/health", "page.example", 200),  # the Host is ignored
+        ("http://page.example/v1/models", "localhost", 421),
+        ("http://page.example:80/v1/models", "localhost", 421),
+        ("http://localhost:x@page.example/v1/models", "localhost", 404),
+        ("http://localhost/mesh/status", "localhost", 404),
+        ("http:///v1/models", "localhost", 404),
+        ("http:/v1/models", "localhost", 404),
+        ("ftp://localhost/v1/models", "localhost", 404),
+        ("/http://localhost/v1/models", "localhost", 404),
+        ("localhost:80", "localhost", 404),
+    ],
+)
+async def test_the_target_of_a_request_may_be_a_whole_url(
+    door: FakeNode, accounts: Accounts, target: str, host: str, status: int
+) -> None:
+    lines = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, lines.encode())
+
+    assert said.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+async def test_a_page_is_refused_whatever_host_it_puts_before_the_path(
+    door: FakeNode, accounts: Accounts
+) -> None:
+    head = b"GET http://localhost/v1/models HTTP/1.1\r\norigin: http://page.example\r\n"
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, head + b"host: page.example\r\nconnection: close\r\n\r\n")
+
+    assert said.startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET /\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nx\r\n\r\n"]
+)
+async def test_what_is_not_http_is_refused_as_a_request_is(
+    door: FakeNode, accounts: Accounts, sent: bytes
+) -> None:
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, sent)
+
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\ncontent-type: application/json" in head.lower()
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "HTTP" in error["message"]
+
+
+async def test_a_malformed_rest_of_a_body_that_was_refused_closes_the_connection(
+    door: FakeNode, accounts: Accounts, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(head)
+        said = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"no chunk\r\n")
+        assert await closed(reader)
+        writer.close()
+
+    assert said.startswith(b"HTTP/1.1 404 ")
+    assert caplog.records == []
+
+
 async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
     async with serving(accounts, door) as open_one:
         reader, writer = await connect(open_one)
