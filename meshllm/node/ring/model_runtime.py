@@ -178,10 +178,12 @@ class ModelRuntime:
             self._held = held = await self.worker.run(self._loader.load, part)
         else:
             await self.release_ahead()
-        is_last = plan.stages[-1].node == me
-        if part.is_divided and not part.is_entry and is_last and held.help is None:
+        helps = part.is_divided and not part.is_entry and plan.stages[-1].node == me
+        if helps and held.help is None:
             help_ = await self.worker.run(self._loader.load_help, part)
             self._held = held = replace(held, help=help_) if help_ else held
+        elif held.help is not None and not helps:
+            self._held = held = replace(held, help=None)
         return held
 
     async def preload(

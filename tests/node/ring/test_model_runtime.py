@@ -1,5 +1,7 @@
 """What one node loads for one plan after the other."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +183,43 @@ async def test_the_last_rank_holds_a_part_of_a_large_head(
     assert middle.help is None
     assert last.help is not None
     assert await model.hold(three, C) is last
+
+
+async def test_a_part_of_the_head_that_no_entry_asks_for_is_released(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    plan = plan_of("0:2", "2:6")
+    before = await model.hold(plan, B)
+    assert before.help is not None
+    part = weakref.ref(before.help)
+    runner = before.runner
+    del before
+
+    client = PlanStage(C, Span(0, 0))
+    after = await model.hold(replace(plan, ends=Ends.CLIENT, stages=(client, *plan.stages)), B)
+
+    assert (after.runner, after.help) == (runner, None)
+    gc.collect()
+    assert part() is None
+
+
+async def test_a_last_rank_that_gives_layers_to_another_releases_its_part_of_the_head(
+    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+    before = await model.hold(plan_of("0:2", "2:6"), B)
+    assert before.help is not None
+    part = weakref.ref(before.help)
+    del before
+
+    after = await model.hold(plan_of("0:2", "2:4", "4:6"), B)
+
+    assert after.help is None
+    gc.collect()
+    assert part() is None
 
 
 async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
