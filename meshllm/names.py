@@ -161,6 +161,11 @@ class WireMode(StrEnum):
     """`INT8` on links slow enough for that to pay, unless the model is a mixture of experts."""
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things for people: `1 node`, `2 nodes`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def short(node: NodeId) -> str:
     """Return the start of a node id as text, for display only: look-alikes can be generated."""
     return b32encode(node[:SHORT_LETTERS]).decode()[:SHORT_LETTERS].rstrip("=").lower()

@@ -20,7 +20,7 @@ from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import ModelError, UserError
 from meshllm.model.locate import INDEX
-from meshllm.names import Span
+from meshllm.names import Span, counted
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +261,7 @@ def _comparison(report: "ParityReport", *, aligned: bool) -> str:
         [
             render.table(("parts", "layers", "logits", "tokens"), rows),
             f"{report.model} in {report.dtype}: {_verdict(report, aligned=aligned)}"
-            f" ({len(report.prompt)} prompt tokens, {len(report.tokens)} generated)",
+            f" ({counted(len(report.prompt), 'prompt token')}, {len(report.tokens)} generated)",
         ]
     )
 

@@ -15,6 +15,7 @@ from meshllm.cli.terminal import render
 from meshllm.config import Scalar, load
 from meshllm.errors import UserError, cannot_listen
 from meshllm.log import event, setup
+from meshllm.names import counted
 from meshllm_quic.net.address import RELAY_PORT as PORT
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ async def _report(
 def _summary(done: "Statistics") -> Notice:
     refused = done.refused.total()
     forwarded = render.bytes_of(done.forwarded_bytes)
-    text = f"{done.registered} nodes registered, {forwarded} forwarded, {refused} refused"
+    nodes = counted(done.registered, "node")
+    text = f"{nodes} registered, {forwarded} forwarded, {refused} refused"
     fields = {"registered": done.registered, "bytes": done.forwarded_bytes, "refused": refused}
     return Notice("figures", text, {**fields})
 

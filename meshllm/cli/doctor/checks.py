@@ -28,7 +28,7 @@ from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
 from meshllm.model.parity.verdict import known_verdicts
 from meshllm.model.text.tokenizer import Text
-from meshllm.names import Quant
+from meshllm.names import Quant, counted
 from meshllm.node.membership.state_store import StateStore
 from meshllm.protocol.trust.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
@@ -193,7 +193,7 @@ def check_memory(free: int) -> Finding:
 
 def check_load(load: float, cores: int) -> Finding:
     """Compare the load average of the last minute with the number of cores."""
-    found = f"{cores} cores, load {load:.1f}"
+    found = f"{counted(cores, 'core')}, load {load:.1f}"
     if load > cores:
         return Finding(
             "warn", "threads", found, "close other programs: the slowest rank limits the ring"

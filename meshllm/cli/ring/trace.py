@@ -16,6 +16,7 @@ from meshllm.cli.terminal import render
 from meshllm.cli.terminal.wrap import width_of
 from meshllm.config import Scalar
 from meshllm.errors import PeerFault
+from meshllm.names import counted
 from meshllm.request import Answer, Request, Turn
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def trace(
     turn: Turn = {"role": "user", "content": prompt}
     request = Request(turns=(turn,), max_tokens=tokens)
     with render.Status(sys.stderr) as status:
-        status.show(f"timing an answer of {tokens} tokens")
+        status.show(f"timing an answer of {counted(tokens, 'token')}")
         answer = asyncio.run(_ask(NodeClient(socket_path(settings(flags))), request))
     if as_json:
         fields = as_fields(answer)

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any, assert_never
 
 from meshllm.cli.terminal import render
+from meshllm.names import counted
 from meshllm.request import (
     Answer,
     Backend,
@@ -66,7 +67,7 @@ def _cut(request: Request, answer: Answer, *, may_outline: bool) -> list[str]:
         return ["the answer was cut"]
     limit = "`max_tokens`" if is_own else "the context, or what the mesh allows"
     broken = "; its JSON is incomplete" if request.schema else ""
-    return [f"the answer was cut after {count} tokens by {limit}{broken}"]
+    return [f"the answer was cut after {counted(count, 'token')} by {limit}{broken}"]
 
 
 def _show(piece: Piece, status: render.Status, write: Callable[[str], None]) -> None:

@@ -19,6 +19,7 @@ from meshllm.cli.terminal.markdown import MarkdownStream
 from meshllm.cli.terminal.streams import discard
 from meshllm.cli.terminal.wrap import Wrap, width_of
 from meshllm.errors import MeshError
+from meshllm.names import counted
 from meshllm.request import Answer, HopReport
 
 PER_TOKEN = "per token, times in ms"
@@ -243,7 +244,8 @@ def statistics(answer: Answer) -> str:
     """Format token counts, timings, and a table of hops."""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     lines = [
-        f"{answer.prompt_tokens} prompt tokens{cached}, {answer.completion_tokens} generated,"
+        f"{counted(answer.prompt_tokens, 'prompt token')}{cached},"
+        f" {answer.completion_tokens} generated,"
         f" finish reason: {answer.finish_reason}",
     ]
     if not answer.ms_per_token:  # only steps after the first token are timed

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from meshllm.errors import ModelError
+from meshllm.names import counted
 from meshllm.protocol.planning.partition import GreedyFill
 from meshllm.protocol.planning.plan import MAX_SECONDS, ModelSizes
 from meshllm.protocol.planning.problem import MILLISECOND, Problem
@@ -55,7 +56,7 @@ def _obstacle(problem: Problem, ring: Sequence[int], node: int) -> str | None:
     if len(ring) - problem.client == problem.layers:
         return f"each of the {problem.layers} layers has its own node"
     if len(ring) == problem.members:
-        return f"the ring is limited to {problem.members} nodes"
+        return f"the ring is limited to {counted(problem.members, 'node')}"
     return None
 
 

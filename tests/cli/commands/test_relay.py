@@ -228,7 +228,7 @@ def test_forwarded_bytes_are_logged_periodically(
     done = fake.statistics
 
     def work() -> None:
-        done.registered, done.forwarded_bytes = 2, 3 << 20
+        done.registered, done.forwarded_bytes = 1, 3 << 20
         done.refused[Refusal.RATE] += 1
         asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
 
@@ -237,7 +237,7 @@ def test_forwarded_bytes_are_logged_periodically(
     lines = meshllm("relay").stderr.splitlines()
 
     assert [CLOCK.sub("", line) for line in lines[1:]] == [
-        "2 nodes registered, 3.0 MiB forwarded, 1 refused"
+        "1 node registered, 3.0 MiB forwarded, 1 refused"
     ]
 
 

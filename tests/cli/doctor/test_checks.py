@@ -234,6 +234,7 @@ def test_low_memory_and_high_load_are_warnings() -> None:
     assert checks.check_memory(1 << 20).verdict == "warn"
     assert checks.check_memory(8 << 30).verdict == "ok"
     assert checks.check_load(3.5, 2).verdict == "warn"
+    assert checks.check_load(0.5, 1).found == "1 core, load 0.5"
     assert checks.check_load(0.5, 2) == Finding("ok", "threads", "2 cores, load 0.5")
 
 

@@ -69,6 +69,15 @@ async def test_an_answer_that_was_cut_is_noted(request_: Request, note: str) -> 
     assert status.notes == [note]
 
 
+async def test_an_answer_of_one_token_is_cut_after_one_token() -> None:
+    cut = replace(answer_of("{", 1), finish_reason=FinishReason.LENGTH)
+    status = render.Status(io.StringIO())
+
+    await stream(Canned([cut]), Request(raw="x", max_tokens=1), status, print)
+
+    assert status.notes == ["the answer was cut after 1 token by `max_tokens`"]
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "note"),
     [(4, "the answer was cut"), (3, "the answer was cut after 3 tokens by `max_tokens`")],

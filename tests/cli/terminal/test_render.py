@@ -102,6 +102,12 @@ def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     assert told == "2 prompt tokens, 1 generated, finish reason: stop\nfirst token 20.0 ms"
 
 
+def test_a_prompt_of_one_token_is_counted_as_one() -> None:
+    told = render.statistics(replace(answer_of("Hi", 1), prompt_tokens=1))
+
+    assert told.startswith("1 prompt token, 1 generated,")
+
+
 def test_tokens_per_step_are_shown() -> None:
     assert "tokens per step" not in render.statistics(answer_of("Hi", 2))
     told = render.statistics(replace(answer_of("Hi", 2), tokens_per_step=2.54))

@@ -530,6 +530,14 @@ def test_a_surplus_node_has_a_reason() -> None:
     assert [standby.reason for standby in bound.standbys] == ["the ring is limited to 2 nodes"]
 
 
+def test_a_ring_of_one_node_is_limited_to_one_node() -> None:
+    offers = [offer(at, 9) for at in (A, B)]
+
+    plan = make_plan(offers, NEAR, model(4), terms=PlanConstraints(members=1))
+
+    assert [standby.reason for standby in plan.standbys] == ["the ring is limited to 1 node"]
+
+
 def two_sites(count: int) -> tuple[list[Offer], Links]:
     """Even nodes are 1 ms from each other and 50 ms from the odd ones; each holds two layers."""
     offers = [offer(node(at), 2, ms=1 + at % 5) for at in range(count)]
