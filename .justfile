@@ -8,7 +8,7 @@ export PATH := justfile_directory() / ".venv/bin:" + env("PATH")
 check: lint covered
     pytest -n 3 --dist worksteal --durations 30 --ignore=tests/protocol
 
-# the tests of what is pure, with the coverage of its branches
+# the tests of what is pure, with the coverage of its branches; properties run too, and do not count
 covered:
     pytest -n 2 --dist worksteal --cov=meshllm.protocol --cov-report=term --cov-fail-under=100 --confcutdir=tests/protocol tests/protocol
 

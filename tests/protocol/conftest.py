@@ -1,3 +1,15 @@
 """The gate runs these tests without the conftest of all tests, which imports torch."""
 
+import pytest
+
 import tests.hypothesis_settings  # noqa: F401
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Measure coverage by examples alone: hypothesis runs the same lines hundreds of times.
+
+    Tracing costs a property most of its time, and what only a random example reaches is not tested.
+    """
+    for item in items:
+        if item.get_closest_marker("hypothesis"):
+            item.add_marker("no_cover")

@@ -57,6 +57,21 @@ def test_every_token_and_text_is_shown_once_wherever_rings_break(breaks: list[in
     assert (shown[-1].text, shown[-1].tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("losses", [1, 2])
+def test_the_end_of_a_text_that_was_shown_before_a_loss_is_shown_once(losses: int) -> None:
+    failover, shown = Failover(REQUEST), list[Event | None]()
+
+    for _ in range(losses):
+        shown += map(failover.take, events(failover.request)[:-1])
+        failover.failed(GONE)
+    shown += map(failover.take, events(failover.request))
+
+    answer = shown[-1]
+    assert shown.count(Piece(TAIL)) == 1
+    assert isinstance(answer, Answer)
+    assert (answer.text, answer.tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
+
+
 def test_a_late_loss_is_the_last() -> None:
     failover = Failover(REQUEST)
     failover.failed(GONE)

@@ -36,6 +36,15 @@ def test_readers_and_only_they_read_it(count: int, payload: bytes) -> None:
     assert len(data) == sealed_bytes(min(count, 5), len(payload))
 
 
+def test_without_readers_every_node_with_the_pre_shared_key_reads_it() -> None:
+    data = sealed()
+
+    assert [read_announcement(key, PSK, NONCE, data) for key in (ONE, OTHER)] == [
+        (AUTHOR.node, b"here")
+    ] * 2
+    assert len(data) == sealed_bytes(0, 4)
+
+
 def test_without_the_pre_shared_key_nothing_is_read() -> None:
     for data in (sealed(), sealed(ONE)):
         assert read_announcement(ONE, b"x" * 16, NONCE, data) is None

@@ -38,6 +38,7 @@ def test_a_shown_node_id_parses_back(node: NodeId) -> None:
 def test_the_text_form_of_a_node_id_is_stable() -> None:
     assert show(KEY.node) == SHOWN
     assert short(KEY.node) == SHOWN[:7]
+    assert parse_node(SHOWN) == KEY.node
 
 
 @pytest.mark.parametrize("place", [place for place, c in enumerate(SHOWN) if c != "-"])
