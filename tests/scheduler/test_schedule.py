@@ -85,6 +85,17 @@ PLACEMENTS = {
 """Of the study: instances of a model on GPUs. `memory` gives GPUs by rate times size of a model."""
 
 
+@pytest.fixture(scope="module")
+def of_study() -> Schedule:
+    """The schedule of the study, which takes seconds; nothing changes it."""
+    return schedule(STUDY)
+
+
+@pytest.fixture(scope="module")
+def of_static() -> Schedule:
+    return schedule(STATIC)
+
+
 def assessed(placement: dict[tuple[int, str], int], requests: Sequence[Arrival]) -> Assessment:
     replicas = list[ReplicaOption]()
     for (model, kind), count in placement.items():
@@ -95,37 +106,38 @@ def assessed(placement: dict[tuple[int, str], int], requests: Sequence[Arrival])
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_placements_of_a_study_are_in_its_order_and_ours_is_before_them(seed: int) -> None:
+def test_the_placements_of_a_study_are_in_its_order_and_ours_is_before_them(
+    seed: int, of_study: Schedule
+) -> None:
     asked = sample([each.load for each in STUDIED], 3000, seed=seed)
 
     own, throughput, memory = (assessed(each, asked) for each in PLACEMENTS.values())
-    found = schedule(STUDY).best
 
-    ours = assess(STUDY, found.replicas, asked)
+    ours = assess(STUDY, of_study.best.replicas, asked)
     assert ours.mean_s < own.mean_s < throughput.mean_s < memory.mean_s
     assert min(each.tokens_per_s for each in (ours, own, throughput)) > 1.3 * memory.tokens_per_s
     assert ours.mean_s < 0.6 * memory.mean_s
     assert sum(each.refused for each in ours.models) == 0
 
 
-def test_three_models_on_two_generations_of_gpus_beat_the_placement_by_memory() -> None:
-    found = schedule(STATIC)
-
+def test_three_models_on_two_generations_of_gpus_beat_the_placement_by_memory(
+    of_static: Schedule,
+) -> None:
     again = sample([each.load for each in STATIC.models], 3000, seed=77)
     ours, by_memory = (
-        assess(STATIC, each.replicas, again) for each in (found.best, found.proportional)
+        assess(STATIC, each.replicas, again) for each in (of_static.best, of_static.proportional)
     )
     assert ours.mean_s < 0.5 * by_memory.mean_s
     assert ours.tokens_per_s > 1.3 * by_memory.tokens_per_s
     assert [each.refused for each in ours.models] == [0, 0, 0]
 
 
-def test_the_runner_up_is_another_placement_and_no_better() -> None:
-    found = schedule(STATIC)
+def test_the_runner_up_is_another_placement_and_no_better(of_static: Schedule) -> None:
+    best, runner_up = of_static.best, of_static.runner_up
 
-    assert found.runner_up is not None
-    assert found.best.mean_s <= found.runner_up.mean_s < inf
-    assert found.runner_up.replicas != found.best.replicas
+    assert runner_up is not None
+    assert best.mean_s <= runner_up.mean_s < inf
+    assert runner_up.replicas != best.replicas
 
 
 def test_one_more_machine_of_a_kind_never_hurts() -> None:
