@@ -5,6 +5,7 @@ import pytest
 import tests.hypothesis_settings  # noqa: F401
 
 
+@pytest.hookimpl(trylast=True)  # hypothesis marks its tests in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Measure coverage by examples alone: hypothesis runs the same lines hundreds of times.
 
