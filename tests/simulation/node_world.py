@@ -40,6 +40,7 @@ from tests.simulation.world import World
 
 NAME = "tests.simulation.node_world"
 PART = 50  # schedules between two lines of progress
+PARTS = 20  # that a process runs: what it remembers of plans grows, and slows it down
 RINGS: Mapping[str, type[Schedule]] = {
     "one": Schedule, "several": SeveralSchedule, "shared": SharedSchedule,
 }  # fmt: skip
@@ -165,7 +166,7 @@ def main() -> None:
     seeds = range(arguments.seed, arguments.seed + arguments.schedules)
     parts = [seeds[at : at + PART] for at in range(0, len(seeds), PART)]
     run = partial(run_some, rings=arguments.rings, level="DEBUG" if arguments.show else "ERROR")
-    with Pool(arguments.jobs) as pool:
+    with Pool(arguments.jobs, maxtasksperchild=PARTS) as pool:
         for done, told in enumerate(pool.imap_unordered(run, parts), start=1):
             for history in told:
                 print(history)
