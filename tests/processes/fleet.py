@@ -31,7 +31,7 @@ NODE = ("node", "--threads", "1")
 ALONE = ("--no-discovery",)
 
 PORTS = range(20_000, 32_000)  # below those of connections, and of who leaves the choice of a port
-_NUMBERS = itertools.count(256 * os.getpid())  # other ports in each worker
+_NUMBERS = itertools.count(256 * os.getpid())  # mostly other ports in each process of tests
 
 Fields = dict[str, Any]
 Done = subprocess.CompletedProcess[str]
@@ -63,7 +63,7 @@ def environment() -> dict[str, str]:
 def free_address(host: str = "127.0.0.1") -> str:
     """Return an unused address, which a process may use later.
 
-    The system gives its port to no connection and no other listener meanwhile.
+    Linux gives such a port to no connection, and to no listener that leaves the choice to it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

@@ -329,6 +329,7 @@ async def test_bad_logits_change_no_text(
         part = ring.stages[-1]._head
         assert part is not None
         stock, missed, gone_on = part.step, control.SplitHead.missed, Event()
+        waited = list[bool]()
 
         def miss(self: control.SplitHead) -> None:
             missed(self)
@@ -338,7 +339,7 @@ async def test_bad_logits_change_no_text(
             if kind == "fails":
                 raise RuntimeError("no memory")
             if kind == "is late":
-                assert gone_on.wait(60)
+                waited.append(gone_on.wait(60))
                 gone_on.clear()
             return stock(rows, cache) + (kind == "differs")
 
@@ -348,6 +349,8 @@ async def test_bad_logits_change_no_text(
         assert [await ask(ring) for _ in range(2)] == [await plain(tiny)] * 2
         assert head_of(ring).control.is_disabled is (kind == "differs")
         assert (head_of(ring).control._rest > 0) is (kind != "differs")
+        assert all(waited)
+        assert bool(waited) is (kind == "is late")
         assert ("no logits for the entry: no memory" in caplog.text) is (kind == "fails")
 
 
