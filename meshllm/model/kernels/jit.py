@@ -146,13 +146,15 @@ def processor() -> tuple[str, str]:
 
 @cache
 def _cpu_lines() -> tuple[str, ...]:
-    """Return what describes the CPU to Linux and to torch; nothing on other systems."""
+    """Return what describes the CPU to Linux and to torch; nothing if its features are unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return ()
     told = {line for line in lines if line.partition(":")[0].strip() in _CPU}
-    return (*sorted(told), torch.backends.cpu.get_cpu_capability()) if told else ()
+    if not any(line.startswith(("flags", "Features")) for line in told):
+        return ()  # too little to tell CPUs apart
+    return (*sorted(told), torch.backends.cpu.get_cpu_capability())
 
 
 def has_cpu_feature(*features: str) -> bool:

@@ -84,7 +84,7 @@ class CodeImage:
         return cls(content, entries[0], pointers) if len(entries) == 1 else None
 
     def load(self) -> LoadedCode | None:
-        """Copy the code into memory; None if the system forbids to execute it."""
+        """Copy the code into memory; None if the system forbids executing it."""
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, len(self.content), flags=private)
         memory.write(self.content)
