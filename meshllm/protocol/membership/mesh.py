@@ -181,6 +181,7 @@ class Mesh:
 
         Raises:
             PeerFault: a record exceeds its limits.
+            UserError: a record is larger than peers accept.
         """
         self._profile, self._state = profile or self._profile, state or self._state
         actions = self._broadcast([profile] if profile else [])

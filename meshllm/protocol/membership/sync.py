@@ -44,21 +44,26 @@ class Replica:
         Raises:
             UserError: a record is larger than peers accept.
         """
-        items = []
-        for record in records:
-            slot, version = slot_of(self.me, record)
-            self._seq += version is None
-            count = (self._incarnation, self._seq) if version is None else (version, 0)
-            shown = b"" if slot.kind is Kind.STATE else self._credential.encode()
-            item = Item(slot.kind, slot.subject, self.me, *count, shown, record.encode())
-            if item.size > MAX_ITEM_BYTES:
-                text = f"A {type(record).__name__} of this node would take {item.size} bytes"
-                hint = f"the limit is {MAX_ITEM_BYTES}: take part in fewer rings, with fewer models"
-                raise UserError(text, hint=hint)
-            item = item.sign(self._key, self.records.mesh)
-            self.records.take(item, wall_s)
-            items.append(item)
+        items = [self._item(record) for record in records]
+        for number, item in enumerate(items):
+            items[number] = item.sign(self._key, self.records.mesh)
+            self.records.take(items[number], wall_s)
         return items
+
+    def _item(self, record: Record) -> Item:
+        """Return a record of our own as the next item, not signed yet."""
+        slot, version = slot_of(self.me, record)
+        self._seq += version is None
+        count = (self._incarnation, self._seq) if version is None else (version, 0)
+        shown = b"" if slot.kind is Kind.STATE else self._credential.encode()
+        item = Item(slot.kind, slot.subject, self.me, *count, shown, record.encode())
+        if item.size > MAX_ITEM_BYTES:
+            raise UserError(
+                f"The {Kind(slot.kind).name.lower()} record of this node takes {item.size} bytes,"
+                f" and peers accept {MAX_ITEM_BYTES}",
+                hint="let it take part in fewer rings, or hold fewer models",
+            )
+        return item
 
     def own(self) -> list[Item]:
         """Return the profile and state items of this node."""

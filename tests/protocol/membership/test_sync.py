@@ -73,7 +73,7 @@ def test_an_own_record_is_at_most_as_large_as_peers_accept(more: int) -> None:
     record = state(MAX_ITEM_BYTES - len(partly.encode()) + more)
 
     if more:
-        with pytest.raises(UserError, match=f"would take {MAX_ITEM_BYTES + 1} bytes"):
+        with pytest.raises(UserError, match=f"state record .* takes {MAX_ITEM_BYTES + 1} bytes"):
             node.sign([record], WALL)
         assert node.own() == [profile, partly]
     else:
@@ -87,7 +87,7 @@ def test_an_own_record_of_more_than_64_kib_is_refused_too() -> None:
     groups = [GroupId(bytes([number])) for number in range(MAX_RINGS - 1)]
     plans = tuple(RingMembership(group, bytes(MAX_PLAN_BYTES)) for group in groups)
 
-    with pytest.raises(UserError, match="A StateRecord of this node would take"):
+    with pytest.raises(UserError, match="The state record of this node takes"):
         node.sign([replace(STATE, further=plans)], WALL)
 
     assert node.own() == []
