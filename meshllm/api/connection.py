@@ -117,12 +117,16 @@ class PublicProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP as the API refuses a request, unless it has responded already."""
+        if self.cycle is not None:  # what its task still sends goes nowhere, without an error
+            self.cycle.disconnected = True
         if self.conn.our_state in {IDLE, SEND_RESPONSE}:
+            is_head = self.conn.our_state is SEND_RESPONSE and self.scope["method"] == "HEAD"
             body = error_object(_MALFORMED)
             length = str(len(body))
             head = ("content-type", JSON), ("content-length", length), ("connection", "close")
             response = Response(status_code=400, headers=list(head), reason="Bad Request")
-            for event in (response, Data(data=body), EndOfMessage()):
+            content = () if is_head else (Data(data=body),)
+            for event in (response, *content, EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -60,19 +60,20 @@ async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> No
 
 
 class _OriginForm:
-    """Passes on a request whose target is a whole URL as one of its path at its host.
+    """Rewrites a target that is a whole URL to its path, and the Host to its host.
 
-    Servers must accept such a target and ignore the Host header then, see RFC 9112, section 3.2.2.
+    Servers must accept such a target, and ignore the Host header then (RFC 9112, section 3.2.2).
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on one request."""
         scheme, _, rest = scope["raw_path"].partition(b"://")
         host, _, path = rest.partition(b"/")
         if scheme.lower() in {b"http", b"https"} and host and b"@" not in host:
-            others = [each for each in scope["headers"] if each[0] != b"host"]
+            others = [each for each in scope["headers"] if each[0].lower() != b"host"]
             scope = {
                 **scope,
                 "path": unquote(f"/{path.decode('ascii')}"),

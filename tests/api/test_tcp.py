@@ -15,6 +15,7 @@ from meshllm.api import connection, respond, tcp
 from meshllm.api.access.accounts import Accounts, KeyLimits
 from meshllm.api.connection import PublicProtocol
 from meshllm.api.tcp import Door, DoorOptions, open_door, parse_address, read_keys
+from meshllm.api.v1.chat_socket import PATH, PROTOCOL
 from meshllm.errors import UserError
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.request import Piece
@@ -626,6 +627,55 @@ async def test_a_malformed_rest_of_a_body_that_was_refused_closes_the_connection
 
     assert said.startswith(b"HTTP/1.1 404 ")
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("head", "has_body"),
+    [
+        ("POST /v1/models HTTP/1.1\r\nhost: localhost", True),
+        ("POST /v1/models HTTP/1.1\r\nhost: page.example", True),
+        ("HEAD /v1/models HTTP/1.1\r\nhost: localhost", False),
+    ],
+)
+async def test_a_malformed_body_is_refused_although_its_request_is_answered_meanwhile(
+    door: FakeNode,
+    accounts: Accounts,
+    caplog: pytest.LogCaptureFixture,
+    head: str,
+    *,
+    has_body: bool,
+) -> None:
+    sent = f"{head}\r\ntransfer-encoding: chunked\r\n\r\nno chunk\r\n"
+    async with serving(accounts, door) as open_one:
+        said = await exchange(open_one, sent.encode())
+        await asyncio.sleep(0)  # the task of the request ends
+
+    start, _, body = said.partition(b"\r\n\r\n")
+    assert start.startswith(b"HTTP/1.1 400 ")
+    assert bool(body) is has_body
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [("localhost", "page.example", 101), ("page.example", "localhost", 421)],
+)
+async def test_the_host_of_a_whole_url_counts_for_a_websocket_too(
+    door: FakeNode, accounts: Accounts, target: str, host: str, status: int
+) -> None:
+    lines = (
+        f"GET http://{target}{PATH} HTTP/1.1",
+        *(f"Host: {host}", "upgrade: websocket", "connection: upgrade"),
+        *("sec-websocket-version: 13", "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA=="),
+        f"sec-websocket-protocol: {PROTOCOL}",
+    )
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write("\r\n".join((*lines, "", "")).encode())
+        said = await reader.readline()
+        writer.close()
+
+    assert said.startswith(f"HTTP/1.1 {status} ".encode())
 
 
 async def test_endless_headers_are_refused(door: FakeNode, accounts: Accounts) -> None:
