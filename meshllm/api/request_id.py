@@ -1,5 +1,7 @@
 """The id of a request: the client's own if it sends one, in every response and in the log.
 
+What is not HTTP has none: the server refuses it before there is a request.
+
 https://platform.openai.com/docs/api-reference/debugging-requests
 https://docs.anthropic.com/en/api/errors#request-id
 """

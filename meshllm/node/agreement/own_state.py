@@ -67,6 +67,7 @@ class OwnState:
         self.has_left = False
         """Whether this node publishes no more."""
         self.failed = failed
+        """Called when a member cannot load its span, see `MemberHost`."""
         self.news = asyncio.Event()
         """Set at the next change that may matter; another one from then on."""
         self.use = ModelUse(machine, keep_s, self.publish, call_later)

@@ -40,6 +40,13 @@ async def model(llama: Path) -> ModelRuntime:
     return await ModelRuntime.open(resolve(str(llama)), Worker(InlineExecutor()))
 
 
+@pytest.fixture
+def divided_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the last rank hold a part of an LM head however small that is."""
+    monkeypatch.setattr(head, "LEAST", 1)
+    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+
+
 async def test_nothing_is_loaded_at_first(model: ModelRuntime) -> None:
     assert model._held is None
     assert (model.shape.layers, model.shape.dtype, model.context) == (6, "float32", 128)
@@ -166,11 +173,8 @@ async def test_a_span_that_loses_its_head_is_loaded_again(model: ModelRuntime) -
     assert model._held is None
 
 
-async def test_the_last_rank_holds_a_part_of_a_large_head(
-    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+@pytest.mark.usefixtures("divided_head")
+async def test_the_last_rank_holds_a_part_of_a_large_head(model: ModelRuntime) -> None:
     two, three = plan_of("0:2", "2:6"), plan_of("0:2", "2:4", "4:6")
 
     assert (await model.hold(plan_of("0:6"), A)).help is None
@@ -185,11 +189,8 @@ async def test_the_last_rank_holds_a_part_of_a_large_head(
     assert await model.hold(three, C) is last
 
 
-async def test_a_part_of_the_head_that_no_entry_asks_for_is_released(
-    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+@pytest.mark.usefixtures("divided_head")
+async def test_a_part_of_the_head_that_no_entry_asks_for_is_released(model: ModelRuntime) -> None:
     plan = plan_of("0:2", "2:6")
     before = await model.hold(plan, B)
     assert before.help is not None
@@ -205,11 +206,10 @@ async def test_a_part_of_the_head_that_no_entry_asks_for_is_released(
     assert part() is None
 
 
+@pytest.mark.usefixtures("divided_head")
 async def test_a_last_rank_that_gives_layers_to_another_releases_its_part_of_the_head(
-    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+    model: ModelRuntime,
 ) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     before = await model.hold(plan_of("0:2", "2:6"), B)
     assert before.help is not None
     part = weakref.ref(before.help)
@@ -222,11 +222,8 @@ async def test_a_last_rank_that_gives_layers_to_another_releases_its_part_of_the
     assert part() is None
 
 
-async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
-    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+@pytest.mark.usefixtures("divided_head")
+async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(model: ModelRuntime) -> None:
     before = await model.hold(plan_of("0:2", "2:4", "4:6"), B)
     after = await model.hold(
         replace(plan_of("0:2"), stages=(PlanStage(A, Span(0, 2)), PlanStage(B, Span(2, 4)))), B
@@ -237,11 +234,10 @@ async def test_a_rank_that_becomes_the_last_one_loads_no_layers_again(
 
 
 @pytest.mark.parametrize("missing", [0, 4], ids=["enough", "too little"])
+@pytest.mark.usefixtures("divided_head")
 async def test_a_part_of_the_head_takes_at_most_half_of_the_headroom(
-    missing: int, model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
+    missing: int, model: ModelRuntime
 ) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
     layers, part = sum(model.shape.layer_bytes[5:]), 64 * 64 * 4
     usable = part * 2 * (100 - HEADROOM_PERCENT) // HEADROOM_PERCENT
     assert usable > layers
@@ -296,11 +292,8 @@ async def test_a_failed_load_leaves_nothing_loaded(
     assert model._held is None
 
 
-async def test_a_client_holds_the_ends_and_no_layers(
-    model: ModelRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(head, "LEAST", 1)
-    monkeypatch.setattr(head, "LEAST_OUTPUTS", 1)
+@pytest.mark.usefixtures("divided_head")
+async def test_a_client_holds_the_ends_and_no_layers(model: ModelRuntime) -> None:
     plan = Plan(1, "tiny", Ends.CLIENT, (PlanStage(C, Span(0, 0)), PlanStage(A, Span(0, 6))))
 
     client, last = await model.hold(plan, C), await model.hold(plan, A)
