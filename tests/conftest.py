@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,17 @@ OWN_CACHES = "tests/processes/test_weights.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import the model as the command line does, before a test imports transformers whole.
+    """Set the cache folder, and import the model before a test imports transformers whole.
 
-    A process that only divides tests among workers imports no test.
+    Workers share the cache, so that kernels are compiled and measured once for all of them. What a
+    test module asks of the CPU while it is collected is kept in this folder, too, not the user's.
+    The model is imported as the command line does; a process that only divides tests among workers
+    imports no test.
     """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        cache = tempfile.TemporaryDirectory(prefix="meshllm-tests-")
+        config.add_cleanup(cache.cleanup)
+        os.environ["XDG_CACHE_HOME"] = cache.name  # workers inherit it
     if config.getoption("dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
         return
     gc.disable()  # until `_freeze`: nothing that is imported becomes garbage
@@ -85,17 +93,10 @@ def _logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep meshllm's state, config and cache out of the user's folders.
-
-    Workers share the cache, so that kernels are compiled and measured once for all of them.
-    """
-    own = tmp_path_factory.getbasetemp()
-    cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
-    cache.mkdir(mode=0o700, exist_ok=True)
+    """Keep meshllm's state and config out of the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
-        patch.setenv("XDG_CACHE_HOME", str(cache))
         yield
 
 

@@ -380,6 +380,10 @@ def test_only_machine_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.tolist() == [7, 8, 9]
 
 
+def test_tests_leave_the_users_cache_alone() -> None:
+    assert jit.private_folder() == Path(os.environ["XDG_CACHE_HOME"], "meshllm", "kernels")
+
+
 def test_invalid_ir_is_not_compiled() -> None:
     def write(code: Code, fields: Mapping[str, ir.Value], _block: ir.Value, _: ir.Value) -> None:
         with code.do.if_then(ir.Constant(ir.IntType(1), 0)):
