@@ -34,17 +34,15 @@ from meshllm.protocol.session.blob import check, seal, session_key
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.entry import Entry, EntryState
 from meshllm.protocol.session.messages import (
-    Beat,
     Blob,
     Cancel,
     Data,
     DType,
     FaultCode,
+    Flags,
     Forward,
-    Hello,
     SessionMessage,
     Spent,
-    UnknownRingMessage,
 )
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Adopt, Compute, Free, Keep, Stage
@@ -182,6 +180,10 @@ class Simulation:
         self.reused = 0
         self.flights: Counter[int] = Counter()  # steps in flight at each returned one
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
+        self.settled: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
+        """Rows that a stage has called settled, as they were then."""
+        self.garbled = set[SessionId]()
+        """Sessions of which a chunk of the prompt became garbage."""
         self.busy_until = [0.0] * self.ring
         self.told: list[Counter[SessionId]] = [Counter() for _ in range(self.ring)]
         self.generations: dict[SessionId, Generation] = {}
@@ -299,7 +301,7 @@ class Simulation:
 
     def deliver(self, rank: int, wire: bytes) -> None:
         message = decode(wire)
-        assert not isinstance(message, Hello | Beat | UnknownRingMessage)
+        assert isinstance(message, SessionMessage)
         if self.weather.poison:
             message = self.poisoned(message)
         if rank == 0:
@@ -315,6 +317,8 @@ class Simulation:
             return message
         if message.gen == self.told[0][message.session]:
             return message
+        if message.flags & Flags.PREFILL:
+            self.garbled.add(message.session)
         return replace(message, blob=pack(message.session, [666] * message.blob.shape[1]))
 
     # The driver of a stage.
@@ -368,6 +372,9 @@ class Simulation:
         blob = pack(compute.session, kept) if kept else None
         stage = self.stages[rank]
         self.act(rank, stage.computed(compute.session, blob, self.now, Spent(10, 2, 1)))
+        if (session := compute.session) in self.caches[rank]:
+            copied = self.settled[rank].setdefault(session, [])
+            copied += self.caches[rank][session][len(copied) : stage.settled.get(session, 0)]
 
     def layers(self, rank: int, session: SessionId, pos: int, rows: list[int]) -> list[int]:
         cache = self.caches[rank].setdefault(session, [])
@@ -470,6 +477,13 @@ def judge(simulation: Simulation) -> Counter[str]:
         assert one.answer == one.text[: len(one.answer)], "wrong tokens"
         assert all(before < after for before, after in pairwise(one.progress))
         assert one.closed is not None
+        rows: list[int] = [*one.task.prompt, *one.text]
+        for rank, settled in enumerate(simulation.settled):
+            if one.task.session in simulation.garbled:
+                break
+            rows = run_layers(rank, [], rows)
+            copied = settled.get(one.task.session, [])
+            assert copied == rows[: len(copied)], "rows that a draft took back were settled"
         match one.outcome:
             case Failed(code, text):
                 assert code is FaultCode.TIMED_OUT, text

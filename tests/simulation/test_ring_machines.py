@@ -13,7 +13,7 @@ import pytest
 from meshllm.names import SessionId
 from meshllm.protocol.session import actions, stage
 from meshllm.protocol.session.entry import Entry
-from meshllm.protocol.session.messages import Close, Data, SessionMessage
+from meshllm.protocol.session.messages import Blob, Close, Data, Flags, SessionMessage
 from meshllm.protocol.session.stage import MAX_PENDING, Compute, Stage
 from meshllm.request import FinishReason
 from tests.simulation.ring_world import (
@@ -120,11 +120,27 @@ class Generous(Stage):
         return super()._end(session, keep, now, **whose)
 
 
+class Confident(Stage):
+    """Calls rows settled that were drafted."""
+
+    @property
+    def settled(self) -> dict[SessionId, int]:
+        return {session: state.kv_len for session, state in self._sessions.items()}
+
+
 class Hasty(Entry):
     """Counts rows that may have held a wrong guess as done."""
 
     def _keepable(self, least: int | None) -> int:
         return len(self._tokens)
+
+
+class Boasting(Entry):
+    """Calls what comes before each step settled."""
+
+    def _data_of(self, job: actions.Embed, blob: Blob | None) -> Data:
+        data = super()._data_of(job, blob)
+        return replace(data, flags=data.flags | Flags.SETTLED)
 
 
 class Trusting(Entry):
@@ -181,7 +197,10 @@ class Repeating(Entry):
         (STORM, {"stage": Careless}),
         (RUSH, {"stage": Forgetful}),
         (FLOOD, {"stage": Generous}),
+        (CALM, {"stage": Confident}),
+        (CROWD, {"stage": Confident}),
         (CALM, {"entry": Hasty}),
+        (CROWD, {"entry": Boasting}),
         (CALM, {"entry": Trusting}),
         (STORM, {"entry": Repeating}),
         (STORM, {"entry": Gullible}),
@@ -197,7 +216,10 @@ class Repeating(Entry):
         "no gap",
         "no memory",
         "not there",
+        "a draft",
+        "a draft in a crowd",
         "not done",
+        "not settled",
         "any gen",
         "twice",
         "wrong guess",

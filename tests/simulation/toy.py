@@ -5,7 +5,7 @@ layers, a layer left out or run twice, a row lost, repeated or misplaced change 
 row between two spans also carries the number of layers it went through, and is refused elsewhere.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.parity.verdict import Verdict
 from meshllm.model.sampling import pick
 from meshllm.model.shape import ModelShape
+from meshllm.model.split.kv_cache import Rows
 from meshllm.model.steps.execution import Execution, Strategy
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.chat_style import ChatStyle
@@ -112,6 +113,22 @@ class ToyCache:
         other.crop(rows)
         return other
 
+    def copied_rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, int] | None:
+        sums = self.sums[layer][start + 1 : stop + 1]
+        if len(sums) < stop - start:
+            return None
+        return torch.tensor([[[[each, layer] for each in sums]]], dtype=torch.float32), 1
+
+    def adopt(self, received: Mapping[int, tuple[Rows, ...]], like: "ToyCache") -> None:
+        assert like.length == 1
+        if not self.sums.keys() <= received.keys():
+            return
+        length = min(received[layer][0].used for layer in self.sums)
+        for layer in self.sums:
+            sums, layers = (rows.held.flatten().tolist()[:length] for rows in received[layer])
+            assert set(layers) <= {layer}
+            self.sums[layer] = [1 + layer, *map(int, sums)]
+
     def take_over(self, others: Sequence["ToyCache"]) -> None:
         held = {layer: sums for other in others for layer, sums in other.sums.items()}
         if len({len(held.get(layer, "?")) for layer in self.sums}) == 1:
@@ -142,6 +159,12 @@ class ToyRunner:
 
     def new_cache(self) -> ToyCache:
         return ToyCache(self.span)
+
+    def one_row(self) -> ToyCache:
+        cache = self.new_cache()
+        cache.add(1)
+        cache.sums = {layer: [*sums, 0] for layer, sums in cache.sums.items()}
+        return cache
 
     def step(self, x: Tensor, cache: ToyCache | None) -> Tensor:
         return self.prefill(x, cache)

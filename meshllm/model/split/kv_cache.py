@@ -4,7 +4,7 @@ Layers keep their global index; those outside the span are dummies. Keys and val
 place, whereas transformers' own cache copies all of them for every token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -204,6 +204,41 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             for index, owner in zip(span, owners, strict=True):
                 self.layers[index] = owner.layers[index] if owner else self.layers[index]
 
+    def copied_rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, int] | None:
+        """Copy keys and values ``[1, H, T, D]`` of a layer side by side.
+
+        Return them, and where the values begin; None if the layer does not keep all rows, or has
+        not so many.
+        """
+        kept = self.layers[layer]
+        if type(kept) is not GrowingLayer or kept.get_seq_length() < stop:
+            return None
+        keys, values = (rows.held[..., start:stop, :] for rows in kept.rows)
+        if keys.shape[:-1] != values.shape[:-1]:
+            return None
+        return torch.cat((keys, values), -1), keys.shape[-1]
+
+    def adopt(self, received: Mapping[int, tuple[Rows, ...]], like: "SpanCache") -> None:
+        """Take over rows of all layers of this empty cache, as far as all have them.
+
+        Nothing changes if a layer has none, or others than ``like``, a cache of the model.
+        """
+        pairs = [
+            (received.get(at), like.layers[at]) for at in range(self.span.start, self.span.stop)
+        ]
+        if not pairs or not all(rows and _is_alike(rows, layer) for rows, layer in pairs):
+            return
+        self.length = min(rows[0].used for rows, _ in pairs if rows)
+        for at in range(self.span.start, self.span.stop):
+            keys, values = (rows.held[..., : self.length, :] for rows in received[at])
+            device = like.layers[at].keys.device
+            if device == keys.device:  # without a copy
+                self.layers[at].lazy_initialization(keys, values)
+                self.layers[at].rows = received[at]
+                self.layers[at].crop(min(0, self.length - received[at][0].used))
+            else:
+                self.layers[at].update(keys.to(device), values.to(device))
+
     @property
     def croppable(self) -> bool:
         """Whether tokens can be removed; recurrent and convolution states cannot be rolled back."""
@@ -311,6 +346,16 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
             _in_place_layer(layer) if index in self.span else DummyLayer()
             for index, layer in enumerate(layers)
         ]
+
+
+def _is_alike(rows: Sequence[Rows], layer: Any) -> bool:
+    """Return whether rows have the shapes and dtypes of those in a layer that grows."""
+
+    def form(each: Rows) -> tuple[object, ...]:
+        shape = each.buffer.shape
+        return (*shape[:-2], shape[-1], each.buffer.dtype)
+
+    return type(layer) is GrowingLayer and [*map(form, rows)] == [*map(form, layer.rows)]
 
 
 def max_crop_of(config: Any, layers: int) -> int | None:

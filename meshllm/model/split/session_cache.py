@@ -18,6 +18,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from meshllm.model.split.kv_cache import Rows, SpanCache
+from meshllm.model.split.received_rows import ReceivedRows
 
 
 class SentRows:
@@ -52,6 +53,7 @@ class SessionCache:
         self.parts = list(parts)
         self.sent: dict[int, Rows] = {}
         """Outputs ``[1, T, D]`` of a layer, from position 0 on; the key is the next layer."""
+        self._firsts: dict[int, int | None] = {}  # where they begin instead; None: at the next rows
 
     @property
     def length(self) -> int:
@@ -71,8 +73,8 @@ class SessionCache:
         """
         for part in self.parts:
             part.crop(length)
-        for rows in self.sent.values():
-            rows.used = min(rows.used, length)
+        for layer, rows in self.sent.items():
+            rows.used = min(rows.used, max(0, length - self._first(layer)))
 
     def branch(self, length: int) -> "SessionCache":
         """Copy the first ``length`` tokens to a new cache.
@@ -82,9 +84,26 @@ class SessionCache:
         """
         other = SessionCache([part.branch(length) for part in self.parts])
         for layer, rows in self.sent.items():
-            if held := min(rows.used, length):
-                other.record(layer, 0, rows.held[..., :held, :])
+            first = self._first(layer)
+            if (held := min(rows.used, length - first)) > 0:
+                other._firsts[layer] = None
+                other.record(layer, first, rows.held[..., :held, :])
         return other
+
+    def adopt(self, received: ReceivedRows, likes: Sequence[SpanCache]) -> None:
+        """Take over rows that another node has handed over, for the parts that hold nothing yet.
+
+        ``likes`` are caches of the model for the same spans, with at least one row. Outputs that
+        were handed over are those of the last layer; others are recorded from the next row on.
+        """
+        for part, like in zip(self.parts, likes, strict=True):
+            if part.length == 0:
+                part.adopt(received.layers, like)
+        last = self.parts[-1].span.stop
+        if last not in self.sent:
+            self._firsts[last] = None
+            if (sent := received.sent.get(last)) and sent.used >= self.length:
+                self.record(last, 0, sent.held[..., : self.length, :])
 
     def regroup(self, parts: Sequence[SpanCache]) -> None:
         """Move the layers to new, empty ``parts``; a part of which a layer is missing stays so.
@@ -96,23 +115,32 @@ class SessionCache:
         self.parts = list(parts)
         first, last = parts[0].span.start, parts[-1].span.stop
         self.sent = {layer: rows for layer, rows in self.sent.items() if first <= layer <= last}
+        self._firsts = {layer: at for layer, at in self._firsts.items() if layer in self.sent}
 
     def record(self, layer: int, start: int, rows: Tensor) -> None:
         """Add the rows ``[1, T, D]`` from position ``start`` on; without those before, drop them.
 
         ``layer`` is the one that they enter next.
         """
-        if start == 0:
-            self.sent[layer] = Rows(rows)
-        sent = self.sent.get(layer)
-        if sent is not None and sent.used >= start:
-            sent.used = start
+        if start == 0 or self._firsts.get(layer, 0) is None:
+            self.sent[layer], self._firsts[layer] = Rows(rows), start
+        sent, first = self.sent.get(layer), self._first(layer)
+        if sent is not None and first <= start <= first + sent.used:
+            sent.used = start - first
             sent.extend(rows.shape[-2])
             sent.write(rows)
 
     def recorded(self, layer: int, start: int, stop: int) -> Tensor | None:
         """Return the rows ``[1, T, D]`` at positions ``start`` to ``stop``; None if unknown."""
-        sent = self.sent.get(layer)
-        if sent is None or sent.used < stop:
+        sent, first = self.sent.get(layer), self._first(layer)
+        if sent is None or not first <= start <= stop <= first + sent.used:
             return None
-        return sent.held[..., start:stop, :]
+        return sent.held[..., start - first : stop - first, :]
+
+    def copied_rows(self, layer: int, start: int, stop: int) -> tuple[Tensor, int] | None:
+        """Copy keys and values of a layer, see `SpanCache.copied_rows`."""
+        part = next((each for each in self.parts if layer in each.span), None)
+        return part.copied_rows(layer, start, stop) if part else None
+
+    def _first(self, layer: int) -> int:
+        return self._firsts.get(layer) or 0

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from meshllm.errors import ModelError
 from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SentRows, SessionCache
 from meshllm.model.split.shard import Shard
 from meshllm.model.steps.execution import Strategy
@@ -42,6 +44,14 @@ class Runner:
     def prefill(self, x: Tensor, cache: SpanCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, see `Shard.forward`."""
         return self.steps.prefill(x, cache, rows)
+
+    def one_row(self) -> SpanCache:
+        """Return a cache with one row, which has the shapes and dtypes of any other."""
+        width, dtype = self.shard.row_format.width, self.shard.row_format.dtype
+        shape, kind = ((1, 1), torch.long) if self.shard.embed else ((1, 1, width), dtype)
+        cache = self.new_cache()
+        self.prefill(torch.zeros(shape, dtype=kind, device=self.shard.device), cache)
+        return cache
 
     def final_rows(self, x: Tensor, cache: SpanCache | None) -> Tensor:
         """Run a chunk as `prefill` does, but to the final norm: return rows [1, T, D]."""
@@ -118,6 +128,14 @@ class SpanRunner:
         cache.regroup([piece.new_cache() for piece in self.pieces])
         if self._sent:
             self._sent.count(cache)
+
+    def adopt(self, caches: Sequence[tuple[SessionCache, ReceivedRows]]) -> None:
+        """Give caches of these pieces the rows that another node has handed over."""
+        likes = [piece.one_row() for piece in self.pieces] if caches else []
+        for cache, received in caches:
+            cache.adopt(received, likes)
+            if self._sent:
+                self._sent.count(cache)
 
     def prefill(self, x: Tensor, cache: SessionCache, rows: int | None = None) -> Tensor:
         """Run a chunk of a prompt, see `Shard.forward`."""

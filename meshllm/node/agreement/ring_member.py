@@ -218,7 +218,16 @@ class RingMember:
         begun = {node for node, state in here.items() if state.followed == encoded}
         prepared = {node for node, state in here.items() if state.prepared == digest} | begun
         others = begun.intersection(stage.node for stage in plan.stages) - {machine.me}
-        return Outlook(plan, followed, settle_s, is_whole, bool(others), prepared)
+        leaving = self._leaving(followed).intersection(here)
+        return Outlook(plan, followed, settle_s, is_whole, bool(others), prepared, leaving)
+
+    def _leaving(self, plan: Plan | None) -> set[NodeId]:
+        """Return the nodes of a plan that leave, and can hand over their KV caches."""
+        if plan is None or self.agreement is None:
+            return set()
+        nodes = self.agreement.leaving.intersection(stage.node for stage in plan.stages)
+        states = self._machine.states
+        return {node for node in nodes if node in states and not states[node].obstacle}
 
     def serving_entry(self) -> NodeId | None:
         """Return the entry of the ring if the ring serves, as far as known here; else None."""

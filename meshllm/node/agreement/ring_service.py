@@ -30,7 +30,6 @@ from meshllm.protocol.membership.charter import Charter
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime
     from meshllm.node.ring.runtime import RingRuntime
-    from meshllm.protocol.session.messages import Hello
 
 MISSING_S = 600.0  # s until a model that no node could send is tried again
 
@@ -145,9 +144,9 @@ class RingService:
 
         await arrive(link, link.peer, self._runtime)
 
-    def _runtime(self, hello: "Hello") -> "RingRuntime | None":
+    def _runtime(self, group: GroupId) -> "RingRuntime | None":
         members = self._parts.state.members
-        return next((each.runtime for each in members if each.group == hello.group), None)
+        return next((each.runtime for each in members if each.group == group), None)
 
     def _own_ring(self, group: GroupId) -> OwnRing | None:
         """Return what this node knows of one of its rings; None if it takes part in no such."""

@@ -6,15 +6,19 @@ and how many rows they have computed again.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId, Span
+from meshllm.model.shape import free_memory
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.names import Digest, NodeId, SessionId, Span
+from meshllm.node.ring.kv_transfer import KvReceiver
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.session_store import SessionStore
+from meshllm.node.ring.session_store import Received, SessionStore, begun
 from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.node.session.stage import StageNode
+from meshllm.node.timer import loop_time
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.hang import HangLimits
@@ -28,7 +32,7 @@ _LATE = None, True
 class HeldLayers:
     """Loads and releases layers; layers for a plan that may follow take memory lent by caches."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- its node, and what it asks of the rank
         self,
         me: NodeId,
         model: ModelRuntime,
@@ -36,11 +40,13 @@ class HeldLayers:
         sessions: Callable[[], int],
         changed: Callable[[], None],
         stage: Callable[[], StageNode | None],
+        hand_over: Callable[[Plan], Awaitable[None]],
     ) -> None:
         """Hold nothing yet; load in advance in ``tasks``.
 
         ``sessions`` returns how many the rank has; ``changed`` is called once `prepared` has.
-        ``stage`` returns the rank if it is a stage at work.
+        ``stage`` returns the rank if it is a stage at work. ``hand_over`` sends KV caches to the
+        nodes of a plan that this one leaves.
         """
         self._me = me
         self._model = model
@@ -48,6 +54,7 @@ class HeldLayers:
         self._sessions = sessions
         self._changed = changed
         self._stage = stage
+        self._hand_over = hand_over
         self.span: LoadedSpan | None = None
         """The layers of the rank."""
         self.store: SessionStore | None = None
@@ -61,6 +68,12 @@ class HeldLayers:
         """The plan that may follow for which this node has loaded what it can."""
         self.preloaded: Plan | None = None
         """The plan that may follow whose span this node has loaded."""
+        self.is_handed_over = False
+        """Whether the plan in force was prepared, so that a node may have handed over caches."""
+        self._receiver: KvReceiver | None = None  # for the plan that is prepared
+        self._begun: dict[SessionId, SessionCache] = {}  # handed over, until there is a store
+        self._lent = 0  # bytes for layers of that plan
+        self._news = asyncio.Event()  # set, and replaced, when this node has prepared
 
     @property
     def recomputed(self) -> int:
@@ -80,9 +93,11 @@ class HeldLayers:
             MeshError: it cannot be loaded; all caches are dropped, to free memory for the next try.
         """
         self._stop_preparing()
+        self.is_handed_over = self.prepared == plan
         self.preloaded = self.prepared = None  # it is used, or replaced
         self._foreseen = None, False
         self._drop_span()
+        received, self._begun = self._take_received(), {}
         store = self.store = self.store if budget else None
         try:
             if store and budget:
@@ -90,7 +105,9 @@ class HeldLayers:
             room, has = budget.rooms[0].total if budget else 0, self._has_caches
             self.span = await self._model.hold(plan, self._me, room, has_caches=has)
             if store:
-                await self._model.worker.run(store.regroup, self.span.layers)
+                await self._model.worker.run(store.regroup, self.span.layers, received)
+            elif received:
+                self._begun = await self._model.worker.run(begun, self.span.layers, received)
         except MeshError:
             self.store = None
             raise
@@ -99,6 +116,8 @@ class HeldLayers:
         """Return the caches of the plan in force; ``before`` is the plan before it."""
         if self.store is None:
             self.store = SessionStore.empty(plan, budget, self._model, self._me, before)
+            self.store.add(self._begun, loop_time())
+            self._begun = {}
         self.store.move(plan, self._me, budget)
         return self.store
 
@@ -106,6 +125,8 @@ class HeldLayers:
         """Release the span and its caches; what was loaded in advance stays."""
         self._drop_span()
         self.store = None
+        self._take_received()
+        self._begun = {}
         self._model.unload()
 
     def _drop_span(self) -> None:
@@ -140,13 +161,42 @@ class HeldLayers:
         before = self.preloaded
         if plan is None or rank is None:
             await self._release_ahead()
+            if plan and is_urgent:
+                await self._hand_over(plan)
         elif before and _part_of(before, self._me) == _part_of(plan, self._me):
             self.preloaded = plan
         else:
             await self._release_ahead()
             await self._preload(plan, is_urgent)
+        self._set_prepared(plan)
+
+    def _set_prepared(self, plan: Plan | None) -> None:
         self.prepared = plan
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         self._changed()
+
+    async def receiver(self, digest: Digest, room: Callable[[Plan], int]) -> KvReceiver | None:
+        """Wait until this node has prepared for a plan; return what takes caches for it.
+
+        None if it has not loaded the layers. ``room`` returns the bytes for caches in a plan.
+        """
+        while self.prepared is None or self.prepared.digest != digest:
+            await self._news.wait()
+        if self.preloaded != self.prepared:
+            return None
+        if self._receiver is None:
+            lend = partial(self._lend_rows, room(self.prepared))
+            self._receiver = KvReceiver(self._model.worker, lend, self._model.context)
+        return self._receiver
+
+    def _take_received(self) -> Received:
+        """Return what was handed over, and take no more of it."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return {}
+        receiver.is_closed = True
+        return receiver.sessions
 
     async def _preload(self, plan: Plan, is_urgent: bool) -> None:
         lend, has = partial(self._lend, is_urgent), self._has_caches or self._sessions() > 0
@@ -160,11 +210,20 @@ class HeldLayers:
 
     def _lend(self, is_urgent: bool, size: int) -> bool:
         """Lend bytes of the room for caches, where this node has a rank, to layers."""
+        self._lent = size
         if (store := self.store) is None:
             return True
         if is_urgent:  # a stage frees caches in order with what its compute thread has yet to keep
             (self._stage() or store.prefixes).make_room(size)
         return store.prefixes.index.budget.lend(size, self._take_back)
+
+    def _lend_rows(self, room: int, size: int) -> bool:
+        """Lend bytes to caches that are handed over, beside the layers."""
+        if size > min(room, free_memory()):
+            return False
+        if (store := self.store) is None:
+            return True
+        return store.prefixes.index.budget.lend(self._lent + size, self._take_back)
 
     def _take_back(self) -> None:
         """Release what is loaded in advance: a session needs its memory."""
@@ -174,11 +233,11 @@ class HeldLayers:
 
     async def _give_up(self) -> None:
         await self._release_ahead()
-        self.prepared, _ = self._foreseen
-        self._changed()
+        self._set_prepared(self._foreseen[0])
 
     async def _release_ahead(self) -> None:
-        self.preloaded = None
+        self.preloaded, self._lent = None, 0
+        self._take_received()
         await self._model.release_ahead()
         if self.store is not None:
             self.store.prefixes.index.budget.end_loan()

@@ -20,6 +20,7 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.held_layers import HeldLayers
 from meshllm.node.ring.idle_links import IdleLink, IdleLinks
+from meshllm.node.ring.kv_handover import KvHandover
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
@@ -44,7 +45,7 @@ from meshllm.protocol.ring.forming import (
 from meshllm.protocol.ring.slowdown import Slowdown
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.link import SILENCE, NeighbourLink
-from meshllm.protocol.session.messages import Hello
+from meshllm.protocol.session.messages import Hello, KvOffer
 from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import Stage
 from meshllm.transport import contract
@@ -108,7 +109,11 @@ class RingRuntime:
         self._tasks = asyncio.TaskGroup()
         self._links = IdleLinks(self._tasks, self._gone)
         self._held = HeldLayers(
-            *(me, model, self._tasks, lambda: self.sessions, host.at_work, lambda: self.stage)
+            *(me, model, self._tasks, lambda: self.sessions, host.at_work, lambda: self.stage),
+            lambda plan: self._handover.hand_over(plan, self._entry or self.stage),
+        )
+        self._handover = KvHandover(
+            me, group, model, host, self._held, self._tasks, lambda: self.plan
         )
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
@@ -228,6 +233,10 @@ class RingRuntime:
     def take(self, link: IdleLink, peer: NodeId, hello: Hello) -> None:
         """Take over a link after its first message."""
         self._act(self._machine.arrived(peer, hello, self._links.add(link), loop_time()))
+
+    def take_caches(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
+        """Take over a link by which a node of the ring hands over its KV caches."""
+        self._handover.take(link, peer, offer)
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -436,6 +445,7 @@ class RingRuntime:
                 depth=model.config.depth,
                 max_chunk=model.max_rows,
                 limits=self._held.limits,
+                is_handed_over=self._held.is_handed_over,
                 on_repeated=partial(self._held.note_recomputed, plan.layers),
             )
             return EntryNode(span.entry, config, model.worker, neighbours)
@@ -448,6 +458,7 @@ class RingRuntime:
             context=model.context,
             index=store.prefixes.index,
             span=span.span,
+            held=store.held,
         )
         return StageNode(
             machine,
@@ -478,9 +489,9 @@ class RingRuntime:
 
 
 async def arrive(
-    link: contract.Link, peer: NodeId, find: Callable[[Hello], RingRuntime | None]
+    link: contract.Link, peer: NodeId, find: Callable[[GroupId], RingRuntime | None]
 ) -> None:
-    """Accept a link for a ring; close it unless ``find`` knows the ring of its first message.
+    """Accept a link for a ring; close it unless ``find`` knows the group of its first message.
 
     The runtime closes it unless it is for the plan in force or a later one. If cancelled, it is
     closed too.
@@ -489,14 +500,19 @@ async def arrive(
     try:
         async with asyncio.timeout(SILENCE):
             hello = decode(await idle.first())
-        runtime = find(hello) if isinstance(hello, Hello) else None
+        runtime = find(hello.group) if isinstance(hello, Hello | KvOffer) else None
     except (TimeoutError, MeshError) as error:
         logger.debug("ring link without a Hello: %s", error)
     finally:
         if runtime is None or runtime.is_closed:
             await link.close()
-    if isinstance(hello, Hello) and runtime and not runtime.is_closed:
-        runtime.take(idle, peer, hello)
+    if runtime is None or runtime.is_closed:
+        return
+    match hello:
+        case Hello():
+            runtime.take(idle, peer, hello)
+        case KvOffer():
+            runtime.take_caches(idle, peer, hello)
 
 
 def _totals(budget: KvBudget) -> list[int]:

@@ -1,16 +1,24 @@
 """The caches that a rank keeps between sessions, and over a change of plan."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
-from meshllm.names import NodeId
+from meshllm.names import NodeId, SessionId
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.plan import Plan
+
+Received = Mapping[SessionId, ReceivedRows]
+"""What another node has handed over of the layers of a span."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,10 +55,38 @@ class SessionStore:
         self.prefixes.move(budget)
         self.plan = plan
 
-    def regroup(self, layers: SpanRunner) -> None:
+    def regroup(self, layers: SpanRunner, received: Received) -> None:
         """Move all caches to the pieces of another span; runs on the compute thread."""
         for cache in self.prefixes.caches.values():
             layers.regroup(cache)
+        _adopt(layers, self.prefixes.caches, received)
+
+    def held(self, session: SessionId) -> int:
+        """Return how many positions of a kept session all layers hold."""
+        cache = self.prefixes.caches.get(session)
+        return cache.length if cache else 0
+
+    def add(self, caches: Mapping[SessionId, SessionCache], now: float) -> None:
+        """Keep sessions of a lost ring in which this node had no rank, see `begun`."""
+        for session, cache in caches.items():
+            self.prefixes.keep_begun(session, cache.length, cache, now)
+
+
+def begun(layers: SpanRunner, received: Received) -> dict[SessionId, SessionCache]:
+    """Return caches with what was handed over; runs on the compute thread."""
+    caches = {session: layers.new_cache() for session in received}
+    _adopt(layers, caches, received)
+    return {session: cache for session, cache in caches.items() if cache.length}
+
+
+def _adopt(
+    layers: SpanRunner, caches: Mapping[SessionId, SessionCache], received: Received
+) -> None:
+    pairs = [(caches[each], rows) for each, rows in received.items() if each in caches]
+    try:
+        layers.adopt(pairs)
+    except (RuntimeError, MemoryError) as error:  # out of memory; what is missing is refilled
+        logger.info("what was handed over is computed again: %s", error)
 
 
 def _moved(before: Plan, after: Plan) -> list[int]:

@@ -99,6 +99,8 @@ class EntryConfig:
     """Most rows of a chunk."""
     limits: HangLimits = field(default_factory=HangLimits)
     """Of the jobs of this rank."""
+    is_handed_over: bool = False
+    """Whether the ring before this one was prepared to end, so that caches may be handed over."""
     on_repeated: Callable[[int], None] | None = None
     """Called with the number of rows of an earlier ring that all layers have computed again."""
 
@@ -177,6 +179,16 @@ class EntryNode:
     def sessions(self) -> int:
         """Number of generations in progress."""
         return len(self._sessions)
+
+    @property
+    def settled(self) -> dict[SessionId, int]:
+        """Positions of each session that have been all round the ring."""
+        return {session: each.machine.held[1] for session, each in self._sessions.items()}
+
+    def cache_of(self, session: SessionId) -> SessionCache | None:
+        """Return the cache of a session; None if it has none yet, or has ended."""
+        generation = self._sessions.get(session)
+        return generation.cache if generation else None
 
     def resize(self, totals: Sequence[int]) -> bool:
         """Give caches so many bytes on each rank from now on.
@@ -285,13 +297,22 @@ class EntryNode:
             found = self._prefixes.resume(session, known[:held], chunks, now)
             if found is None and self._config.ring > 1 and now < self._since + RESUME_S:
                 front = self._runners.front  # the other ranks may have kept what the last ring had
-                hit = self._prefixes.resume_empty(session, held, chunks, front.span)
-                if hit is not None:
-                    return Start(hit, None, front.new_cache)
+                resumed = self._prefixes.resume_empty(session, held, chunks, front.span)
+                if resumed is not None:
+                    hit, begun = resumed
+                    return Start(self._asking(hit, begun), begun, front.new_cache)
         if found is None and self._uses_prefixes(order):
             scope = order.prefix_scope
             found = self._prefixes.find(known, now, is_shared=order.shares_prefix, scope=scope)
+        if found:
+            found = self._asking(*found), found[1]
         return start_from(found, self._runners.front.new_cache)
+
+    def _asking(self, hit: PrefixHit, cache: SessionCache | None) -> PrefixHit:
+        """Ask how much of the lost layers was handed over, if any of it may have been."""
+        if not (hit.lost and cache and self._config.is_handed_over):
+            return hit
+        return replace(hit, held=min(hit.length, cache.length))
 
     def _pace(self, order: GenerationRequest, base: PrefixHit | None) -> Pace:
         """Pace a whole prompt, as another rank may have evicted the prefix that is found here."""

@@ -96,6 +96,16 @@ class StageNode:
         """Number of sessions with a KV cache here."""
         return len(self._sessions)
 
+    @property
+    def settled(self) -> dict[SessionId, int]:
+        """Positions of each session that no draft takes back."""
+        return self._machine.settled
+
+    def cache_of(self, session: SessionId) -> SessionCache | None:
+        """Return the cache of a session; None if it has none yet, or has ended."""
+        held = self._sessions.get(session)
+        return held.cache if held else None
+
     def resize(self, totals: Sequence[int]) -> bool:
         """Give caches so many bytes from now on, if the sessions fit; return whether they do."""
         actions = self._machine.resize(totals)

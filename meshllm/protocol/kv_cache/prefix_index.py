@@ -69,6 +69,9 @@ class PrefixHit:
     """How they were computed; the last one stops at ``length``."""
     lost: tuple[Span, ...] = ()
     """Layers whose caches are lost."""
+    held: int = 0
+    """Positions that the lost layers of this rank hold nevertheless, or all of them if none is lost
+    here; 0 if no other rank has been handed over any."""
     is_claimed: bool = False
     """This rank did not see the tokens of the session, and has them from the request."""
 

@@ -100,18 +100,25 @@ class PrefixCache(Generic[Cache]):
 
     def resume_empty(
         self, session: SessionId, length: int, chunks: Sequence[Chunk], span: Span
-    ) -> PrefixHit | None:
-        """Continue a session of which this entry has nothing, as its ``span`` came with the plan.
+    ) -> tuple[PrefixHit, Cache | None] | None:
+        """Continue a session that this entry did not have, as its ``span`` came with the plan.
 
         Its layers are computed again, like the other ones that have moved, and no others. None if
-        the entry should have a cache, or none can be resumed.
+        the entry should have a cache, or none can be resumed. The cache is what was handed over.
         """
         own = range(span.start, span.stop)
         is_new = bool(own) and self._moved.issuperset(own)
         if not (length and is_new and self.index.resumes) or session in self._texts:
             return None
         held, lost = tuple(crop_chunks(chunks, length)), spans_of(self._moved)
-        return PrefixHit(session, length, True, length, held, lost, is_claimed=True)
+        begun = self.caches.get(session) if self.index.take(session, 0, 0.0, whole=True) else None
+        self._drop([session])
+        return PrefixHit(session, length, True, length, held, lost, is_claimed=True), begun
+
+    def keep_begun(self, session: SessionId, length: int, cache: Cache, now: float) -> None:
+        """Keep a cache that was handed over, of fewer positions than its session has."""
+        self.caches[session] = cache
+        self._drop(self.index.put(session, length, length, now, is_lost=True))
 
     def make_room(self, size: int) -> None:
         """Evict sessions until so many bytes of this rank are free, or all."""

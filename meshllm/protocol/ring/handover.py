@@ -15,10 +15,11 @@ When a node joins or leaves, its links change one by one, and each change could 
 plan: a plan is settled once it has not changed for a while.
 
 If the ring of the followed plan still serves, it goes on while each node of the next plan loads
-what it lacks, as far as its memory allows, and publishes that it has prepared. Following the plan
-then costs no more than the links and the rows of the layers that moved. Every node of the mesh runs
-this machine, on the same records; the first one that follows takes all others along, so no two of
-them serve different plans for longer than one message takes.
+what it lacks, as far as its memory allows, and publishes that it has prepared. A node that is not
+among them hands over KV caches of the layers that it had, and publishes it, too. Following the plan
+then costs no more than the links and the latest rows of the layers that moved. Every node of the
+mesh runs this machine, on the same records; the first one that follows takes all others along, so
+no two of them serve different plans for longer than one message takes.
 
 Races, and who wins:
 
@@ -63,11 +64,14 @@ class Outlook:
     """Whether another node follows the plan that was agreed on."""
     prepared: Collection[NodeId] = ()
     """The nodes that have prepared for it, or cannot."""
+    leaving: Collection[NodeId] = ()
+    """The nodes of the followed plan that are leaving, and hand over KV caches before."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether all nodes of the plan that was agreed on have prepared for it."""
-        return self.plan is None or all(each.node in self.prepared for each in self.plan.stages)
+        """Whether all nodes of the plan that was agreed on have prepared, and those that leave."""
+        nodes = [stage.node for stage in self.plan.stages] if self.plan else []
+        return all(node in self.prepared for node in (*nodes, *self.leaving))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from meshllm.names import (
     Span,
 )
 from meshllm.protocol.binary import Reader, sized
-from meshllm.protocol.session.blob import HEADER, check_shape, pack_header, unpack_header
+from meshllm.protocol.session.blob import HEADER, MAX_DIMS, check_shape, pack_header, unpack_header
 from meshllm.protocol.session.messages import (
     MAX_RANKS,
     PROTOCOL_VERSION,
@@ -38,6 +38,8 @@ from meshllm.protocol.session.messages import (
     Flags,
     Gap,
     Hello,
+    KvOffer,
+    KvRows,
     Logits,
     Message,
     Resume,
@@ -65,6 +67,8 @@ class _RingKind(IntEnum):
     FAULT = 7
     RESUME = 8
     LOGITS = 9
+    KV_OFFER = 10
+    KV_ROWS = 11
 
 
 _LAYOUTS = {  # version and kind, then the fields of the message
@@ -75,11 +79,15 @@ _LAYOUTS = {  # version and kind, then the fields of the message
     _RingKind.CANCEL: Struct("<BB 16s I I"),
     _RingKind.CLOSE: Struct("<BB 16s I I H"),  # then this number of tallies, whose
     _RingKind.FAULT: Struct("<BB 16s I B B"),  # then a text
-    _RingKind.RESUME: Struct("<BB 16s I 16s I B"),  # then the number of lost spans, and they
+    _RingKind.RESUME: Struct("<BB 16s I 16s I B"),  # then lost spans, and what they hold
     _RingKind.LOGITS: Struct("<BB 16s I I I"),  # then a blob
+    _RingKind.KV_OFFER: Struct("<BB 32s I 32s"),  # as Hello
+    _RingKind.KV_ROWS: Struct("<BB 16s I I I"),  # then a blob
 }
+_Control = Gap | Cancel | Close | Resume
 _COUNT = Struct("<H")
 _SPAN = Struct("<I I")
+_HELD = Struct("<I")
 _TALLY = Struct("<Q Q Q I Q I")
 _FAULTS = {int(code): code for code in FaultCode}
 _DATA_BYTES = _LAYOUTS[_RingKind.DATA].size
@@ -93,20 +101,38 @@ def encode(message: Message) -> list[Buffer]:
             return _pack_data(message)
         case Logits(session, epoch, gen, pos, blob):
             return _pack_blob(_pack(_RingKind.LOGITS, session, epoch, gen, pos), blob)
+        case KvRows(session, layer, pos, split, blob):
+            return _pack_blob(_pack(_RingKind.KV_ROWS, session, layer, pos, split), blob)
+        case _:
+            return [_pack_small(message)]
+
+
+def _pack_small(message: Hello | KvOffer | Beat | _Control | Fault | UnknownRingMessage) -> bytes:
+    match message:
+        case Hello(node, epoch, plan, group):
+            return _pack(_RingKind.HELLO, node, epoch, plan) + sized(group)
+        case KvOffer(node, epoch, plan, group):
+            return _pack(_RingKind.KV_OFFER, node, epoch, plan) + sized(group)
+        case Fault(session, epoch, code, rank, text):
+            return _pack(_RingKind.FAULT, session, epoch, code, rank) + sized(_cut(text))
+        case UnknownRingMessage(unknown, body):
+            return bytes([PROTOCOL_VERSION, unknown]) + body
+        case _:
+            return _pack_control(message)
+
+
+def _pack_control(message: Beat | _Control) -> bytes:
+    match message:
         case Close(session, epoch, keep, tallies, is_own):
             head = _pack(_RingKind.CLOSE, session, epoch, keep, len(tallies))
             packed = (sized(_pack_tally(tally)) for tally in tallies)
-            return [b"".join((head, *packed, bytes([is_own])))]
-        case Fault(session, epoch, code, rank, text):
-            return [_pack(_RingKind.FAULT, session, epoch, code, rank) + sized(_cut(text))]
-        case UnknownRingMessage(unknown, body):
-            return [bytes([PROTOCOL_VERSION, unknown]) + body]
-        case Resume(session, epoch, base, length, whole, lost):
+            return b"".join((head, *packed, bytes([is_own])))
+        case Resume(session, epoch, base, length, whole, lost, held):
             head = _pack(_RingKind.RESUME, session, epoch, base, length, whole)
             spans = (_SPAN.pack(span.start, span.stop) for span in lost)
-            return [b"".join((head, _COUNT.pack(len(lost)), *spans))]
-        case Hello() | Beat() | Gap() | Cancel():
-            return [_pack_plain(message)]
+            return b"".join((head, _COUNT.pack(len(lost)), *spans, _HELD.pack(held)))
+        case Beat() | Gap() | Cancel():
+            return _pack_plain(message)
         case _:
             assert_never(message)
 
@@ -144,9 +170,10 @@ def decode(buffer: Buffer) -> Message:
 
 def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
     match kind:
-        case _RingKind.HELLO:
+        case _RingKind.HELLO | _RingKind.KV_OFFER:
             node, epoch, plan = fields
-            return Hello(NodeId(node), epoch, Digest(plan), _group(bytes(rest)))
+            named = Hello if kind is _RingKind.HELLO else KvOffer
+            return named(NodeId(node), epoch, Digest(plan), _group(bytes(rest), kind))
         case _RingKind.BEAT:
             return Beat(*fields)
         case _RingKind.DATA:
@@ -155,6 +182,8 @@ def _build(kind: _RingKind, fields: list[Any], rest: memoryview) -> Message:
             session, epoch, gen, pos = fields
             _bounded("pos", pos, 0, MAX_POSITION - 1)
             return Logits(SessionId(session), epoch, gen, pos, _blob(rest))
+        case _RingKind.KV_ROWS:
+            return _kv_rows(SessionId(fields[0]), fields[1:], _blob(rest))
         case _RingKind.FAULT:
             return _fault(fields, rest)
         case _:
@@ -166,7 +195,7 @@ def _control(
     session: SessionId,
     fields: list[Any],
     rest: memoryview,
-) -> Gap | Cancel | Close | Resume:
+) -> _Control:
     match kind:
         case _RingKind.GAP:
             epoch, gen, kv_len = fields
@@ -181,8 +210,11 @@ def _control(
             epoch, base, length, whole = fields
             _bounded("length", length, 1, MAX_POSITION)
             is_whole = bool(_bounded("whole", whole, 0, 1))
-            lost = _lost(Reader(bytes(rest), "Resume")) if rest else ()
-            return Resume(session, epoch, SessionId(base), length, is_whole, lost)
+            reader = Reader(bytes(rest), "Resume")
+            lost = _lost(reader) if rest else ()
+            (held,) = reader.unpack(_HELD) if reader.left else (0,)
+            _bounded("held", held, 0, length)
+            return Resume(session, epoch, SessionId(base), length, is_whole, lost, held)
         case _:
             assert_never(kind)
 
@@ -210,6 +242,17 @@ def _blob(rest: memoryview) -> Blob:
     return Blob(dtype, shape, Digest(bytes(rest[HEADER.size : _BLOB_BYTES])), payload)
 
 
+def _kv_rows(session: SessionId, fields: list[Any], blob: Blob) -> KvRows:
+    layer, pos, split = fields
+    if len(blob.shape) != MAX_DIMS or blob.shape[0] != 1:
+        raise PeerFault(f"KvRows of shape {list(blob.shape)}; it is 1, heads, rows, width")
+    _bounded("rows", blob.shape[2], 1, MAX_ROWS)
+    _bounded("pos", pos, 0, MAX_POSITION - blob.shape[2])
+    _bounded("layer", layer, 0, MAX_LAYERS)
+    _bounded("split", split, 0, blob.shape[3] - 1)
+    return KvRows(session, layer, pos, split, blob)
+
+
 def _lost(reader: Reader) -> tuple[Span, ...]:
     (count,) = reader.unpack(_COUNT)
     _bounded("lost spans", count, 0, MAX_RANKS)
@@ -229,8 +272,9 @@ def _tally(reader: Reader) -> Tally:
     return Tally(Spent(*spent), steps, bytes_sent, round_trip_us)
 
 
-def _group(rest: bytes) -> GroupId:
-    return GroupId(Reader(rest, "Hello").sized(GROUP_BYTES)) if rest else FIRST_GROUP
+def _group(rest: bytes, kind: _RingKind) -> GroupId:
+    name = kind.name.capitalize()
+    return GroupId(Reader(rest, name).sized(GROUP_BYTES)) if rest else FIRST_GROUP
 
 
 def _fault(fields: list[Any], rest: memoryview) -> Fault:
@@ -245,10 +289,9 @@ def _bounded(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _pack_plain(message: Hello | Beat | Gap | Cancel) -> bytes:
+def _pack_plain(message: Beat | Gap | Cancel) -> bytes:
     fields = [getattr(message, name) for name in message.__match_args__]
-    group = sized(fields.pop()) if isinstance(message, Hello) else b""
-    return _pack(_RingKind[type(message).__name__.upper()], *fields) + group
+    return _pack(_RingKind[type(message).__name__.upper()], *fields)
 
 
 def _pack(kind: _RingKind, *fields: bytes | int) -> bytes:

@@ -40,7 +40,9 @@ If the ring is lost, there is no Close: `interrupt` keeps what had been all roun
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.
 If layers have moved to another node since, the Resume names them as lost, and the kept positions go
 round the ring once more as refills: in the chunks of the first time, so that the rows get the same
-bits, and computed in the lost layers only. What follows is sent right behind. Decode steps are all
+bits, and computed in the lost layers only. A node that left may have handed over what they hold:
+then the Resume asks for how many positions all of them hold, and the refills start behind these
+when it is back. What follows is sent right behind. Decode steps are all
 known by then: many go into one message where each row has the same bits in any company, and up to
 `MAX_PENDING` messages are in flight, whatever the window, or the entry would wait for the way round
 the ring after every few rows.
@@ -135,6 +137,7 @@ class Entry:
         self._tries = 0
         self._base: PrefixHit | None = None
         self._refill = 0  # positions to compute again in the lost layers of the base
+        self._is_asking = False  # how many of them these hold nevertheless
         self._chunks: list[Chunk] = []  # how the positions so far were computed
         self._is_told = False  # whether `take_chunks` has returned them as they are
         self._waiting = 0.0  # time of the last injection, result or Close
@@ -189,12 +192,12 @@ class Entry:
         if base is None:
             return self._next_job()
         self.reused, self._chunks = base.length, list(base.chunks)
-        if base.lost:
-            self._refill = base.length
-        else:
-            self._done = self._best = self._injected = base.length
+        self._refill = base.length if base.lost else 0
+        self._is_asking = base.held > 0 and task.ring > 1
+        if not self._is_asking:
+            self._begin_at(self._whole_chunks(base.held) if base.lost else base.length)
         self.capacity = base.capacity if base.whole else base.length
-        fields = base.session, base.length, base.whole, base.lost
+        fields = base.session, base.length, base.whole, base.lost, base.held
         resume = Resume(task.session, task.epoch, *fields)
         return [*([Forward(resume)] if task.ring > 1 else []), *self._next_job()]
 
@@ -209,6 +212,10 @@ class Entry:
                 return self._restart(kv_len, now)
             case EntryState.PREFILL | EntryState.DECODE, Fault(code=code, rank=rank, text=text):
                 return self._fail(Failed(code, text, rank), now)
+            case EntryState.PREFILL, Resume(held=held) if self._is_asking:
+                self._is_asking = False
+                self._begin_at(self._whole_chunks(held))
+                return self._next_job()
             case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
                 return self._closed(tallies, message.keep)
             case _:
@@ -290,7 +297,7 @@ class Entry:
         """When ``expire`` has something to do; None while the next move is the driver's."""
         if self.state is EntryState.CLOSING:
             return self._waiting + self._pace.close_s
-        if self._is_live and self._flight and self._job is None:
+        if self._is_live and (self._flight or self._is_asking) and self._job is None:
             return self._waiting + self._pace.patience_s * (1 << self._tries)
         return None
 
@@ -347,12 +354,25 @@ class Entry:
     def _start_refill(self, pos: int) -> list[Action]:
         """Start the next Embed for the lost layers: the same chunk as before, or some steps."""
         chunk = next(each for each in self._chunks if each.stop > pos)
-        if self._job or len(self._flight) >= self._room(is_step=chunk.is_step):
+        if self._job or self._is_asking or len(self._flight) >= self._room(is_step=chunk.is_step):
             return []
         stop = min(chunk.stop, pos + self._task.refill_rows if chunk.is_step else self._refill)
         tokens, self._injected = tuple(self._tokens[pos:stop]), stop
         self._job = Embed(self._gen, pos, tokens, 0, chunk.is_step, refills=True)
         return [self._job]
+
+    def _begin_at(self, pos: int) -> None:
+        """Begin with the token at a position, before which all layers hold everything."""
+        self._done = self._best = self._injected = pos
+
+    def _whole_chunks(self, held: int) -> int:
+        """Return how many of the positions are decode steps or in whole chunks of the prompt."""
+        start = 0
+        for chunk in self._chunks:
+            if chunk.stop > held:
+                return held if chunk.is_step else start
+            start = chunk.stop
+        return start
 
     def _room(self, *, is_step: bool) -> int:
         """Return how many chunks may be in flight; steps have few rows, so more of them may."""
@@ -389,6 +409,8 @@ class Entry:
             flags |= Flags.REFILL
         if job.pos + rows >= len(self._tokens):
             flags |= Flags.NEED_ROW
+        if job.is_step and not job.refills and len(self._flight) == 1:
+            flags |= Flags.SETTLED
         return Data(self._task.session, self._task.epoch, self._gen, job.pos, rows, flags, blob)
 
     def _result(self, data: Data, now: float) -> list[Action]:
@@ -428,7 +450,7 @@ class Entry:
             text = f"No progress past position {self._best} after {self._tries} retries"
             return self._fail(Failed(FaultCode.TIMED_OUT, text, 0), now)
         self._tries += 1
-        self._is_told = False
+        self._is_told = self._is_asking = False
         first = min(start, self._done, len(self._tokens))
         held, self._refill = max(self._injected, self._refill), 0
         self._done = self._injected = first if self._can_crop(held - first) else 0

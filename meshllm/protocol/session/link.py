@@ -32,6 +32,8 @@ from meshllm.names import NodeId, short
 from meshllm.protocol.session.messages import (
     Beat,
     Hello,
+    KvOffer,
+    KvRows,
     Message,
     SessionMessage,
     UnknownRingMessage,
@@ -54,7 +56,7 @@ class LinkState(Enum):
 _NEXT: dict[LinkState, dict[type[Message], LinkState]] = {
     LinkState.DIALING: {Hello: LinkState.OPEN},
     LinkState.OPEN: dict.fromkeys(
-        (Beat, UnknownRingMessage, *get_args(SessionMessage)), LinkState.OPEN
+        (Beat, UnknownRingMessage, KvOffer, KvRows, *get_args(SessionMessage)), LinkState.OPEN
     ),
 }
 
@@ -127,7 +129,7 @@ class NeighbourLink:
                 self.is_met = True
                 self._measure(message, now)
                 return []
-            case UnknownRingMessage():
+            case UnknownRingMessage() | KvOffer() | KvRows():  # the last two have their own link
                 return []
             case _:
                 return [Deliver(message)]

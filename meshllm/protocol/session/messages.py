@@ -73,6 +73,8 @@ class Flags(IntFlag):
     REFILL = auto()
     """Compute the rows only in the layers that a `Resume` calls lost. Ranks whose last layer is
     followed by a lost one send the rows that they recorded, the others send none."""
+    SETTLED = auto()
+    """Nothing is in flight before this step: the rows before it have been all round the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,9 @@ class Resume:
     lost: tuple[Span, ...] = ()
     """Layers whose caches are lost, as they were on another node; Data with `Flags.REFILL` follow
     that compute them again."""
+    held: int = 0
+    """Positions that the lost layers hold nevertheless. Each rank lowers it to what its own hold,
+    and the entry, which gets it back, refills from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +266,41 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOffer:
+    """The first message of a link by which a leaving node hands over KV caches.
+
+    The next owner of its layers answers with its own, when it can take some. The leaving node sends
+    another one behind the last `KvRows`, and gets another answer when all before it were taken.
+    """
+
+    node: NodeId
+    epoch: int
+    plan: Digest
+    """The plan by which the layers move."""
+    group: GroupId = FIRST_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class KvRows:
+    """Rows of the KV cache of a session in one layer, for the next owner of the layer."""
+
+    session: SessionId
+    layer: int
+    pos: int
+    """Position of the first row."""
+    split: int
+    """Where the values begin in the last dimension; 0 if these are hidden states that entered the
+    layer, which its next owner sends again if the layer is lost."""
+    blob: Blob
+    """``[1, H, rows, D]``: keys and values side by side."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.blob.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
 class UnknownRingMessage:
     """A message of a later version, which only proves that its sender is alive."""
 
@@ -271,7 +311,7 @@ class UnknownRingMessage:
 SessionMessage = Data | Logits | Resume | Gap | Cancel | Close | Fault
 """Messages that go from rank to rank, round the ring."""
 
-Message = Hello | Beat | SessionMessage | UnknownRingMessage
+Message = Hello | Beat | SessionMessage | KvOffer | KvRows | UnknownRingMessage
 
 
 @dataclass(frozen=True, slots=True)

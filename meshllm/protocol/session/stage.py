@@ -48,7 +48,7 @@ Races, and their outcome:
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -149,10 +149,29 @@ class _SessionState:
     tally: Tally = _EMPTY_TALLY
     feeds_lost: bool = False  # the layer after this rank's last is lost
     has_missed: bool = False  # its cache is gone, and cannot be refilled any more
+    settled: int = 0  # positions that no draft may take back
+    ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
+
+    def grow(self, data: Data) -> None:
+        """Note that rows were written, behind which nothing is held.
+
+        What the entry does not call settled is so when more messages followed than are in flight.
+        """
+        self.kv_len = data.pos + data.rows
+        self.settled = min(self.settled, data.pos)
+        if data.flags & Flags.PREFILL:
+            self.settled = self.kv_len
+        elif data.gen == self.gen:
+            self.ends.append(self.kv_len)
+            if data.flags & Flags.SETTLED:
+                self.settled = max(self.settled, data.pos)
+        if len(self.ends) == self.ends.maxlen:
+            self.settled = max(self.settled, self.ends[0])
 
     def raise_gen(self, gen: int) -> None:
         if gen > self.gen:
             self.gen = gen
+            self.ends.clear()
             self.pending = deque(item for item in self.pending if item[0].gen >= gen)
 
 
@@ -170,13 +189,15 @@ class Stage:
         context: int = MAX_POSITION,
         index: PrefixIndex | None = None,
         span: Span = _NO_LAYERS,
+        held: Callable[[SessionId], int] = lambda _: 0,
     ) -> None:
         """Serve sessions of up to ``context`` positions within the budget of the ``index``.
 
         Finished ones are kept in it; None keeps none, and has no budget. ``span`` are the layers of
-        this rank.
+        this rank; ``held`` returns how many positions of a kept session all of them hold.
         """
         self._span = span
+        self._held = held
         self.round_trip_us = 0
         """Round trip to the next rank, for the tallies; updated by the driver."""
         self._rank = rank
@@ -198,7 +219,8 @@ class Stage:
             case Data():
                 return self._data(message, now)
             case Resume():
-                return [*self._resume(message, now), Forward(message)]
+                forward = Forward(self._lowered(message))  # before its base is taken
+                return [*self._resume(message, now), forward]
             case Close():
                 return self._close(message, now)
             case Cancel(session, _, gen):
@@ -220,7 +242,7 @@ class Stage:
         done, state.running = state.running, None
         state.used = now
         if not done.flags & Flags.REFILL:
-            state.kv_len = done.pos + done.rows
+            state.grow(done)
         if done.gen < state.gen:
             return self._next(state)
         answer = replace(done, blob=blob)
@@ -273,6 +295,11 @@ class Stage:
         return [Forward(logits)] if state and state.gen <= logits.gen else []
 
     @property
+    def settled(self) -> dict[SessionId, int]:
+        """Positions of each session that will not change any more: no draft is among them."""
+        return {session: state.settled for session, state in self._sessions.items()}
+
+    @property
     def deadline(self) -> float | None:
         """When the next idle session is freed; None while every session computes."""
         idle = [
@@ -320,7 +347,7 @@ class Stage:
             self._keep(data, state),
             data.blob,
             is_step=not data.flags & Flags.PREFILL,
-            helps=data.gen if self._is_last and data.rows == 1 and data.flags == _HELP else None,
+            helps=data.gen if self._is_last and _asks_for_help(data) else None,
             refills=refills,
         )
         return self._queue(state, data, compute)
@@ -359,19 +386,30 @@ class Stage:
                 return [Free(each) for each in (*gone, base)]
         capacity = capacity if whole else length
         self._sessions[session] = _SessionState(
-            now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost
+            now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost, settled=length
         )
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
+    def _lowered(self, resume: Resume) -> Resume:
+        """Lower the positions that lost layers hold to those of the ones here."""
+        if not resume.held or not any(_overlap(span, self._span) for span in resume.lost):
+            return resume
+        return replace(resume, held=min(resume.held, self._held(resume.base)))
+
     def _resume_empty(self, resume: Resume, now: float, *, feeds_lost: bool) -> list[Action]:
-        """Start a session whose first positions are computed again, as all layers here are new."""
-        session, length = resume.session, resume.length
+        """Start a session whose first positions are computed again, as all layers here are new.
+
+        What another node has handed over of them is kept as fewer positions of the base.
+        """
+        session, base, length = resume.session, resume.base, resume.length
+        is_begun = self._index.take(base, 0, now, whole=True) > 0
         if not self.budget.reserve(session, length):
-            return []
+            return [Free(base)] if is_begun else []
         self._sessions[session] = _SessionState(
-            now, kv_len=length, capacity=length, feeds_lost=feeds_lost
+            now, kv_len=length, capacity=length, feeds_lost=feeds_lost, settled=length
         )
-        return [Free(each) for each in self._index.make_room()]
+        begin = [Adopt(session, base, length, whole=True)] if is_begun else []
+        return [*map(Free, self._index.make_room()), *begin]
 
     def _queue(self, state: _SessionState, data: Data, compute: Compute) -> list[Action]:
         if data.gen < state.gen:
@@ -458,6 +496,14 @@ class Stage:
 
 def _contains(outer: Span, inner: Span) -> bool:
     return bool(len(inner)) and outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def _asks_for_help(data: Data) -> bool:
+    return data.rows == 1 and data.flags & ~Flags.SETTLED == _HELP
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _violation(data: Data) -> str:

@@ -99,8 +99,8 @@ class Place:
                 self.world.links.append(link)
                 await arrive(link, NodeId(bytes(peer)), self.find)
 
-    def find(self, hello: Hello) -> RingRuntime | None:
-        return self.runtime if hello.group == FIRST_GROUP else None
+    def find(self, group: GroupId) -> RingRuntime | None:
+        return self.runtime if group == FIRST_GROUP else None
 
 
 class World:

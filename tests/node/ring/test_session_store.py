@@ -61,6 +61,6 @@ def test_a_node_that_has_nothing_knows_which_layers_are_lost(
 
     store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier)
 
-    hit = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
-    assert hit is not None
-    assert hit.lost == moved
+    found = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
+    assert found is not None
+    assert found[0].lost == moved

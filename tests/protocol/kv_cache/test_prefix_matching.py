@@ -276,11 +276,33 @@ def test_an_entry_whose_layers_have_just_moved_here_continues_with_nothing() -> 
     prefixes.lose([0, 1, 5])
     prefixes.lose([])  # the same plan again
 
-    hit = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
+    found = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
 
     lost = Span(0, 2), Span(5, 6)
     cropped = tuple(crop_chunks(CHUNKS, 3))
-    assert hit == PrefixHit(A, 3, True, 3, cropped, lost, is_claimed=True)
+    assert found == (PrefixHit(A, 3, True, 3, cropped, lost, is_claimed=True), None)
+
+
+def test_an_entry_continues_with_what_was_handed_over() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.lose([0, 1])
+    prefixes.keep_begun(A, 2, "a", 1.0)
+    assert prefixes.index.holds(A)
+
+    found = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
+
+    assert found is not None
+    assert (found[0].length, found[0].lost, found[1]) == (3, (Span(0, 2),), "a")
+    assert not prefixes.caches
+    assert prefixes.index.budget.kept_bytes == 0
+
+
+def test_what_was_handed_over_is_dropped_if_there_is_no_room() -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(blocks=0), None)
+
+    prefixes.keep_begun(A, 2, "a", 1.0)
+
+    assert not prefixes.caches
 
 
 @pytest.mark.parametrize(

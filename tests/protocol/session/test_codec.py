@@ -28,6 +28,8 @@ from meshllm.protocol.session.messages import (
     Flags,
     Gap,
     Hello,
+    KvOffer,
+    KvRows,
     Logits,
     Message,
     Resume,
@@ -40,7 +42,9 @@ SESSION, BASE = SessionId(bytes(range(16))), SessionId(bytes(16))
 BLOB = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 4), bytes(range(16)))
 DATA = Data(SESSION, 3, 1, 7, 2, Flags.PREFILL | Flags.NEED_ROW, BLOB)
 TALLY = Tally(Spent(1200, 80, 15), steps=3, bytes_sent=9000, round_trip_us=450)
-LOST = Resume(SESSION, 3, BASE, 40, whole=True, lost=(Span(2, 4), Span(7, 8)))
+LOST = Resume(SESSION, 3, BASE, 40, whole=True, lost=(Span(2, 4), Span(7, 8)), held=17)
+KV = seal(session_key(SESSION), DType.BFLOAT16, (1, 2, 3, 4), bytes(range(48)))
+KV_ROWS = KvRows(SESSION, 5, 7, 2, KV)
 FAULT = Fault(SESSION, 3, FaultCode.MODEL, 2, "no memory for 4 rows")
 MESSAGES: list[Message] = [
     Hello(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
@@ -56,6 +60,8 @@ MESSAGES: list[Message] = [
     LOST,
     Logits(SESSION, 3, 1, 7, BLOB),
     FAULT,
+    KvOffer(NodeId(bytes(32)), 3, Digest(bytes(range(32)))),
+    KV_ROWS,
 ]
 NAMES = [
     "hello",
@@ -71,6 +77,8 @@ NAMES = [
     "resume with lost layers",
     "logits",
     "fault",
+    "KV offer",
+    "KV rows",
 ]
 
 
@@ -78,7 +86,7 @@ def packed(message: Message) -> bytearray:
     return bytearray(b"".join(encode(message)))
 
 
-KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7]
+KINDS = [1, 2, 3, 3, 4, 5, 6, 6, 8, 8, 8, 9, 7, 10, 11]
 
 
 @pytest.mark.parametrize(("kind", "message"), [*zip(KINDS, MESSAGES, strict=True)], ids=NAMES)
@@ -99,11 +107,15 @@ def test_a_missing_byte_is_refused_and_appended_fields_are_ignored(
 
     with pytest.raises(PeerFault):
         decode(encoded[: -2 if isinstance(message, Close) else -1])  # whose it is may be absent
-    if isinstance(message, Data | Logits):  # a tensor is all of the rest
+    if isinstance(message, Data | Logits | KvRows):  # a tensor is all of the rest
         with pytest.raises(PeerFault):
             decode(encoded + b"\0")
     else:
         assert decode(encoded + b"later") == message
+
+
+def test_the_rows_of_a_cache_are_counted() -> None:
+    assert KV_ROWS.rows == 3
 
 
 def test_a_message_of_a_later_version_is_unknown() -> None:
@@ -188,10 +200,12 @@ def test_a_number_beyond_its_limit_is_refused(message: Message, words: str) -> N
         Resume(SESSION, 0, BASE, MAX_POSITION, whole=True, lost=(Span(0, MAX_LAYERS),) * MAX_RANKS),
         Close(SESSION, 0, MAX_POSITION, (TALLY,) * MAX_RANKS),
         Fault(SESSION, 0, FaultCode.MODEL, 1, "x" * MAX_TEXT),
+        KvRows(SESSION, MAX_LAYERS, MAX_POSITION - 3, 3, KV),
+        replace(LOST, held=40),
     ],
     ids=[
         *("rows", "position", "empty gap", "gap", "first logits", "logits"),
-        *("resume", "close", "fault"),
+        *("resume", "close", "fault", "KV rows", "all held"),
     ],
 )
 def test_a_number_at_its_limit_is_read(message: Message) -> None:
@@ -208,9 +222,15 @@ def test_a_number_at_its_limit_is_read(message: Message) -> None:
         (packed(Logits(SESSION, 3, 1, 7, BLOB))[:30], "Blob of 0 bytes"),
         (packed(DATA)[:-2], "is 16 bytes, not 14"),
         (packed(FAULT)[:24] + b"\x01\x00\xff", "invalid UTF-8"),
-        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-3] + b"\x02\0\0", "2 whole"),
-        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-2] + b"\1\1", "257 lost spans"),
-        (packed(LOST)[:-8] + b"\5\0\0\0\4\0\0\0", "4 last layer; allowed are 5 to"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-7] + b"\x02\0\0", "2 whole"),
+        (packed(Resume(SESSION, 3, BASE, 1, whole=True))[:-6] + b"\1\1", "257 lost spans"),
+        (packed(LOST)[:-12] + b"\5\0\0\0\4\0\0\0", "4 last layer; allowed are 5 to"),
+        (packed(replace(LOST, held=41)), "41 held; allowed are 0 to 40"),
+        (packed(replace(KV_ROWS, blob=BLOB)), r"KvRows of shape \[1, 2, 4\]"),
+        (packed(replace(KV_ROWS, blob=replace(KV, shape=(2, 1, 3, 4)))), r"KvRows of shape \[2, 1"),
+        (packed(replace(KV_ROWS, split=4)), "4 split; allowed are 0 to 3"),
+        (packed(replace(KV_ROWS, pos=MAX_POSITION - 2)), f"{MAX_POSITION - 2} pos"),
+        (packed(replace(KV_ROWS, layer=MAX_LAYERS + 1)), f"{MAX_LAYERS + 1} layer"),
         (packed(LOST)[:-1], "Resume"),
         (packed(FAULT)[:24] + b"\x01\x02" + MAX_TEXT * b"xx", "513 bytes"),
         (packed(Close(SESSION, 0))[:26] + b"\x01\x00\xff\xff", "65535 bytes"),

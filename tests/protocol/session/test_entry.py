@@ -63,6 +63,10 @@ def blob(rows: int) -> Blob:
     return seal(session_key(SESSION), DType.BFLOAT16, (1, rows, 4), bytes(8 * rows))
 
 
+LONE_STEP = Flags.NEED_ROW | Flags.SETTLED
+"""Of a step while nothing is in flight before it."""
+
+
 def sent(pos: int, rows: int, flags: Flags = NO_FLAGS, gen: int = 0) -> Forward:
     return Forward(Data(SESSION, EPOCH, gen, pos, rows, flags, blob(rows)))
 
@@ -166,7 +170,7 @@ def test_a_decode_step_is_one_row_that_comes_back() -> None:
     assert entry.state is EntryState.DECODE
     assert entry.receive(back(2, 1, row=blob(1)), 2.0) == [Pick(0, 3, blob(1), (), 5)]
     assert entry.picked((91,), 2.0) == [Emit(91), Embed(0, 3, (91,))]
-    assert entry.computed(blob(1), 2.0) == [sent(3, 1, Flags.NEED_ROW)]
+    assert entry.computed(blob(1), 2.0) == [sent(3, 1, LONE_STEP)]
 
 
 def test_max_tokens_end_the_answer() -> None:
@@ -330,7 +334,7 @@ def test_a_timeout_retries_from_the_last_committed_token() -> None:
 
     assert entry.expire(10.9) == []
     assert entry.expire(11.0) == [Forward(Cancel(SESSION, EPOCH, 1)), Embed(1, 2, (90,))]
-    assert entry.computed(blob(1), 12.0) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.computed(blob(1), 12.0) == [sent(2, 1, LONE_STEP, gen=1)]
     assert entry.deadline == 12.0 + 2 * PACE.patience_s
 
 
@@ -481,7 +485,7 @@ def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
     entry.receive(back(0, 2, row=blob(1)), 0.5)
 
     assert entry.picked((90,), 0.6, ((91, 92),)) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
-    assert entry.computed(blob(3), 0.7) == [sent(2, 3, Flags.NEED_ROW)]
+    assert entry.computed(blob(3), 0.7) == [sent(2, 3, LONE_STEP)]
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
 
@@ -499,7 +503,7 @@ def test_a_rejected_guess_raises_the_gen_and_is_overwritten() -> None:
     entry.receive(back(2, 3, row=blob(3)), 2.0)
 
     assert entry.picked((91, 77), 2.0, ((78,),)) == [Emit(91), Emit(77), Embed(1, 4, (77, 78), 1)]
-    assert entry.computed(blob(2), 2.1) == [sent(4, 2, Flags.NEED_ROW, gen=1)]
+    assert entry.computed(blob(2), 2.1) == [sent(4, 2, LONE_STEP, gen=1)]
     assert entry.receive(back(2, 3, row=blob(3)), 2.2) == []
     assert entry.receive(back(4, 2, gen=1, row=blob(2)), 2.3) == [Pick(1, 5, blob(2), (78,), 11)]
 
@@ -761,7 +765,7 @@ def test_draft_steps_follow_one_another_and_request_all_rows() -> None:
 
     assert entry.picked((90,), 0.6, STEPS) == [Emit(90), Embed(0, 2, (90, 91, 92), 2)]
     assert entry.computed(blob(3), 0.7) == [
-        sent(2, 3, Flags.NEED_ROW),
+        sent(2, 3, LONE_STEP),
         Embed(0, 5, (93, 94, 95), 2),
     ]
     assert entry.computed(blob(3), 0.7) == [sent(5, 3, Flags.NEED_ROW), Embed(0, 8, (96, 97), 1)]
@@ -811,7 +815,7 @@ def test_a_step_that_contradicts_the_next_one_ends_the_flight(
     ]
     assert entry.receive(back(5, 3, row=blob(3)), 2.1) == []
     assert entry.computed(blob(2), 2.2) == [
-        sent(pos, 2, Flags.NEED_ROW, gen=1),
+        sent(pos, 2, LONE_STEP, gen=1),
         Embed(1, pos + 2, (79, 80), 1),
     ]
     assert entry.receive(back(8, 2, row=blob(2)), 2.3) == []
@@ -956,7 +960,7 @@ def test_a_gap_discards_the_whole_flight() -> None:
         Embed(1, 2, (90,)),
     ]
     assert entry.receive(Gap(SESSION, EPOCH, 0, 2), 2.0) == []  # what the second step met
-    assert entry.computed(blob(1), 2.1) == [sent(2, 1, Flags.NEED_ROW, gen=1)]
+    assert entry.computed(blob(1), 2.1) == [sent(2, 1, LONE_STEP, gen=1)]
     assert entry.receive(back(2, 1, gen=1, row=blob(1)), 2.2) == [Pick(1, 3, blob(1), (), 42)]
 
 

@@ -155,12 +155,122 @@ def test_the_entry_waits_for_the_way_round_the_ring_once_not_after_every_few_row
     assert passed == sent + trip
 
 
-def stage_of(span: Span, *, keeps: bool = True) -> Stage:
-    """A middle rank; it keeps 4 positions of session ONE."""
+PARTS = Chunk(3, is_step=False), Chunk(6, is_step=False), Chunk(12, is_step=True)
+PARTLY = replace(BASE, length=12, chunks=PARTS, held=12)
+TASK = replace(e.TASK, prompt=tuple(range(13)), context=64)
+
+
+def asking(base: PrefixHit = PARTLY, ring: int = e.TASK.ring) -> tuple[Entry, Resume]:
+    """An entry that has asked how many positions the lost layers hold."""
+    entry = Entry(replace(TASK, ring=ring), e.PACE)
+    fields = base.session, base.length, base.whole, base.lost, base.held
+    asked = Resume(e.SESSION, e.EPOCH, *fields)
+    assert entry.open(0.0, base) == [Forward(asked)]
+    return entry, asked
+
+
+@pytest.mark.parametrize(
+    ("held", "start", "stop"),
+    [(0, 0, 3), (2, 0, 3), (3, 3, 6), (5, 3, 6), (6, 6, 12), (8, 8, 12), (11, 11, 12)],
+)
+def test_refills_start_behind_what_all_lost_layers_hold(held: int, start: int, stop: int) -> None:
+    entry, asked = asking()
+
+    actions = entry.receive(replace(asked, held=held), 0.1)
+
+    tokens = tuple(range(start, stop))
+    assert actions == [refill_of(start, tokens, is_step=start >= 6)]
+    assert entry.lost == LOST
+    assert entry.receive(replace(asked, held=held), 0.2) == []
+
+
+def test_nothing_is_refilled_if_the_lost_layers_hold_all() -> None:
+    entry, asked = asking()
+
+    (job,) = entry.receive(asked, 0.1)
+
+    assert job == Embed(0, 12, (12,), 0, is_step=False)
+    assert entry.lost == ()
+
+
+def test_what_a_ring_of_one_was_handed_over_needs_no_question() -> None:
+    entry = Entry(replace(TASK, ring=1), e.PACE)
+
+    assert entry.open(0.0, replace(PARTLY, held=7)) == [
+        refill_of(7, tuple(range(7, 12)), is_step=True)
+    ]
+
+
+def test_an_answer_that_does_not_come_costs_the_patience_and_all_rows() -> None:
+    entry, _ = asking()
+    due = entry.deadline
+    assert due is not None
+
+    cancel, job = entry.expire(due)
+
+    assert cancel == Forward(Cancel(e.SESSION, e.EPOCH, 1))
+    assert isinstance(job, Embed)
+    assert (job.pos, job.refills, entry.lost) == (0, False, ())
+
+
+def test_a_gap_ends_the_question() -> None:
+    entry, asked = asking()
+
+    _, job = entry.receive(Gap(e.SESSION, e.EPOCH, 0, 0), 0.1)
+
+    assert isinstance(job, Embed)
+    assert (job.pos, job.refills) == (0, False)
+    assert entry.receive(asked, 0.2) == []
+
+
+def stage_of(span: Span, *, keeps: bool = True, held: int = 0) -> Stage:
+    """A middle rank; it keeps 4 positions of session ONE, of which all layers hold some."""
     index = s.shelf_of(9)
     if keeps:
         index.put(s.ONE, 4, 4, 0.0)
-    return Stage(1, 3, epoch=s.EPOCH, index=index, span=span)
+    return Stage(1, 3, epoch=s.EPOCH, index=index, span=span, held={s.ONE: held}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("span", "asked", "told"),
+    [
+        (Span(4, 8), 4, 3),
+        (Span(7, 9), 2, 2),
+        (Span(0, 4), 4, 4),
+        (Span(8, 9), 4, 4),
+        (Span(4, 8), 0, 0),
+    ],
+    ids=["fewer", "more", "before the lost", "behind them", "not asked"],
+)
+def test_a_rank_lowers_what_lost_layers_hold_to_its_own(span: Span, asked: int, told: int) -> None:
+    stage = stage_of(span, held=3)
+
+    *_, forward = stage.receive(replace(RESUME, held=asked), 1.0)
+
+    assert forward == Forward(replace(RESUME, held=told))
+
+
+def test_a_rank_begins_with_what_was_handed_over_of_its_layers() -> None:
+    index = s.shelf_of(9)
+    index.put(s.ONE, 3, 3, 0.0, is_lost=True)
+    stage = Stage(1, 3, epoch=s.EPOCH, index=index, span=Span(4, 8))
+
+    assert stage.receive(RESUME, 1.0) == [Adopt(s.TWO, s.ONE, 4, whole=True), Forward(RESUME)]
+
+    assert not index.holds(s.ONE)
+    (job,) = stage.receive(refill(0, 2, blob=True), 1.1)
+    assert isinstance(job, Compute)
+    assert job.refills
+
+
+def test_what_was_handed_over_is_freed_if_there_is_no_room_for_the_session() -> None:
+    index = s.shelf_of(1)
+    index.put(s.ONE, 3, 3, 0.0, is_lost=True)
+    stage = Stage(1, 3, epoch=s.EPOCH, index=index, span=Span(4, 8), context=4096)
+    long = replace(RESUME, length=4 * BLOCK)
+
+    assert stage.receive(long, 1.0) == [Free(s.ONE), Forward(long)]
+    assert stage.budget.live_bytes == 0
 
 
 RESUME = Resume(s.TWO, s.EPOCH, s.ONE, 4, whole=True, lost=LOST)

@@ -86,6 +86,64 @@ def test_output_is_forwarded_under_the_same_header() -> None:
     assert not Forward(data(4)).control
 
 
+def test_a_prompt_is_settled_once_it_is_computed() -> None:
+    stage = filled(4)
+
+    assert stage.settled == {ONE: 4}
+
+
+def step(stage: Stage, pos: int, rows: int = 1, gen: int = 0, flags: Flags = NO_FLAGS) -> int:
+    """Compute a decode step; return how many positions are settled."""
+    stage.receive(data(pos, rows, gen, flags), 1.0)
+    stage.computed(ONE, blob(rows), 1.1, SPENT)
+    return stage.settled[ONE]
+
+
+def test_what_comes_before_a_step_is_settled_if_the_entry_says_so() -> None:
+    stage = filled(4)
+
+    assert step(stage, 4, 3) == 4
+    assert step(stage, 7, 3) == 4
+    assert step(stage, 10, 3, flags=Flags.SETTLED) == 10
+    assert step(stage, 12, 2, gen=1, flags=Flags.SETTLED) == 12
+
+
+def test_what_comes_before_more_steps_than_are_in_flight_is_settled() -> None:
+    stage = filled(4)
+
+    settled = [step(stage, 4 + 2 * at, 2) for at in range(MAX_PENDING + 3)]
+
+    assert settled == [*[4] * MAX_PENDING, 6, 8, 10]
+
+
+def test_a_new_gen_counts_its_own_steps() -> None:
+    stage = filled(4)
+    for at in range(MAX_PENDING):
+        step(stage, 4 + at)
+
+    settled = [step(stage, 20 + at, gen=1) for at in range(MAX_PENDING + 2)]
+
+    assert settled == [*[4] * MAX_PENDING, 21, 22]
+
+
+def test_rows_of_an_older_gen_that_were_running_settle_nothing() -> None:
+    stage = filled(4)
+    stage.receive(data(4, 3), 1.0)
+    stage.receive(Cancel(ONE, EPOCH, 1), 1.05)
+    stage.computed(ONE, blob(3), 1.1, SPENT)
+    assert stage.settled == {ONE: 4}
+
+    settled = [step(stage, 5 + at, gen=1) for at in range(MAX_PENDING + 1)]
+
+    assert settled == [*[4] * MAX_PENDING, 6]
+
+
+def test_rows_that_are_written_again_are_not_settled() -> None:
+    stage = filled(4)
+
+    assert step(stage, 2, gen=1) == 2
+
+
 ASKS = Flags.NEED_ROW | Flags.HELP
 
 

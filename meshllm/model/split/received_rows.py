@@ -1,0 +1,49 @@
+"""Rows of a session's KV cache that another node hands over before it leaves."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from meshllm.errors import ModelError
+from meshllm.model.split.kv_cache import Rows
+
+
+class ReceivedRows:
+    """Keys and values of one session by layer, and hidden states for the rank behind them."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Rows, ...]] = {}
+        """Keys and values ``[1, H, T, D]`` of a layer, from position 0 on."""
+        self.sent: dict[int, Rows] = {}
+        """Hidden states ``[1, T, D]`` that entered a layer, likewise."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all rows."""
+        held = [rows for pair in self.layers.values() for rows in pair]
+        return sum(rows.buffer.nbytes for rows in (*held, *self.sent.values()))
+
+    def add(self, layer: int, pos: int, split: int, rows: Tensor) -> None:
+        """Append rows ``[1, H, T, D]``: keys and values, which begin at ``split``.
+
+        If that is 0, they are hidden states that entered the layer, with H = 1.
+
+        Raises:
+            ModelError: they do not continue the rows before them.
+        """
+        if split:
+            parts = rows.tensor_split((split,), -1)
+            _append(self.layers.setdefault(layer, tuple(map(Rows, parts))), pos, parts)
+        else:
+            _append([self.sent.setdefault(layer, Rows(rows[:, 0]))], pos, [rows[:, 0]])
+
+
+def _append(held: Sequence[Rows], pos: int, parts: Sequence[Tensor]) -> None:
+    for rows, part in zip(held, parts, strict=True):
+        before, shape = rows.buffer, (*part.shape[:-2], part.shape[-1])
+        is_alike = (*before.shape[:-2], before.shape[-1]) == shape and before.dtype == part.dtype
+        if rows.used != pos or not is_alike:
+            found = f"{part.dtype} rows of shape {list(part.shape)} at {pos}"
+            raise ModelError(f"{found} behind {rows.used} of {list(before.shape)}")
+        rows.extend(part.shape[-2])
+        rows.write(part)

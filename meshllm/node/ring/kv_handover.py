@@ -1,0 +1,162 @@
+"""Hands KV caches over before this node leaves a ring, and takes those of another one that does.
+
+See `meshllm.node.ring.kv_transfer`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from meshllm.errors import MeshError, PeerFault
+from meshllm.names import Digest, GroupId, NodeId
+from meshllm.node.ring.held_layers import HeldLayers
+from meshllm.node.ring.idle_links import IdleLink
+from meshllm.node.ring.kv_transfer import KvSender
+from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.session.entry import EntryNode
+from meshllm.node.session.stage import StageNode
+from meshllm.protocol.planning.chunking import RankTimes, RingTimes
+from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.handover import PREPARE_S
+from meshllm.protocol.session.messages import KvOffer
+from meshllm.protocol.session.stage import MAX_REFILL_ROWS
+from meshllm.transport.contract import Link
+
+logger = logging.getLogger(__name__)
+
+
+class HandoverHost(Protocol):
+    """What it needs from its node, see `meshllm.node.ring.runtime.RuntimeHost`."""
+
+    def times(self, plan: Plan) -> RingTimes | None:
+        """Return the measured times of the ranks of a plan; None if not all are known."""
+
+    def rooms(self, plan: Plan) -> list[int] | None:
+        """Return the bytes that each rank has for caches; None if not all are known."""
+
+    def faulty(self, node: NodeId) -> None:
+        """Called when another node has sent something invalid."""
+
+    async def dial(self, node: NodeId) -> Link:
+        """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
+
+
+class KvHandover:
+    """Hands over and takes KV caches for one ring."""
+
+    def __init__(  # noqa: PLR0913 -- the parts of a runtime
+        self,
+        me: NodeId,
+        group: GroupId,
+        model: ModelRuntime,
+        host: HandoverHost,
+        held: HeldLayers,
+        tasks: asyncio.TaskGroup,
+        plan: Callable[[], Plan | None],
+    ) -> None:
+        """Take caches in ``tasks``; ``plan`` returns the plan in force."""
+        self._me = me
+        self._group = group
+        self._model = model
+        self._host = host
+        self._held = held
+        self._tasks = tasks
+        self._plan = plan
+        self._givers = set[NodeId]()  # nodes that hand over their caches now
+
+    async def hand_over(self, plan: Plan, rank: EntryNode | StageNode | None) -> None:
+        """Send the caches of a rank to the nodes that take over its layers; see `KvSender`."""
+        before = self._plan()
+        if before is None or rank is None or not rank.settled or not self._model.resumes:
+            return
+        async with asyncio.TaskGroup() as group:
+            for node, layers in heirs(before, plan, self._me).items():
+                group.create_task(self._send(before, plan, node, layers, rank))
+
+    async def _send(
+        self, before: Plan, plan: Plan, node: NodeId, layers: range, rank: EntryNode | StageNode
+    ) -> None:
+        place, stop = plan.rank(node) or 0, before.stages[before.rank(self._me) or 0].span.stop
+        is_before = stop == plan.stages[place].span.stop < plan.layers
+        times = self._host.times(plan)
+        refill_s = partial(_refill_s, times.ranks[place] if times else None, len(layers))
+        try:
+            link = await self._host.dial(node)
+            try:
+                sender = KvSender(
+                    *(link, self._offer(plan), self._model.worker, rank, layers),
+                    stop if is_before else None,
+                    refill_s,
+                )
+                rows = await sender.run()
+            finally:
+                await link.close()
+        except MeshError as error:
+            logger.info("KV caches of layers %s are not handed over: %s", layers, error)
+        else:
+            logger.info("%d rows of layers %s are handed over", rows, layers)
+
+    def take(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
+        """Take over a link by which a node of the ring hands over its caches."""
+        self._tasks.create_task(self._take(link, peer, offer))
+
+    async def _take(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
+        try:
+            if peer not in self._givers:
+                self._givers.add(peer)
+                try:
+                    async with asyncio.timeout(PREPARE_S):
+                        await self._receive(link, peer, offer.plan)
+                finally:
+                    self._givers.discard(peer)
+        except PeerFault as error:
+            logger.warning("KV caches are not taken: %s", error)
+            self._host.faulty(peer)
+        except (MeshError, TimeoutError) as error:
+            logger.debug("no more KV caches are taken: %s", error)
+        finally:
+            await link.close()
+
+    async def _receive(self, link: IdleLink, peer: NodeId, digest: Digest) -> None:
+        before = self._plan()
+        if before is None or before.rank(peer) is None:
+            return  # it has no layers here
+        receiver, plan = await self._held.receiver(digest, self._room), self._held.prepared
+        if receiver is None or plan is None:
+            return
+        if layers := heirs(before, plan, peer).get(self._me):
+            last = plan.stages[plan.rank(self._me) or 0].span.stop
+            await receiver.serve(link, self._offer(plan), layers, last)
+
+    def _offer(self, plan: Plan) -> KvOffer:
+        return KvOffer(self._me, plan.epoch, plan.digest, self._group)
+
+    def _room(self, plan: Plan) -> int:
+        """Return the bytes for caches of this node in a plan."""
+        rooms: Sequence[int] = self._host.rooms(plan) or ()
+        rank = plan.rank(self._me)
+        return rooms[rank] if rooms and rank is not None else 0
+
+
+def heirs(before: Plan, after: Plan, node: NodeId) -> dict[NodeId, range]:
+    """Return which nodes take over which layers of one that leaves; none if it stays."""
+    rank = before.rank(node)
+    if rank is None or after.rank(node) is not None:
+        return {}
+    own, found = before.stages[rank].span, dict[NodeId, range]()
+    for stage in after.stages:
+        layers = range(max(own.start, stage.span.start), min(own.stop, stage.span.stop))
+        if layers:
+            found[stage.node] = layers
+    return found
+
+
+def _refill_s(times: RankTimes | None, layers: int, rows: range) -> float | None:
+    """Return how long a rank computes rows of decode steps again in some layers, if known."""
+    if times is None or not times.layers:
+        return None
+    blocks = range(rows.start, rows.stop, MAX_REFILL_ROWS)
+    taken = (times.compute_s(min(MAX_REFILL_ROWS, rows.stop - at), at) for at in blocks)
+    return sum(taken) * layers / times.layers

@@ -1,0 +1,226 @@
+"""Hands over KV caches: a node that leaves sends them to the next owners of its layers.
+
+Theory of operation
+-------------------
+The ring goes on while the next plan is prepared. Meanwhile the leaving node copies the KV caches of
+its sessions, a few rows at a time between two steps, and sends them over a link of its own to each
+node that takes over some of its layers. Then it looks how far the sessions have come, and sends the
+rows since, until few are left. The next ring computes only these again, see
+`meshllm.protocol.session.entry`. Rows of drafts, which may be taken back, are not sent.
+
+A session is sent only as far as that is sooner than to compute its rows again: both are estimated,
+the first from the bytes that the link has taken so far, the second from the offer of the node.
+
+Nothing depends on it: what has not arrived, or does not fit, is computed again. The receiver takes
+rows only of the node that had the layers, for layers that it has loaded in advance, and as long as
+it has memory that sessions do not use. Before they are used, it compares their shapes and types
+with those that the model computes.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from meshllm.errors import ModelError, OutOfMemory, PeerFault
+from meshllm.model.shape import rows_for
+from meshllm.model.split.received_rows import ReceivedRows
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.wire.payload import is_finite
+from meshllm.names import SessionId
+from meshllm.node.compute.worker import Worker
+from meshllm.node.session.wire import opened, sealed
+from meshllm.node.timer import loop_time
+from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
+from meshllm.protocol.session.blob import session_key
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.messages import Buffer, DType, KvOffer, KvRows
+from meshllm.transport.contract import Link
+
+BLOCK_ROWS = 256
+"""Rows of one message: a MiB or two of a layer of a large model, a millisecond of a copy."""
+MOST_PASSES = 4
+FEW_ROWS = 32
+"""Rows of a session that are not worth another pass: the next ring computes them in one go."""
+MEASURED_BYTES = 1 << 20
+"""Bytes after which the rate of a link is known well enough."""
+
+_PLAIN = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
+
+logger = logging.getLogger(__name__)
+
+
+class Rank(Protocol):
+    """The entry or a stage, whose sessions are handed over."""
+
+    @property
+    def settled(self) -> Mapping[SessionId, int]:
+        """Positions of each session that no draft takes back."""
+
+    def cache_of(self, session: SessionId) -> SessionCache | None:
+        """Return the cache of a session; None once it has ended."""
+
+
+class KvSender:
+    """Sends the caches of a rank to one node, for some of its layers."""
+
+    def __init__(  # noqa: PLR0913 -- what it sends, and where
+        self,
+        link: Link,
+        offer: KvOffer,
+        worker: Worker,
+        rank: Rank,
+        layers: Collection[int],
+        next_layer: int | None,
+        refill_s: Callable[[range], float | None],
+    ) -> None:
+        """Send ``layers``, after the own ``offer``; and the rows that entered ``next_layer``.
+
+        That one is the layer behind the rank, if the node is going to be the rank before it.
+        ``refill_s`` returns how long it would compute rows of these layers again, if that is known.
+        """
+        self._link = link
+        self._offer = offer
+        self._worker = worker
+        self._rank = rank
+        self._layers = layers
+        self._next_layer = next_layer
+        self._refill_s = refill_s
+        self._sent: dict[SessionId, int] = {}
+        self._bytes = 0
+        self._begin = 0.0
+
+    async def run(self) -> int:
+        """Send until few rows are left; return how many were sent.
+
+        Raises:
+            MeshError: the link is lost, or the other side breaks the rules.
+        """
+        await self._sync()
+        self._begin = loop_time()
+        for _ in range(MOST_PASSES):
+            before = sum(self._sent.values())
+            for session, stop in list(self._rank.settled.items()):
+                await self._send(session, stop)
+            if sum(self._sent.values()) == before:
+                break
+            await self._sync()
+        return sum(self._sent.values())
+
+    async def _sync(self) -> None:
+        """Wait until the other side has taken all so far."""
+        await self._link.send(encode(self._offer))
+        _, answer = await self._link.receive()
+        if not isinstance(decode(answer), KvOffer):
+            raise PeerFault("No answer to an offer of KV caches")
+
+    async def _send(self, session: SessionId, stop: int) -> None:
+        """Send the rows of a session up to a position that were not sent yet."""
+        start = self._sent.get(session, 0)
+        if start and stop - start < FEW_ROWS:
+            return
+        for pos in range(start, stop, BLOCK_ROWS):
+            if not self._is_sooner(range(pos, stop)):
+                logger.info("rows from %d on are computed again: that is sooner", pos)
+                return
+            end = min(pos + BLOCK_ROWS, stop)
+            for layer in self._layers:
+                if not await self._send_rows(session, layer, pos, end):
+                    return
+            if self._next_layer is not None:
+                await self._send_rows(session, self._next_layer, pos, end)
+            self._sent[session] = end
+
+    async def _send_rows(self, session: SessionId, layer: int, start: int, stop: int) -> bool:
+        """Send rows of a layer; return whether there were any."""
+        if parts := await self._worker.run(self._encoded, session, layer, start, stop):
+            await self._link.send(parts)
+            self._bytes += sum(map(len, parts))
+        return bool(parts)
+
+    def _is_sooner(self, rows: range) -> bool:
+        """Whether the rest of a session is sent sooner than it is computed again."""
+        sent, took_s = sum(self._sent.values()), loop_time() - self._begin
+        again_s = self._refill_s(rows)
+        if again_s is None or not sent or self._bytes < MEASURED_BYTES:
+            return True
+        return len(rows) * took_s / sent < again_s
+
+    def _encoded(self, session: SessionId, layer: int, start: int, stop: int) -> list[Buffer]:
+        """Encode rows of a layer; nothing if there are none. Runs on the compute thread."""
+        if (cache := self._rank.cache_of(session)) is None:
+            return []
+        try:
+            if layer in self._layers:
+                copied = cache.copied_rows(layer, start, stop)
+            else:
+                sent = cache.recorded(layer, start, stop)  # [1, T, D]
+                copied = (sent[:, None].clone(), 0) if sent is not None else None
+            if copied is None:
+                return []
+            blob = sealed(session_key(session), copied[0])
+        except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
+            logger.info("rows of a session are not handed over: %s", error)
+            return []
+        return encode(KvRows(session, layer, start, copied[1], blob))
+
+
+class KvReceiver:
+    """Takes caches of layers that this node is about to take over."""
+
+    def __init__(self, worker: Worker, lend: Callable[[int], bool], context: int) -> None:
+        """Take sessions of up to ``context`` positions; ``lend`` provides bytes for them in all."""
+        self._worker = worker
+        self._lend = lend
+        self._context = context
+        self.sessions: dict[SessionId, ReceivedRows] = {}
+        """What was handed over."""
+        self.is_closed = False
+        """Whether it takes nothing any more: what was handed over is in use."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what was handed over."""
+        return sum(each.bytes for each in self.sessions.values())
+
+    async def serve(self, link: Link, answer: KvOffer, layers: Collection[int], last: int) -> None:
+        """Take what another node sends of some ``layers``, or of the rows that enter ``last``.
+
+        Raises:
+            LinkLost: the other side has closed the link.
+            PeerFault: it breaks the rules.
+        """
+        while not self.is_closed:
+            _, buffer = await link.receive()
+            match decode(buffer):
+                case KvOffer():
+                    await link.send(encode(answer))
+                case KvRows() as rows if rows.layer in (layers if rows.split else (last,)):
+                    if rows.blob.dtype not in _PLAIN:
+                        raise PeerFault(f"KV rows of type {rows.blob.dtype.name.lower()}")
+                    if not self._has_room(rows):
+                        logger.info("no memory for what another node hands over")
+                        return
+                    await self._worker.run(self._take, rows)
+                case other:
+                    raise PeerFault(f"{type(other).__name__} instead of rows of its own layers")
+
+    def _has_room(self, rows: KvRows) -> bool:
+        is_known = rows.session in self.sessions or len(self.sessions) < MAX_SESSIONS
+        is_short = rows.pos + rows.rows <= self._context
+        grown = rows_for(rows.pos + rows.rows) * len(rows.blob.payload) // rows.rows
+        return is_known and is_short and self._lend(self.bytes + grown)
+
+    def _take(self, rows: KvRows) -> None:
+        """Check and keep rows; runs on the compute thread."""
+        tensor = opened(session_key(rows.session), rows.blob)
+        if not is_finite(tensor):
+            raise PeerFault("KV rows with infinite values or NaN")
+        if self.is_closed:
+            return
+        try:
+            held = self.sessions.setdefault(rows.session, ReceivedRows())
+            held.add(rows.layer, rows.pos, rows.split, tensor)
+        except ModelError as error:
+            raise PeerFault(str(error)) from None
+        except (RuntimeError, MemoryError) as error:
+            raise OutOfMemory(f"No memory for KV caches that are handed over: {error}") from None
