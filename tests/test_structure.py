@@ -225,6 +225,7 @@ BROAD = {
     "meshllm.node.net.dialer.attempt": "a third-party plugin, with an address of a peer",
     "meshllm.node.net.mesh_link.supervised": "the supervisor of the links",
     "meshllm.node.requests.peer_requests._serve": "the supervisor: a bug ends its request",
+    "meshllm.node.ring.session_store._adopt": "model code; what was handed over is computed again",
     "meshllm.node.session.stage._adopt": "the supervisor: a bug only costs a prefix",
     "meshllm.node.session.text._encode": "raised again; panics of Rust code get a type",
     "meshllm.node.timer._fire": "raised again, once the timer is set",

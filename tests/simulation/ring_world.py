@@ -181,7 +181,7 @@ class Simulation:
         self.flights: Counter[int] = Counter()  # steps in flight at each returned one
         self.caches: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
         self.settled: list[dict[SessionId, list[int]]] = [{} for _ in range(self.ring)]
-        """Rows that a stage has called settled, as they were then."""
+        """Rows that a rank has called settled, as they were then."""
         self.garbled = set[SessionId]()
         """Sessions of which a chunk of the prompt became garbage."""
         self.busy_until = [0.0] * self.ring
@@ -389,6 +389,9 @@ class Simulation:
     # The driver of the entry.
 
     def drive(self, one: Generation, actions: Sequence[actions.Action]) -> None:
+        if (session := one.task.session) in self.caches[0]:
+            copied = self.settled[0].setdefault(session, [])
+            copied += self.caches[0][session][len(copied) : one.entry.settled]
         for action in actions:
             match action:
                 case Embed():

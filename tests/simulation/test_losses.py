@@ -3,13 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest.mock import patch
 
 import pytest
 
 from meshllm.model import sampling
 from meshllm.names import LossCause, NodeId
+from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session import generation
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.plan import Plan
@@ -83,6 +84,9 @@ class LossWithin(OneLoss):
     messages = 0
     is_blink = False
     """Only the link to the next rank is lost."""
+    leaves = False
+    """The rank is told to leave, and messages take time."""
+    request = REQUEST
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
@@ -114,23 +118,20 @@ class LossWithin(OneLoss):
         """Ask, and let the loss happen once so many messages have been sent since."""
         world, at, left = self.world, self.world.running[ingress], self.messages
         travel_s, pick = world.network.travel_s, sampling.pick
-        asked = Asked(1, ingress, at.process, REQUEST, None)
+        asked = Asked(1, ingress, at.process, self.request, None)
         lost_at, picked_at = 0.0, list[float]()
 
         def lose() -> None:
             nonlocal lost_at
             self.counts.is_within, lost_at = not asked.outcome, world.loop.time()
-            if self.is_blink:
-                world.network.blink(victim, after)
-            else:
-                world.crash(victim, silently=False)
+            self._lose(victim, after)
 
         def counted(way: tuple[int, int]) -> float:
             nonlocal left
             left -= 1
             if left == 0:
                 world.loop.call_soon(lose, context=world.network.context)
-            return HOP_S if self.is_blink else travel_s(way)
+            return HOP_S if self.is_blink or self.leaves else travel_s(way)
 
         def counted_pick(*args: object, **kwargs: object) -> int:
             self.counts.picks += 1
@@ -149,6 +150,14 @@ class LossWithin(OneLoss):
             world.fault(asked.outcome)
         if self.is_blink:
             self._count_hops(lost_at, picked_at)
+
+    def _lose(self, victim: int, after: int) -> None:
+        if self.is_blink:
+            self.world.network.blink(victim, after)
+        elif self.leaves:
+            self.world.leave(victim)
+        else:
+            self.world.crash(victim, silently=False)
 
     def _count_hops(self, lost_at: float, picked_at: list[float]) -> None:
         """Count the hops of a resume in virtual time, of which nothing but messages takes any."""
@@ -179,6 +188,51 @@ def answer(role: int, messages: int, *, is_blink: bool = False) -> Counts:
 
     assert not world.wrong, told(world)
     return schedules[0].counts
+
+
+LONG = replace(REQUEST, sampling=Sampling(0.8, seed=16), max_tokens=80)
+BEGUN = 60
+"""Messages of an answer, of which a few tokens are written."""
+LATE = 12
+"""Rows that a session may write while the ring changes: half a second of the longest answers."""
+
+
+def answer_over_a_leave(role: int) -> Counts:
+    """Let a rank leave in order within a long answer, which must be right."""
+    schedules = list[LossWithin]()
+
+    def make(world: World, seed: int) -> Schedule:
+        schedules.append(LossWithin(world, seed))
+        schedules[-1].role, schedules[-1].messages = role, BEGUN
+        schedules[-1].leaves, schedules[-1].request = True, LONG
+        return schedules[-1]
+
+    world = simulate(1, make)
+
+    assert not world.wrong, told(world)
+    return schedules[0].counts
+
+
+@pytest.mark.parametrize("role", range(len(ROLES)), ids=ROLES)
+def test_what_a_leaving_rank_hands_over_is_not_computed_again(role: int) -> None:
+    counts = answer_over_a_leave(role)
+
+    assert counts.is_within
+    assert 0 < counts.moved < LAYERS
+    assert counts.recomputed <= LATE * counts.moved
+    assert counts.picks == len(reference(LONG)[1])
+
+
+def test_rows_that_were_not_handed_over_are_computed_again() -> None:
+    """A mutant: nothing is sent."""
+
+    async def nothing(_: KvSender) -> None:
+        """Send none."""
+
+    with patch.object(KvSender, "catch_up", nothing):
+        counts = answer_over_a_leave(ROLES.index("middle"))
+
+    assert counts.recomputed > len(LONG.raw or "") * counts.moved
 
 
 def held_at_most() -> int:

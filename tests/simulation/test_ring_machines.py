@@ -135,6 +135,14 @@ class Hasty(Entry):
         return len(self._tokens)
 
 
+class Certain(Entry):
+    """Calls the drafts of a step settled before it is picked."""
+
+    @property
+    def settled(self) -> int:
+        return self._done
+
+
 class Boasting(Entry):
     """Calls what comes before each step settled."""
 
@@ -201,6 +209,7 @@ class Repeating(Entry):
         (CROWD, {"stage": Confident}),
         (CALM, {"entry": Hasty}),
         (CROWD, {"entry": Boasting}),
+        (CALM, {"entry": Certain}),
         (CALM, {"entry": Trusting}),
         (STORM, {"entry": Repeating}),
         (STORM, {"entry": Gullible}),
@@ -220,6 +229,7 @@ class Repeating(Entry):
         "a draft in a crowd",
         "not done",
         "not settled",
+        "not picked",
         "any gen",
         "twice",
         "wrong guess",

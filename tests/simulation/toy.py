@@ -259,6 +259,14 @@ class ToyModel(ModelRuntime):
         self.divides_head = False
         self._text = ToyText()
 
+    def hidden_bytes(self, positions: int) -> int:
+        """Return nothing: the budget has no room for them."""
+        return 0
+
+    def kv_row_bytes(self, layer: int) -> int:
+        """Return the bytes of a sum and its layer, which count as one in the budget."""
+        return 8
+
     def _new_loader(self) -> SpanLoader:
         return ToyLoader(self.source, self.shape, self.config, self.context, (), None)
 

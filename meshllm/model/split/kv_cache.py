@@ -60,6 +60,14 @@ class Rows:
         copy.write(self.held)
         return copy
 
+    def on(self, device: torch.device) -> "Rows":
+        """Return the rows on a device: these, or a copy."""
+        if self.buffer.device == device:
+            return self
+        other = Rows(self.buffer)
+        other.buffer, other.used = self.buffer.to(device), self.used
+        return other
+
     def write(self, states: Tensor) -> None:
         """Write the last rows ``[B, H, T, D]``."""
         count = states.shape[-2]
@@ -228,16 +236,18 @@ class SpanCache(DynamicCache):  # type: ignore[misc]  # transformers is not foll
         ]
         if not pairs or not all(rows and _is_alike(rows, layer) for rows, layer in pairs):
             return
-        self.length = min(rows[0].used for rows, _ in pairs if rows)
-        for at in range(self.span.start, self.span.stop):
-            keys, values = (rows.held[..., : self.length, :] for rows in received[at])
-            device = like.layers[at].keys.device
-            if device == keys.device:  # without a copy
-                self.layers[at].lazy_initialization(keys, values)
-                self.layers[at].rows = received[at]
-                self.layers[at].crop(min(0, self.length - received[at][0].used))
-            else:
-                self.layers[at].update(keys.to(device), values.to(device))
+        length = min(each.used for rows, _ in pairs for each in rows or ())
+        try:
+            for at in range(self.span.start, self.span.stop):
+                device = like.layers[at].keys.device
+                keys, values = (rows.on(device) for rows in received[at])
+                keys.used = values.used = length
+                self.layers[at].lazy_initialization(keys.held, values.held)
+                self.layers[at].rows = keys, values
+        except BaseException:
+            self.crop(0)
+            raise
+        self.length = length
 
     @property
     def croppable(self) -> bool:

@@ -17,11 +17,10 @@ class ReceivedRows:
         self.sent: dict[int, Rows] = {}
         """Hidden states ``[1, T, D]`` that entered a layer, likewise."""
 
-    @property
-    def bytes(self) -> int:
-        """Memory of all rows."""
-        held = [rows for pair in self.layers.values() for rows in pair]
-        return sum(rows.buffer.nbytes for rows in (*held, *self.sent.values()))
+    def join(self, other: "ReceivedRows") -> None:
+        """Take over the rows of other layers of the same session."""
+        self.layers |= other.layers
+        self.sent |= other.sent
 
     def add(self, layer: int, pos: int, split: int, rows: Tensor) -> None:
         """Append rows ``[1, H, T, D]``: keys and values, which begin at ``split``.
@@ -29,7 +28,7 @@ class ReceivedRows:
         If that is 0, they are hidden states that entered the layer, with H = 1.
 
         Raises:
-            ModelError: they do not continue the rows before them.
+            ModelError: they do not continue the rows before them; nothing has changed.
         """
         if split:
             parts = rows.tensor_split((split,), -1)
@@ -39,11 +38,18 @@ class ReceivedRows:
 
 
 def _append(held: Sequence[Rows], pos: int, parts: Sequence[Tensor]) -> None:
-    for rows, part in zip(held, parts, strict=True):
+    pairs = [*zip(held, parts, strict=True)]
+    for rows, part in pairs:
         before, shape = rows.buffer, (*part.shape[:-2], part.shape[-1])
         is_alike = (*before.shape[:-2], before.shape[-1]) == shape and before.dtype == part.dtype
         if rows.used != pos or not is_alike:
             found = f"{part.dtype} rows of shape {list(part.shape)} at {pos}"
             raise ModelError(f"{found} behind {rows.used} of {list(before.shape)}")
-        rows.extend(part.shape[-2])
-        rows.write(part)
+    try:
+        for rows, part in pairs:
+            rows.extend(part.shape[-2])
+            rows.write(part)
+    except BaseException:
+        for rows in held:
+            rows.used = pos
+        raise

@@ -11,6 +11,7 @@ from functools import partial
 
 from meshllm.errors import MeshError
 from meshllm.model.shape import free_memory
+from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.names import Digest, NodeId, SessionId, Span
 from meshllm.node.ring.kv_transfer import KvReceiver
@@ -70,7 +71,7 @@ class HeldLayers:
         """The plan that may follow whose span this node has loaded."""
         self.is_handed_over = False
         """Whether the plan in force was prepared, so that a node may have handed over caches."""
-        self._receiver: KvReceiver | None = None  # for the plan that is prepared
+        self._receivers: dict[NodeId, KvReceiver] = {}  # by the node that hands over its caches
         self._begun: dict[SessionId, SessionCache] = {}  # handed over, until there is a store
         self._lent = 0  # bytes for layers of that plan
         self._news = asyncio.Event()  # set, and replaced, when this node has prepared
@@ -97,7 +98,7 @@ class HeldLayers:
         self.preloaded = self.prepared = None  # it is used, or replaced
         self._foreseen = None, False
         self._drop_span()
-        received, self._begun = self._take_received(), {}
+        received, self._begun, self._lent = self._take_received(), {}, 0
         store = self.store = self.store if budget else None
         try:
             if store and budget:
@@ -116,13 +117,15 @@ class HeldLayers:
         """Return the caches of the plan in force; ``before`` is the plan before it."""
         if self.store is None:
             self.store = SessionStore.empty(plan, budget, self._model, self._me, before)
-            self.store.add(self._begun, loop_time())
+            if self.span:
+                self.store.add(self._begun, self.span.span, loop_time())
             self._begun = {}
         self.store.move(plan, self._me, budget)
         return self.store
 
     def release(self) -> None:
         """Release the span and its caches; what was loaded in advance stays."""
+        self._stop_preparing()
         self._drop_span()
         self.store = None
         self._take_received()
@@ -176,27 +179,34 @@ class HeldLayers:
         news.set()
         self._changed()
 
-    async def receiver(self, digest: Digest, room: Callable[[Plan], int]) -> KvReceiver | None:
-        """Wait until this node has prepared for a plan; return what takes caches for it.
+    async def receiver(
+        self, peer: NodeId, digest: Digest, room: Callable[[Plan], int]
+    ) -> tuple[Plan, KvReceiver] | None:
+        """Wait until this node has prepared for a plan; return what takes caches of a peer for it.
 
-        None if it has not loaded the layers. ``room`` returns the bytes for caches in a plan.
+        None if it has not loaded the layers. ``room`` returns the bytes for caches in a plan. What
+        the peer has handed over before is released.
         """
         while self.prepared is None or self.prepared.digest != digest:
             await self._news.wait()
-        if self.preloaded != self.prepared:
+        plan = self.prepared
+        if self.preloaded != plan:
             return None
-        if self._receiver is None:
-            lend = partial(self._lend_rows, room(self.prepared))
-            self._receiver = KvReceiver(self._model.worker, lend, self._model.context)
-        return self._receiver
+        if before := self._receivers.pop(peer, None):
+            before.is_closed = True
+        lend = partial(self._lend_rows, room(plan))
+        receiver = self._receivers[peer] = KvReceiver(self._model.worker, lend, self._model)
+        return plan, receiver
 
     def _take_received(self) -> Received:
         """Return what was handed over, and take no more of it."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is None:
-            return {}
-        receiver.is_closed = True
-        return receiver.sessions
+        receivers, self._receivers = self._receivers, {}
+        received = dict[SessionId, ReceivedRows]()
+        for each in receivers.values():
+            each.is_closed = True
+            for session, rows in list(each.sessions.items()):  # one may come meanwhile
+                received.setdefault(session, ReceivedRows()).join(rows)
+        return received
 
     async def _preload(self, plan: Plan, is_urgent: bool) -> None:
         lend, has = partial(self._lend, is_urgent), self._has_caches or self._sessions() > 0
@@ -217,8 +227,9 @@ class HeldLayers:
             (self._stage() or store.prefixes).make_room(size)
         return store.prefixes.index.budget.lend(size, self._take_back)
 
-    def _lend_rows(self, room: int, size: int) -> bool:
-        """Lend bytes to caches that are handed over, beside the layers."""
+    def _lend_rows(self, room: int) -> bool:
+        """Lend bytes to caches that are handed over, beside the layers; return whether they are."""
+        size = sum(each.bytes for each in self._receivers.values())
         if size > min(room, free_memory()):
             return False
         if (store := self.store) is None:

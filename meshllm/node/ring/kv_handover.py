@@ -64,58 +64,86 @@ class KvHandover:
         self._held = held
         self._tasks = tasks
         self._plan = plan
-        self._givers = set[NodeId]()  # nodes that hand over their caches now
+        self._taking: dict[NodeId, asyncio.Task[None]] = {}  # by the node that hands over
 
     async def hand_over(self, plan: Plan, rank: EntryNode | StageNode | None) -> None:
-        """Send the caches of a rank to the nodes that take over its layers; see `KvSender`."""
+        """Send the caches of a rank to the nodes that take over its layers; see `KvSender`.
+
+        When all of them have taken what there was, each takes what was written meanwhile.
+        """
         before = self._plan()
         if before is None or rank is None or not rank.settled or not self._model.resumes:
             return
-        async with asyncio.TaskGroup() as group:
-            for node, layers in heirs(before, plan, self._me).items():
-                group.create_task(self._send(before, plan, node, layers, rank))
+        nodes = heirs(before, plan, self._me)
+        together = asyncio.Barrier(len(nodes))
+        try:
+            async with asyncio.timeout(PREPARE_S), asyncio.TaskGroup() as group:
+                for node, layers in nodes.items():
+                    sender = partial(self._sender, before, plan, rank, node, layers)
+                    group.create_task(self._send(node, sender, together))
+        except TimeoutError:
+            logger.info("KV caches are not handed over: a node has not taken them in time")
 
     async def _send(
-        self, before: Plan, plan: Plan, node: NodeId, layers: range, rank: EntryNode | StageNode
+        self, node: NodeId, sender_on: Callable[[Link], KvSender], together: asyncio.Barrier
     ) -> None:
+        link = None
+        try:
+            try:
+                link = await self._host.dial(node)
+                sender = sender_on(link)
+                await sender.catch_up()
+            except MeshError:
+                await together.wait()
+                raise
+            await together.wait()
+            await sender.catch_up()
+            logger.info("%d rows of each layer are handed over", sender.rows)
+        except MeshError as error:
+            logger.info("no more KV caches are handed over: %s", error)
+        finally:
+            if link is not None:
+                await link.close()
+
+    def _sender(
+        self,
+        before: Plan,
+        plan: Plan,
+        rank: EntryNode | StageNode,
+        node: NodeId,
+        layers: range,
+        link: Link,
+    ) -> KvSender:
         place, stop = plan.rank(node) or 0, before.stages[before.rank(self._me) or 0].span.stop
         is_before = stop == plan.stages[place].span.stop < plan.layers
         times = self._host.times(plan)
         refill_s = partial(_refill_s, times.ranks[place] if times else None, len(layers))
-        try:
-            link = await self._host.dial(node)
-            try:
-                sender = KvSender(
-                    *(link, self._offer(plan), self._model.worker, rank, layers),
-                    stop if is_before else None,
-                    refill_s,
-                )
-                rows = await sender.run()
-            finally:
-                await link.close()
-        except MeshError as error:
-            logger.info("KV caches of layers %s are not handed over: %s", layers, error)
-        else:
-            logger.info("%d rows of layers %s are handed over", rows, layers)
+        worker, next_layer = self._model.worker, stop if is_before else None
+        return KvSender(link, self._offer(plan), worker, rank, layers, next_layer, refill_s)
 
     def take(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
-        """Take over a link by which a node of the ring hands over its caches."""
-        self._tasks.create_task(self._take(link, peer, offer))
+        """Take over a link by which a node of the ring hands over its caches.
+
+        It replaces the last one of that node, which has another plan now.
+        """
+        if before := self._taking.get(peer):
+            before.cancel()
+        task = self._taking[peer] = self._tasks.create_task(self._take(link, peer, offer))
+        task.add_done_callback(partial(self._taken, peer))
+
+    def _taken(self, peer: NodeId, task: asyncio.Task[None]) -> None:
+        if self._taking.get(peer) is task:
+            del self._taking[peer]
 
     async def _take(self, link: IdleLink, peer: NodeId, offer: KvOffer) -> None:
         try:
-            if peer not in self._givers:
-                self._givers.add(peer)
-                try:
-                    async with asyncio.timeout(PREPARE_S):
-                        await self._receive(link, peer, offer.plan)
-                finally:
-                    self._givers.discard(peer)
+            async with asyncio.timeout(PREPARE_S):
+                await self._receive(link, peer, offer.plan)
         except PeerFault as error:
             logger.warning("KV caches are not taken: %s", error)
             self._host.faulty(peer)
         except (MeshError, TimeoutError) as error:
-            logger.debug("no more KV caches are taken: %s", error)
+            logger.info("no more KV caches are taken: %s", error)
         finally:
             await link.close()
 
@@ -123,9 +151,10 @@ class KvHandover:
         before = self._plan()
         if before is None or before.rank(peer) is None:
             return  # it has no layers here
-        receiver, plan = await self._held.receiver(digest, self._room), self._held.prepared
-        if receiver is None or plan is None:
+        found = await self._held.receiver(peer, digest, self._room)
+        if found is None:
             return
+        plan, receiver = found
         if layers := heirs(before, plan, peer).get(self._me):
             last = plan.stages[plan.rank(self._me) or 0].span.stop
             await receiver.serve(link, self._offer(plan), layers, last)

@@ -21,8 +21,9 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from torch import Tensor
+
 from meshllm.errors import ModelError, OutOfMemory, PeerFault
-from meshllm.model.shape import rows_for
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.wire.payload import is_finite
@@ -41,6 +42,8 @@ BLOCK_ROWS = 256
 MOST_PASSES = 4
 FEW_ROWS = 32
 """Rows of a session that are not worth another pass: the next ring computes them in one go."""
+MOST_RECEIVED = 4 * MAX_SESSIONS
+"""Sessions that one node hands over: those that run, and some that end meanwhile."""
 MEASURED_BYTES = 1 << 20
 """Bytes after which the rate of a link is known well enough."""
 
@@ -86,25 +89,31 @@ class KvSender:
         self._next_layer = next_layer
         self._refill_s = refill_s
         self._sent: dict[SessionId, int] = {}
+        self._ended = set[tuple[SessionId, int]]()  # layers of which no more rows are sent
         self._bytes = 0
-        self._begin = 0.0
+        self._begin: float | None = None
 
-    async def run(self) -> int:
-        """Send until few rows are left; return how many were sent.
+    @property
+    def rows(self) -> int:
+        """Rows that were sent, of each layer."""
+        return sum(self._sent.values())
+
+    async def catch_up(self) -> None:
+        """Send until few rows are left, and the other side has taken them.
 
         Raises:
             MeshError: the link is lost, or the other side breaks the rules.
         """
-        await self._sync()
-        self._begin = loop_time()
+        if self._begin is None:
+            await self._sync()
+            self._begin = loop_time()
         for _ in range(MOST_PASSES):
-            before = sum(self._sent.values())
+            before = self.rows
             for session, stop in list(self._rank.settled.items()):
                 await self._send(session, stop)
-            if sum(self._sent.values()) == before:
+            if self.rows == before:
                 break
             await self._sync()
-        return sum(self._sent.values())
 
     async def _sync(self) -> None:
         """Wait until the other side has taken all so far."""
@@ -118,32 +127,42 @@ class KvSender:
         start = self._sent.get(session, 0)
         if start and stop - start < FEW_ROWS:
             return
+        has_ended = any((session, layer) in self._ended for layer in self._layers)
+        if has_ended or not (start or await self._worker.run(self._keeps_all, session)):
+            return
         for pos in range(start, stop, BLOCK_ROWS):
             if not self._is_sooner(range(pos, stop)):
                 logger.info("rows from %d on are computed again: that is sooner", pos)
                 return
             end = min(pos + BLOCK_ROWS, stop)
-            for layer in self._layers:
-                if not await self._send_rows(session, layer, pos, end):
-                    return
-            if self._next_layer is not None:
-                await self._send_rows(session, self._next_layer, pos, end)
+            for layer in (*self._layers, self._next_layer):
+                if layer is not None:
+                    await self._send_rows(session, layer, pos, end)
+            if any((session, layer) in self._ended for layer in self._layers):
+                return
             self._sent[session] = end
 
-    async def _send_rows(self, session: SessionId, layer: int, start: int, stop: int) -> bool:
-        """Send rows of a layer; return whether there were any."""
+    async def _send_rows(self, session: SessionId, layer: int, start: int, stop: int) -> None:
+        """Send rows of a layer; if there are none, send no later ones either."""
+        if (session, layer) in self._ended:
+            return
         if parts := await self._worker.run(self._encoded, session, layer, start, stop):
             await self._link.send(parts)
             self._bytes += sum(map(len, parts))
-        return bool(parts)
+        else:
+            self._ended.add((session, layer))
 
     def _is_sooner(self, rows: range) -> bool:
         """Whether the rest of a session is sent sooner than it is computed again."""
-        sent, took_s = sum(self._sent.values()), loop_time() - self._begin
         again_s = self._refill_s(rows)
-        if again_s is None or not sent or self._bytes < MEASURED_BYTES:
+        if again_s is None or self._begin is None or not self.rows or self._bytes < MEASURED_BYTES:
             return True
-        return len(rows) * took_s / sent < again_s
+        return len(rows) * (loop_time() - self._begin) / self.rows < again_s
+
+    def _keeps_all(self, session: SessionId) -> bool:
+        """Whether all layers keep the rows of a session; runs on the compute thread."""
+        cache = self._rank.cache_of(session)
+        return cache is not None and all(cache.copied_rows(at, 0, 1) for at in self._layers)
 
     def _encoded(self, session: SessionId, layer: int, start: int, stop: int) -> list[Buffer]:
         """Encode rows of a layer; nothing if there are none. Runs on the compute thread."""
@@ -164,23 +183,45 @@ class KvSender:
         return encode(KvRows(session, layer, start, copied[1], blob))
 
 
-class KvReceiver:
-    """Takes caches of layers that this node is about to take over."""
+class CacheSizes(Protocol):
+    """Sizes of the caches of a model."""
 
-    def __init__(self, worker: Worker, lend: Callable[[int], bool], context: int) -> None:
-        """Take sessions of up to ``context`` positions; ``lend`` provides bytes for them in all."""
+    @property
+    def context(self) -> int:
+        """Most positions of a session."""
+
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Bytes of a hidden state between two layers."""
+
+    def hidden_bytes(self, positions: int) -> int:
+        """Return what hidden states of so many positions take."""
+
+    def kv_row_bytes(self, layer: int) -> int:
+        """Return the bytes of a position in a layer."""
+
+    def kv_bytes(self, layer: int, positions: int) -> int:
+        """Return what the cache of a layer takes for a session of so many positions."""
+
+
+class KvReceiver:
+    """Takes caches of layers that this node is about to take over from another one."""
+
+    def __init__(self, worker: Worker, lend: Callable[[], bool], sizes: CacheSizes) -> None:
+        """Take sessions of a model with these ``sizes``; ``lend`` provides `bytes` for them."""
         self._worker = worker
         self._lend = lend
-        self._context = context
+        self._sizes = sizes
         self.sessions: dict[SessionId, ReceivedRows] = {}
-        """What was handed over."""
+        """What was handed over; in use by the compute thread until `is_closed`."""
         self.is_closed = False
-        """Whether it takes nothing any more: what was handed over is in use."""
+        """Whether it takes nothing any more: what was handed over is used, or released."""
+        self._taken: dict[tuple[SessionId, int], tuple[int, int]] = {}
 
     @property
     def bytes(self) -> int:
-        """Memory of what was handed over."""
-        return sum(each.bytes for each in self.sessions.values())
+        """What is counted for all rows."""
+        return sum(size for _, size in self._taken.values())
 
     async def serve(self, link: Link, answer: KvOffer, layers: Collection[int], last: int) -> None:
         """Take what another node sends of some ``layers``, or of the rows that enter ``last``.
@@ -188,39 +229,66 @@ class KvReceiver:
         Raises:
             LinkLost: the other side has closed the link.
             PeerFault: it breaks the rules.
+            ModelError: the model cannot have these rows.
+            OutOfMemory: there is no memory for them.
         """
-        while not self.is_closed:
+        while True:
             _, buffer = await link.receive()
+            if self.is_closed:
+                return
             match decode(buffer):
                 case KvOffer():
                     await link.send(encode(answer))
                 case KvRows() as rows if rows.layer in (layers if rows.split else (last,)):
-                    if rows.blob.dtype not in _PLAIN:
-                        raise PeerFault(f"KV rows of type {rows.blob.dtype.name.lower()}")
-                    if not self._has_room(rows):
-                        logger.info("no memory for what another node hands over")
-                        return
-                    await self._worker.run(self._take, rows)
+                    await self._receive(rows)
                 case other:
                     raise PeerFault(f"{type(other).__name__} instead of rows of its own layers")
 
-    def _has_room(self, rows: KvRows) -> bool:
-        is_known = rows.session in self.sessions or len(self.sessions) < MAX_SESSIONS
-        is_short = rows.pos + rows.rows <= self._context
-        grown = rows_for(rows.pos + rows.rows) * len(rows.blob.payload) // rows.rows
-        return is_known and is_short and self._lend(self.bytes + grown)
+    async def _receive(self, rows: KvRows) -> None:
+        self._check(rows)
+        key, stop = (rows.session, rows.layer), rows.pos + rows.rows
+        before, known = self._taken.get(key, (0, 0)), {session for session, _ in self._taken}
+        if rows.session not in known and len(known) == MOST_RECEIVED:
+            return  # most of them have ended
+        if rows.pos != before[0]:
+            raise PeerFault(f"KV rows at {rows.pos} behind {before[0]}")
+        sizes = self._sizes
+        size = sizes.kv_bytes(rows.layer, stop) if rows.split else sizes.hidden_bytes(stop)
+        self._taken[key] = stop, size
+        if not self._lend():
+            self._taken[key] = before
+            raise OutOfMemory("No memory for KV caches that are handed over")
+        await self._worker.run(self._keep, rows)
 
-    def _take(self, rows: KvRows) -> None:
-        """Check and keep rows; runs on the compute thread."""
-        tensor = opened(session_key(rows.session), rows.blob)
-        if not is_finite(tensor):
-            raise PeerFault("KV rows with infinite values or NaN")
-        if self.is_closed:
-            return
+    def _check(self, rows: KvRows) -> None:
+        """Raise `MeshError` for rows that the model cannot have."""
+        if rows.blob.dtype not in _PLAIN:
+            raise PeerFault(f"KV rows of type {rows.blob.dtype.name.lower()}")
+        sizes, row = self._sizes, len(rows.blob.payload) // rows.rows
+        most = sizes.kv_row_bytes(rows.layer) if rows.split else sizes.hidden_row_bytes
+        if row > most:  # the budget counts less
+            raise ModelError(f"KV rows of {row} bytes; this model has {most}")
+        if rows.pos + rows.rows > sizes.context:
+            raise PeerFault(f"KV rows behind the context of {sizes.context}")
+
+    def _keep(self, rows: KvRows) -> None:
+        """Check rows, and keep them; runs on the compute thread."""
         try:
-            held = self.sessions.setdefault(rows.session, ReceivedRows())
-            held.add(rows.layer, rows.pos, rows.split, tensor)
-        except ModelError as error:
-            raise PeerFault(str(error)) from None
+            tensor = _opened(rows)
+            if not self.is_closed:
+                held = self.sessions.setdefault(rows.session, ReceivedRows())
+                held.add(rows.layer, rows.pos, rows.split, tensor)
+        except (ModelError, PeerFault):
+            self.sessions.pop(rows.session, None)
+            raise
         except (RuntimeError, MemoryError) as error:
+            self.sessions.pop(rows.session, None)
             raise OutOfMemory(f"No memory for KV caches that are handed over: {error}") from None
+
+
+def _opened(rows: KvRows) -> Tensor:
+    """Verify rows, and view them as a tensor; raise `MeshError` if they are invalid."""
+    tensor = opened(session_key(rows.session), rows.blob)
+    if not is_finite(tensor):
+        raise PeerFault("KV rows with infinite values or NaN")
+    return tensor

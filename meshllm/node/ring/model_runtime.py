@@ -13,13 +13,13 @@ from meshllm.model.device import CPU, choose, free_bytes
 from meshllm.model.files.source import Source
 from meshllm.model.parity.check import check
 from meshllm.model.parity.verdict import Verdict
-from meshllm.model.shape import ModelShape, free_memory
+from meshllm.model.shape import ModelShape, cache_cost, free_memory, rows_for
 from meshllm.model.speculation.draft_model import Draft, find_draft
 from meshllm.model.speculation.prompt_lookup import SuffixDrafting
 from meshllm.model.split.kv_cache import max_crop_of
 from meshllm.model.steps.runner import Runner
 from meshllm.model.text.tokenizer import Text
-from meshllm.names import NodeId, Quant
+from meshllm.names import NodeId, Quant, Span
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.kv_rooms import budget_for
@@ -242,6 +242,23 @@ class ModelRuntime:
     def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
         """Return the KV budget of the ranks of a plan."""
         return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
+
+    @property
+    def hidden_row_bytes(self) -> int:
+        """Bytes of a hidden state between two layers, at most."""
+        return self.shape.hidden_size * _WIDEST
+
+    def hidden_bytes(self, positions: int) -> int:
+        """Return what hidden states of so many positions take, at most."""
+        return rows_for(positions) * self.hidden_row_bytes
+
+    def kv_row_bytes(self, layer: int) -> int:
+        """Return the bytes of a position in the KV cache of a layer."""
+        return self.shape.kv_bytes_per_token[layer]
+
+    def kv_bytes(self, layer: int, positions: int) -> int:
+        """Return what the KV cache of a layer takes for a session of so many positions."""
+        return cache_cost(self.shape, Span(layer, layer + 1))(positions)[0]
 
     def unload(self) -> None:
         """Release the loaded span; what was loaded for a plan that may follow stays."""

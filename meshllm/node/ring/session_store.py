@@ -8,7 +8,7 @@ from typing import Self
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
-from meshllm.names import NodeId, SessionId
+from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
@@ -66,10 +66,10 @@ class SessionStore:
         cache = self.prefixes.caches.get(session)
         return cache.length if cache else 0
 
-    def add(self, caches: Mapping[SessionId, SessionCache], now: float) -> None:
+    def add(self, caches: Mapping[SessionId, SessionCache], span: Span, now: float) -> None:
         """Keep sessions of a lost ring in which this node had no rank, see `begun`."""
         for session, cache in caches.items():
-            self.prefixes.keep_begun(session, cache.length, cache, now)
+            self.prefixes.keep_begun(session, cache.length, cache, span, now)
 
 
 def begun(layers: SpanRunner, received: Received) -> dict[SessionId, SessionCache]:
@@ -85,8 +85,8 @@ def _adopt(
     pairs = [(caches[each], rows) for each, rows in received.items() if each in caches]
     try:
         layers.adopt(pairs)
-    except (RuntimeError, MemoryError) as error:  # out of memory; what is missing is refilled
-        logger.info("what was handed over is computed again: %s", error)
+    except Exception:  # the supervisor: what is missing is computed again
+        logger.warning("KV caches that were handed over are not used", exc_info=True)
 
 
 def _moved(before: Plan, after: Plan) -> list[int]:

@@ -183,7 +183,7 @@ class EntryNode:
     @property
     def settled(self) -> dict[SessionId, int]:
         """Positions of each session that have been all round the ring."""
-        return {session: each.machine.held[1] for session, each in self._sessions.items()}
+        return {session: each.machine.settled for session, each in self._sessions.items()}
 
     def cache_of(self, session: SessionId) -> SessionCache | None:
         """Return the cache of a session; None if it has none yet, or has ended."""

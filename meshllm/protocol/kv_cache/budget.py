@@ -121,9 +121,13 @@ class KvBudget:
         return self._is_within(self._reserved.values(), self._kept.values(), size)
 
     def lend(self, size: int, take_back: Callable[[], None]) -> bool:
-        """Lend bytes of this rank, if they are free, until ``take_back`` is called."""
+        """Lend bytes of this rank, if they are free, until ``take_back`` is called.
+
+        They replace what is lent; if they are not free, nothing changes.
+        """
         is_free = self.has_room(size)
-        self._lent, self._take_back = size if is_free else 0, take_back
+        if is_free:
+            self._lent, self._take_back = size, take_back
         return is_free
 
     def end_loan(self) -> None:

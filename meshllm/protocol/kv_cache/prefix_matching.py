@@ -115,9 +115,12 @@ class PrefixCache(Generic[Cache]):
         self._drop([session])
         return PrefixHit(session, length, True, length, held, lost, is_claimed=True), begun
 
-    def keep_begun(self, session: SessionId, length: int, cache: Cache, now: float) -> None:
-        """Keep a cache that was handed over, of fewer positions than its session has."""
+    def keep_begun(
+        self, session: SessionId, length: int, cache: Cache, span: Span, now: float
+    ) -> None:
+        """Keep a cache that was handed over with the ``span`` of this node, all of it or a part."""
         self.caches[session] = cache
+        self._lost[session] = self._moved.difference(range(span.start, span.stop))
         self._drop(self.index.put(session, length, length, now, is_lost=True))
 
     def make_room(self, size: int) -> None:

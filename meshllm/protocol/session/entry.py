@@ -172,6 +172,11 @@ class Entry:
         """How the positions that every rank holds were computed, and their number."""
         return crop_chunks(self._chunks, self._done), self._done
 
+    @property
+    def settled(self) -> int:
+        """Positions that no draft takes back; while a step is picked, its drafts are not."""
+        return min(self._done, len(self._tokens))
+
     def take_chunks(self) -> tuple[Chunk, ...] | None:
         """Return how the positions so far were computed; None if that has not changed.
 
@@ -214,7 +219,7 @@ class Entry:
                 return self._fail(Failed(code, text, rank), now)
             case EntryState.PREFILL, Resume(held=held) if self._is_asking:
                 self._is_asking = False
-                self._begin_at(self._whole_chunks(held))
+                self._begin_at(self._whole_chunks(min(held, self._base.held if self._base else 0)))
                 return self._next_job()
             case EntryState.CLOSING, Close(tallies=tallies) if len(tallies) == self._task.ring - 1:
                 return self._closed(tallies, message.keep)

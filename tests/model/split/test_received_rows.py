@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshllm.model.files.source import Source, resolve
-from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.kv_cache import Rows, SpanCache
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.steps.runner import SpanRunner
@@ -203,3 +203,76 @@ def test_a_record_behind_rows_that_were_handed_over_is_cropped_and_copied(source
     mine.crop(0)
     after.prefill(x, mine)
     assert mine.recorded(3, 0, COUNT) is not None
+
+
+def test_rows_move_to_the_device_of_the_model(source: Source) -> None:
+    _, cache = left(source, hidden(source))
+    received, config = handed(cache, range(2, 4), 3), source.config
+    like, mine = SpanCache(config, Span(2, 4)), SpanCache(config, Span(2, 4))
+    keys, split = cache.copied_rows(2, 0, 1) or (torch.empty(0), 0)
+    for layer in (2, 3):
+        like.update(keys[..., :split].to("meta"), keys[..., split:].to("meta"), layer)
+
+    mine.adopt(received.layers, like)
+
+    assert mine.length == COUNT
+    for layer in (2, 3):
+        found = mine.layers[layer].keys, mine.layers[layer].values
+        assert [(each.device.type, each.shape[-2]) for each in found] == [("meta", COUNT)] * 2
+    assert received.layers[2][0].buffer.device.type == "cpu"
+
+
+def test_without_memory_a_piece_stays_empty(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = hidden(source)
+    _, cache = left(source, x)
+    after = span_runner(source, "2:4")
+    mine, received = after.new_cache(), handed(cache, range(2, 4), COUNT)
+    on, left_over = Rows.on, iter(range(3))
+
+    def fail(rows: Rows, device: torch.device) -> Rows:
+        if next(left_over, None) is None:
+            raise MemoryError
+        return on(rows, device)
+
+    monkeypatch.setattr(Rows, "on", fail)
+
+    with pytest.raises(MemoryError):
+        after.adopt([(mine, received)])
+
+    assert mine.length == 0
+    after.prefill(x, mine)
+    assert mine.parts[0].get_seq_length(2) == COUNT
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_rows_without_memory_change_nothing(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+    received, rows = ReceivedRows(), torch.zeros(1, 2, 3, 8)
+    received.add(2, 0, 4, rows)
+    extend, count = Rows.extend, 0
+
+    def fail(self: Rows, more: int, window: int = 0) -> None:
+        nonlocal count
+        count += 1
+        if count == fails_at:
+            raise MemoryError
+        extend(self, more, window)
+
+    monkeypatch.setattr(Rows, "extend", fail)
+    with pytest.raises(MemoryError):
+        received.add(2, 3, 4, rows)
+
+    assert [each.used for each in received.layers[2]] == [3, 3]
+
+
+def test_rows_of_two_nodes_are_joined() -> None:
+    one, other, rows = ReceivedRows(), ReceivedRows(), torch.zeros(1, 2, 3, 8)
+    one.add(2, 0, 4, rows)
+    other.add(3, 0, 4, rows)
+    other.add(4, 0, 0, rows[:, :1])
+
+    one.join(other)
+
+    assert sorted(one.layers) == [2, 3]
+    assert sorted(one.sent) == [4]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meshllm.errors import ModelError
-from meshllm.names import LossCause, short
+from meshllm.names import LossCause, NodeId, short
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
 from meshllm.protocol.ring.handover import Outlook
@@ -83,6 +83,28 @@ def test_what_other_nodes_have_prepared_or_follow_is_known_while_they_are_there(
         place.alive.discard(STAGE)
         outlook = place.member.outlook(LATER, 0.5)
         assert (set(outlook.prepared), outlook.is_begun) == ({ENTRY}, False)
+
+    run(story)
+
+
+def test_nodes_of_the_ring_that_leave_are_awaited_while_they_are_there_and_respond() -> None:
+    async def story() -> None:
+        place, other = Place(), NodeId(b"o" * 32)
+
+        def leaving() -> set[NodeId]:
+            return set(place.member.outlook(LATER, 0.5).leaving)
+
+        place.serve()
+        place.states |= {ENTRY: loaded(), STAGE: loaded(), other: loaded()}
+        place.alive.add(other)
+        assert leaving() == set()
+        place.member.agreement = replace(AGREEMENT, leaving=frozenset({STAGE, other}))
+        assert leaving() == {STAGE}
+        place.states[STAGE] = replace(loaded(), obstacle="its compute thread hangs")
+        assert leaving() == set()
+        place.states[STAGE] = loaded()
+        place.alive.discard(STAGE)
+        assert leaving() == set()
 
     run(story)
 

@@ -1,15 +1,25 @@
 """A node that leaves hands over the KV caches of its layers, and the text does not change."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
+from meshllm.errors import LinkLost
+from meshllm.names import NodeId, SessionId
+from meshllm.node.session.wire import sealed
 from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.ring.handover import PREPARE_S
+from meshllm.protocol.session.blob import session_key
+from meshllm.protocol.session.codec import decode, encode
+from meshllm.protocol.session.messages import KvOffer, KvRows
 from meshllm.testing.clock import run_virtual
+from meshllm.transport.contract import Channel, Link
 from tests.builders.offers import A, B, C, D
-from tests.node.ring.test_runtime import Place, World, at_work, plan_of, until
+from tests.node.ring.test_runtime import NAMES, Place, World, at_work, plan_of, until
 from tests.node.ring.test_takeover import (
     BEFORE,
     IN_FLIGHT,
@@ -49,6 +59,8 @@ class Leave:
     written: int = 0
     """Tokens of the answer when the plan was followed."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    then: Callable[[], None] | None = None
+    """Called in the answer of the next ring, which goes on in a ring of its entry."""
 
     async def answer(self) -> list[int]:
         """Return the answer of both rings."""
@@ -59,6 +71,10 @@ class Leave:
         after = [place for place in self.places if self.plan.rank(place.me) is not None]
         await until(lambda: at_work(*after))
         (entry,) = [place for place in after if self.plan.rank(place.me) == 0]
+        if self.then:
+            asyncio.get_running_loop().call_later(0.05, self.then)
+            await ingress.ask(entry)
+            await until(lambda: at_work(entry))
         await ingress.ask(entry)
         return ingress.answer
 
@@ -91,10 +107,227 @@ def test_what_was_handed_over_is_not_computed_again(world: World, rows: Rows, na
             assert await leave.answer() == undisturbed.answer
             assert BEFORE < leave.written < TOKENS
             told = sum(place.runtime.recomputed for place in places)
-            print(name, leave.written, told, dict(rows))
             assert told <= LATE * len(lost)
+            told_of = [each.runtime.entry._config for each in places if each.runtime.entry]
+            assert [each.is_handed_over for each in told_of] == [True]
             assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in kept_layers(lost))
             assert all(rows[layer] <= TOKENS + IN_FLIGHT + LATE for layer in lost)
             assert len(PROMPT) + BEFORE > LATE
+
+    run_virtual(main())
+
+
+MIDDLE = LEAVES["middle, to the one behind"][0]
+
+
+@asynccontextmanager
+async def answering(world: World) -> AsyncIterator[tuple[list[Place], Ingress]]:
+    """A ring of three and a standby, in the middle of an answer."""
+    async with world.serving(A, B, C, D) as places:
+        world.follow(THREE)
+        await until(lambda: at_work(*places[:3]))
+        ingress, is_begun = Ingress(), asyncio.Event()
+        task = asyncio.ensure_future(ingress.ask(places[0], is_begun.set))
+        await is_begun.wait()
+        try:
+            yield places, ingress
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def offered(world: World, node: NodeId, to: NodeId, plan: Plan = MIDDLE) -> Link:
+    """Offer caches to a place as another node does."""
+    link = await world.transport.dial(NAMES[to])
+    await link.send([node], Channel.CONTROL)  # stands for the handshake
+    await link.send(encode(KvOffer(node, plan.epoch, plan.digest)))
+    return link
+
+
+async def answer_to(link: Link) -> object:
+    """Return the answer to an offer; None if the link is closed without."""
+    with suppress(LinkLost):
+        return decode((await link.receive())[1])
+    return None
+
+
+ROWS = torch.zeros(1, 2, 3, 32)
+
+
+def rows_of(layer: int, pos: int = 0, session: bytes = bytes(16)) -> KvRows:
+    key = session_key(SessionId(session))
+    return KvRows(key.session, layer, pos, 16, sealed(key, ROWS))
+
+
+def test_an_offer_is_answered_once_the_layers_are_loaded(world: World) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            link = await offered(world, B, C)
+            asked = asyncio.ensure_future(answer_to(link))
+            await asyncio.sleep(1)
+            assert not asked.done()
+
+            places[2].runtime.prepare(MIDDLE, is_urgent=True)
+            assert await asked == KvOffer(C, MIDDLE.epoch, MIDDLE.digest)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("node", "to"), [(D, C), (A, C), (B, D)], ids=["no rank", "it stays", "no layers"]
+)
+def test_an_offer_of_a_node_that_has_nothing_to_give_is_refused(
+    world: World, node: NodeId, to: NodeId
+) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            for place in places:
+                place.runtime.prepare(MIDDLE, is_urgent=True)
+            assert await answer_to(await offered(world, node, to)) is None
+
+    run_virtual(main())
+
+
+def test_an_offer_for_a_plan_that_never_comes_ends(world: World) -> None:
+    async def main() -> None:
+        async with answering(world):
+            begin = asyncio.get_running_loop().time()
+            assert await answer_to(await offered(world, B, C)) is None
+            assert asyncio.get_running_loop().time() - begin >= PREPARE_S
+
+    run_virtual(main())
+
+
+def test_a_later_offer_replaces_one_that_waits_and_what_came_by_it(world: World) -> None:
+    other = plan_of((A, "0:2"), (C, "2:6"), epoch=3)
+
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            first = await offered(world, B, C)
+            places[2].runtime.prepare(MIDDLE, is_urgent=True)
+            assert await answer_to(first) is not None
+            await first.send(encode(rows_of(2)))
+            places[2].runtime.prepare(other, is_urgent=True)
+            second = await offered(world, B, C, other)
+
+            assert await answer_to(first) is None
+            assert await answer_to(second) is not None
+            await second.send(encode(rows_of(2)))  # from the first position again
+            await second.send(encode(KvOffer(B, other.epoch, other.digest)))
+            assert await answer_to(second) is not None
+            assert places[2].blamed == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+def test_rows_of_other_layers_are_blamed_on_their_node(world: World, layer: int) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            places[2].runtime.prepare(MIDDLE, is_urgent=True)
+            link = await offered(world, B, C)
+            await answer_to(link)
+            await link.send(encode(rows_of(layer)))
+
+            assert await answer_to(link) is None
+            assert places[2].blamed == [B]
+
+    run_virtual(main())
+
+
+def test_layers_in_advance_and_caches_share_what_sessions_lend(world: World) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            c = places[2]
+            c.runtime.prepare(MIDDLE, is_urgent=True)
+            link = await offered(world, B, C)
+            await answer_to(link)
+            assert c.runtime.stage is not None
+            lent, budget = list[int](), c.runtime.stage.budget
+            layers = budget._lent
+            for at in range(3):
+                await link.send(encode(rows_of(2, 3 * at)))
+                await link.send(encode(KvOffer(B, MIDDLE.epoch, MIDDLE.digest)))
+                await answer_to(link)
+                lent.append(budget._lent - layers)
+            assert layers > 0
+            assert lent == [c.runtime._model.kv_bytes(2, 9)] * 3
+
+            c.runtime.prepare(None, is_urgent=True)
+            await until(lambda: c.runtime.prepared is None)
+            assert budget._lent == 0
+            await link.send(encode(rows_of(2, 9)))
+            assert await answer_to(link) is None
+            assert (budget._lent, c.blamed) == (0, [])
+
+    run_virtual(main())
+
+
+def test_rows_for_which_there_is_no_room_end_the_handover(world: World) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            places[2].room = 100
+            places[2].runtime.prepare(MIDDLE, is_urgent=True)
+            link = await offered(world, B, C)
+            await answer_to(link)
+            await link.send(encode(rows_of(2)))
+
+            assert await answer_to(link) is None
+            assert places[2].blamed == []
+
+    run_virtual(main())
+
+
+def test_a_node_that_takes_nothing_holds_up_a_leave_for_a_while(world: World) -> None:
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            begin = asyncio.get_running_loop().time()
+            places[1].runtime.prepare(MIDDLE, is_urgent=True)
+            while places[1].runtime.prepared != MIDDLE:  # noqa: ASYNC110  # no time passes
+                await asyncio.sleep(1)
+            took_s = asyncio.get_running_loop().time() - begin
+            assert PREPARE_S <= took_s <= PREPARE_S + 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_nothing_is_handed_over_in_vain(world: World, *, is_urgent: bool) -> None:
+    """Without sessions, and for a plan that only may follow."""
+
+    async def main() -> None:
+        async with world.serving(A, B, C) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places))
+            if not is_urgent:
+                task = asyncio.ensure_future(Ingress().ask(places[0]))
+                await asyncio.sleep(0.2)
+            entry = places[0].runtime.entry
+            assert entry is not None
+            assert not entry._config.is_handed_over
+            before = len(places[1].dialled)
+            places[1].runtime.prepare(MIDDLE, is_urgent=is_urgent)
+            await until(lambda: places[1].runtime.prepared == MIDDLE)
+            assert len(places[1].dialled) == before
+            if not is_urgent:
+                await task
+
+    run_virtual(main())
+
+
+def test_a_loss_after_a_handover_recomputes_the_layers_of_both(world: World) -> None:
+    """What a node has taken over, it recorded from then on: before, it computes it again."""
+    after, last = LEAVES["middle, to both neighbours"][0], plan_of((A, "0:6"), epoch=3)
+
+    async def main() -> None:
+        async with world.serving(A, B, C, D) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places[:3]))
+            undisturbed = Ingress()
+            await undisturbed.ask(places[0])
+
+            leave = Leave(places, after)
+            leave.then = lambda: places[0].runtime.follow(last)
+            assert await leave.answer() == undisturbed.answer
 
     run_virtual(main())

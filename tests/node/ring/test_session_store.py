@@ -4,10 +4,15 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from transformers import LlamaConfig
 
+from meshllm.model.split.kv_cache import SpanCache
+from meshllm.model.split.received_rows import ReceivedRows
+from meshllm.model.split.session_cache import SessionCache
+from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.ring.model_runtime import ModelRuntime
-from meshllm.node.ring.session_store import SessionStore
+from meshllm.node.ring.session_store import SessionStore, begun
 from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import PrefixIndex
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
@@ -64,3 +69,19 @@ def test_a_node_that_has_nothing_knows_which_layers_are_lost(
     found = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
     assert found is not None
     assert found[0].lost == moved
+
+
+def test_what_the_model_cannot_take_over_is_computed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Layers:
+        def new_cache(self) -> SessionCache:
+            return SessionCache([SpanCache(LlamaConfig(num_hidden_layers=2), Span(0, 2))])
+
+        def adopt(self, _: object) -> None:
+            raise IndexError("a bug in model code")
+
+    layers = cast("SpanRunner", Layers())
+
+    assert begun(layers, {OWN: ReceivedRows()}) == {}
+    assert "are not used" in caplog.text

@@ -55,6 +55,16 @@ def test_the_tightest_rank_decides() -> None:
     assert budget.live_bytes == 0
 
 
+def test_what_cannot_be_lent_leaves_an_earlier_loan() -> None:
+    budget, taken = KvBudget([room(4)]), list[str]()
+
+    assert budget.lend(3 * BLOCK, lambda: taken.append("before"))
+    assert not budget.lend(5 * BLOCK, lambda: taken.append("after"))
+
+    assert budget.reserve(A, 2 * BLOCK)
+    assert taken == ["before"]
+
+
 def test_free_bytes_are_lent_until_a_session_needs_them() -> None:
     budget, taken = KvBudget([room(4), room(4)]), list[str]()
     budget.reserve(A, BLOCK)

@@ -14,7 +14,7 @@ from meshllm.protocol.ring.handover import (
     Outlook,
     Prepare,
 )
-from tests.builders.offers import A, B, C
+from tests.builders.offers import A, B, C, D
 
 
 def plan_of(*places: tuple[NodeId, str], epoch: int = 1) -> Plan:
@@ -90,6 +90,14 @@ def test_a_ring_that_serves_goes_on_until_all_have_prepared() -> None:
     assert machine.look(replace(WHOLE, prepared={A, C}), 2.0) == []
     assert machine.look(replace(WHOLE, prepared={A, B, C}), 3.0) == [Follow(NEW)]
     assert (machine.state, machine.deadline) == (HandoverState.FOLLOWING, None)
+
+
+def test_a_node_that_leaves_is_awaited_too() -> None:
+    machine, all_loaded = preparing(), {A, B, C}
+    outlook = replace(WHOLE, leaving={D})
+
+    assert machine.look(replace(outlook, prepared=all_loaded), 2.0) == []
+    assert machine.look(replace(outlook, prepared={*all_loaded, D}), 3.0) == [Follow(NEW)]
 
 
 def test_what_all_have_prepared_before_is_followed_once_it_is_settled() -> None:

@@ -489,6 +489,17 @@ def test_guesses_follow_the_last_token_and_request_all_rows() -> None:
     assert entry.receive(back(2, 3, row=blob(3)), 0.8) == [Pick(0, 3, blob(3), (91, 92), 5)]
 
 
+def test_guesses_are_settled_once_they_are_accepted() -> None:
+    entry = guessing(91, 92)
+    assert entry.settled == 2
+    entry.receive(back(2, 3, row=blob(3)), 2.0)
+    assert entry.settled == 3  # of the step that is picked, its first token
+
+    entry.picked((91, 77), 2.0)
+
+    assert entry.settled == 4
+
+
 def test_accepted_guesses_are_tokens_and_the_last_row_gives_one_more() -> None:
     entry = guessing(91, 92)
     entry.receive(back(2, 3, row=blob(3)), 2.0)

@@ -184,6 +184,15 @@ def test_refills_start_behind_what_all_lost_layers_hold(held: int, start: int, s
     assert entry.receive(replace(asked, held=held), 0.2) == []
 
 
+def test_no_rank_can_raise_what_the_entry_holds_itself() -> None:
+    entry, asked = asking(replace(PARTLY, held=4))
+
+    (job,) = entry.receive(replace(asked, held=12), 0.1)
+
+    assert isinstance(job, Embed)
+    assert job.pos == 3
+
+
 def test_nothing_is_refilled_if_the_lost_layers_hold_all() -> None:
     entry, asked = asking()
 
