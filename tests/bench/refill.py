@@ -11,8 +11,14 @@ token of a prompt, and from the loss of the middle rank to the next token, whose
 share. The links are in memory, so that nothing is encrypted. That time includes loading the layers,
 which weighs the more the smaller the model is. These run first, as what earlier ones left in memory
 makes loading slower.
+
+The third table has the same if the middle rank leaves instead and hands its KV caches over: the CPU
+time until the others have loaded its layers and taken the caches, while the ring goes on; the bytes
+of the caches, and how long a link of `LINK_MBIT` takes for them; and the CPU time from then to the
+next token.
 """
 
+import asyncio
 import gc
 import time
 from argparse import Namespace
@@ -61,7 +67,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
 REST = "rest"
 SHOWN = ("matrices", "attention", "norms", REST)
 BEFORE, AFTER = plan_of((A, "0:4"), (B, "4:8"), (C, "8:12")), plan_of((A, "0:6"), (C, "6:12"))
-TOKENS = 8  # of an answer
+TOKENS = 64  # of an answer; it ends earlier
+LINK_MBIT = 1000
 
 Run = Callable[[Tensor, SpanCache], Tensor]
 
@@ -99,6 +106,26 @@ class Recovery:
     def ratio(self) -> float:
         """Return the cost of recovery relative to that of the whole prompt."""
         return self.recovery_s / self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """What a leave in order costs a ring of three, in seconds of the CPU."""
+
+    model: str
+    prompt: int
+    prepare_s: float
+    """While the ring goes on."""
+    sent_bytes: int
+    pause_s: float
+    """From the end of the old ring to the next token."""
+    rows: int
+    """That were computed again, times layers."""
+
+    @property
+    def link_s(self) -> float:
+        """Return how long a link takes for the bytes."""
+        return self.sent_bytes * 8 / (LINK_MBIT * 1e6)
 
 
 @contextmanager
@@ -241,19 +268,52 @@ async def recover(folder: Path, name: str, prompt: int, cache: Path) -> Recovery
         return Recovery(name, prompt, lost - begin, resumed - lost, loaded - lost, rows)
 
 
-def tables(options: Namespace, report: Report) -> list[Kind | Recovery]:
-    """Print both tables; return their rows."""
-    found = list[Kind | Recovery]()
+async def leave(folder: Path, name: str, prompt: int, cache: Path) -> Leave:
+    """Let the middle of a ring of three leave in order while it answers."""
+    world, asked = World(folder), Asked(prompt)
+    world.config = replace(world.config, cache=cache)
+    took, left = list[float](), list[asyncio.Task[None]]()
+
+    async with world.serving(A, B, C) as places:
+        first, middle, last = places
+        world.follow(BEFORE)
+        await until(lambda: at_work(*places))
+        await Asked(prompt - 1).ask(first, 0, lambda: None)
+
+        async def prepare() -> None:
+            took.append(time.process_time())
+            for place in places:
+                place.runtime.prepare(AFTER, is_urgent=True)
+            while any(each.runtime.prepared != AFTER for each in places):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)  # of virtual time, as their records arrive
+            took.append(time.process_time())
+            world.follow(AFTER)
+
+        with suppress(LinkLost):
+            await asked.ask(first, 1, lambda: left.append(asyncio.ensure_future(prepare())))
+        await left[0]
+        await until(lambda: at_work(first, last))
+        await asked.ask(first, len(asked.tokens) + 1, lambda: took.append(time.process_time()))
+        begin, prepared, resumed = took
+        sent = sum(link.statistics.bytes_sent for link in middle.dialled[1:])
+        rows = first.runtime.recomputed + last.runtime.recomputed
+        return Leave(name, prompt, prepared - begin, sent, resumed - prepared, rows)
+
+
+def tables(options: Namespace, report: Report) -> list[Kind | Recovery | Leave]:
+    """Print the tables; return their rows."""
+    found = list[Kind | Recovery | Leave]()
     with (
         TemporaryDirectory(prefix="meshllm-bench-") as folder,
         ring_table.random_model("qwen3-0.6b", torch.bfloat16, AFTER.stages[-1].span.stop) as qwen,
     ):
         models = ("12 layers of 512", random_model(Path(folder) / "model")), ("qwen3-0.6b", qwen)
-        recoveries = []
+        recoveries, leaves = [], []
         for name, path in models:
-            recoveries.append(
-                run_virtual(recover(path, name, options.prompt, Path(folder) / "cache"))
-            )
+            given = path, name, options.prompt, Path(folder) / "cache"
+            recoveries.append(run_virtual(recover(*given)))
+            gc.collect()
+            leaves.append(run_virtual(leave(*given)))
             gc.collect()
         report.say(
             "| model | rows | at a time | us a row and layer |"
@@ -277,7 +337,18 @@ def tables(options: Namespace, report: Report) -> list[Kind | Recovery]:
             f"| {each.model} | {each.prompt} | {' | '.join(f'{one:.2f}' for one in times)} |"
             f" {each.ratio:.2f} | {each.rows} |"
         )
-    return [*found, *recoveries]
+    report.say(
+        "",
+        f"| model | prompt | preparing, s | caches, MB | of a link of {LINK_MBIT} Mbit/s, s |"
+        " next token, s | rows again |",
+        "|---|---|---|---|---|---|---|",
+    )
+    for one in leaves:
+        report.say(
+            f"| {one.model} | {one.prompt} | {one.prepare_s:.2f} | {one.sent_bytes / 1e6:.1f} |"
+            f" {one.link_s:.2f} | {one.pause_s:.2f} | {one.rows} |"
+        )
+    return [*found, *recoveries, *leaves]
 
 
 def main() -> None:
