@@ -13,11 +13,10 @@ from meshllm.errors import LinkLost
 from meshllm.transport.laned_link import LanedLink
 from meshllm_websocket.address import parse
 from meshllm_websocket.connection import SILENT, WebsocketConnection
+from meshllm_websocket.happy_eyeballs import connect
 
 OPEN_S = 10.0
 """Timeout of TCP connect, TLS and WebSocket handshake together."""
-ATTEMPT_S = 0.25
-"""Happy eyeballs: delay before the next address is tried in parallel, RFC 8305 section 5."""
 
 
 class WebsocketDialer:
@@ -53,10 +52,9 @@ class WebsocketDialer:
         machine = ClientProtocol(uri, logger=SILENT)
         _, connection = await self._loop.create_connection(
             lambda: WebsocketConnection(machine, self, self._address),
-            uri.host,
-            uri.port,
+            sock=await connect(uri.host, uri.port),
             ssl=context,
-            happy_eyeballs_delay=ATTEMPT_S,
+            server_hostname=uri.host if uri.secure else None,
         )
         return connection
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import socket
 import ssl
 from asyncio import Server
@@ -50,6 +51,28 @@ async def linked(through: str = "{}") -> AsyncIterator[tuple[LanedLink, LanedLin
         yield one, other
     finally:
         await asyncio.gather(one.close(), other.close())
+
+
+def accepted(server: socket.socket) -> list[socket.socket]:
+    """Accept all connections that wait at a server."""
+    server.settimeout(0)
+    connections = []
+    with suppress(BlockingIOError):
+        while True:
+            connections.append(server.accept()[0])
+    return connections
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection, and close this side, too."""
+    connection.settimeout(0)
+    with connection, suppress(ConnectionResetError):
+        try:
+            while connection.recv(1024):
+                pass
+        except BlockingIOError:
+            return False
+    return True
 
 
 @asynccontextmanager
@@ -299,6 +322,28 @@ async def test_a_dial_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with pytest.raises(LinkLost, match=r"No answer from `127\.0\.0\.1:\d+` within 0\.05 s"):
             await WebsocketTransport().dial(f"127.0.0.1:{port}")
+
+
+async def test_a_dial_leaves_no_socket_wherever_it_is_cancelled() -> None:
+    closed: dict[int, list[bool]] = {}
+    gc.disable()  # it would close what nothing refers to
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            at = f"127.0.0.1:{server.getsockname()[1]}"
+            for turns in range(12):
+                dialling = asyncio.create_task(WebsocketTransport().dial(at))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                dialling.cancel()
+                await asyncio.wait([dialling])
+                for _ in range(3):  # an aborted transport closes its socket in a later turn
+                    await asyncio.sleep(0)
+                closed[turns] = [is_closed(each) for each in accepted(server)]
+    finally:
+        gc.enable()
+
+    assert sum(map(len, closed.values())) > 5
+    assert all(map(all, closed.values())), closed
 
 
 async def test_a_cancelled_dial_leaves_no_link() -> None:
