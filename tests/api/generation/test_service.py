@@ -300,8 +300,9 @@ async def test_an_answer_is_worth_more_than_its_account(
 
 
 async def test_a_limit_is_checked_before_the_mesh_is_asked(
-    service: Service, door: FakeNode, accounts: Accounts
+    service: Service, door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOON)  # a day could end in between
     key = ApiKey("laptop", "", 0, KeyLimits(tokens_per_day=1))
     accounts.record(day_of(time.time()), "laptop", "builtin", KeyUsage(1, 0, 1))
     (model,) = await service.models(key)
