@@ -3,9 +3,9 @@
 Every message goes through the codec.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache, partial
 from heapq import heappop, heappush
 from itertools import combinations, count
@@ -27,7 +27,8 @@ from meshllm.protocol.membership.records import (
     Profile,
     StateRecord,
 )
-from meshllm.protocol.planning.plan import ModelSizes
+from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
+from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.session.messages import DType
 from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey, verify
@@ -67,6 +68,45 @@ def remembered_signatures() -> Iterator[None]:
         patch("meshllm.protocol.trust.credential.verify", lru_cache(8192)(verify)),
     ):
         yield
+
+
+@contextmanager
+def remembered_plans() -> Iterator[None]:
+    """Plan once from each input, not once on each node."""
+    planned = _remembering(make_plan)
+    with (
+        patch("meshllm.protocol.agreement.relaxation.make_plan", planned),
+        patch("meshllm.protocol.agreement.advice.make_plan", planned),
+    ):
+        yield
+
+
+def _remembering(plan: Callable[..., Plan]) -> Callable[..., Plan]:
+    """Let nodes that plan from equal input share the result: planning is pure."""
+    plans: dict[Hashable, Plan] = {}
+
+    def planned(
+        offers: Sequence[Offer], links: Links, shape: ModelSizes, **given: str | PlanConstraints
+    ) -> Plan:
+        key = (
+            tuple(offers),
+            _frozen(links),
+            shape,
+            *((name, _frozen(given[name])) for name in given),
+        )
+        if key not in plans:
+            plans[key] = plan(offers, links, shape, **given)
+        return plans[key]
+
+    return planned
+
+
+def _frozen(value: object) -> Hashable:
+    """Return what is equal for equal values, of a dataclass with mappings too."""
+    if not is_dataclass(value):
+        return value
+    parts = (getattr(value, field.name) for field in fields(value))
+    return tuple(frozenset(part.items()) if isinstance(part, dict) else part for part in parts)
 
 
 @dataclass(eq=False)

@@ -18,9 +18,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from importlib.metadata import entry_points
 from multiprocessing import Pool
@@ -29,11 +28,9 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from unittest.mock import patch
 
-from meshllm.protocol.planning.plan import Links, ModelSizes, Offer, Plan, PlanConstraints
-from meshllm.protocol.planning.policies import make_plan
 from meshllm.protocol.trust.identity import agreement_key, show
 from tests.simulation.machines import Machines, process_here, time_of_day
-from tests.simulation.mesh_world import remembered_signatures
+from tests.simulation.mesh_world import remembered_plans, remembered_signatures
 from tests.simulation.schedule import Schedule
 from tests.simulation.several import SeveralSchedule, SharedSchedule
 from tests.simulation.world import World
@@ -63,40 +60,11 @@ class Ear(logging.Handler):
             self._world.fault(self.format(record))
 
 
-def remembering(plan: Callable[..., Plan]) -> Callable[..., Plan]:
-    """Let nodes that plan from equal input share the result: planning is pure."""
-    plans: dict[Hashable, Plan] = {}
-
-    def planned(
-        offers: Sequence[Offer], links: Links, shape: ModelSizes, **given: str | PlanConstraints
-    ) -> Plan:
-        key = (
-            tuple(offers),
-            _frozen(links),
-            shape,
-            *((name, _frozen(given[name])) for name in given),
-        )
-        if key not in plans:
-            plans[key] = plan(offers, links, shape, **given)
-        return plans[key]
-
-    return planned
-
-
-def _frozen(value: object) -> Hashable:
-    """Return what is equal for equal values, of a dataclass with mappings too."""
-    if not is_dataclass(value):
-        return value
-    parts = (getattr(value, field.name) for field in fields(value))
-    return tuple(frozenset(part.items()) if isinstance(part, dict) else part for part in parts)
-
-
 @contextmanager
 def shortcuts() -> Iterator[None]:
     """Skip what takes time and changes nothing: what was computed before, and fsync."""
     with (
-        patch("meshllm.protocol.agreement.relaxation.make_plan", remembering(make_plan)),
-        patch("meshllm.protocol.agreement.advice.make_plan", remembering(make_plan)),
+        remembered_plans(),
         remembered_signatures(),
         patch("meshllm.transport.registry.entry_points", lru_cache(entry_points)),
         patch("meshllm.protocol.trust.transcript.agreement_key", lru_cache(64)(agreement_key)),

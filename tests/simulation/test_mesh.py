@@ -24,6 +24,7 @@ from tests.simulation.mesh_world import (
     Node,
     World,
     disagreement,
+    remembered_plans,
     remembered_signatures,
 )
 
@@ -34,7 +35,7 @@ ON_THE_WAY = 0.3  # s: messages sent before, gossip after, and the interval betw
 
 @pytest.fixture(autouse=True)
 def _fast() -> Iterator[None]:
-    with remembered_signatures():
+    with remembered_plans(), remembered_signatures():
         yield
 
 
