@@ -18,7 +18,8 @@ class Spy(TorchFunctionMode):
             print(function.__name__, args[0].dtype, args[0].numel())
         return function(*args, **(kwargs or {}))
 
-with Spy():
+from meshllm.model.lean import lean
+with lean(), Spy():
     import meshllm.model.split.skeleton
 from meshllm.model.split.onemkl import rounds_by_alignment
 print(rounds_by_alignment())
