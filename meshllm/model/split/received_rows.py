@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
@@ -22,13 +23,21 @@ class ReceivedRows:
         self.layers |= other.layers
         self.sent |= other.sent
 
+    def drop_sent_unlike(self, width: int, dtype: torch.dtype) -> None:
+        """Drop hidden states unless they have this width and type."""
+        self.sent = {
+            layer: rows
+            for layer, rows in self.sent.items()
+            if (rows.buffer.shape[-1], rows.buffer.dtype) == (width, dtype)
+        }
+
     def add(self, layer: int, pos: int, split: int, rows: Tensor) -> None:
         """Append rows ``[1, H, T, D]``: keys and values, which begin at ``split``.
 
         If that is 0, they are hidden states that entered the layer, with H = 1.
 
         Raises:
-            ModelError: they do not continue the rows before them; nothing has changed.
+            ModelError: they do not continue the rows before them, which stay as they are.
         """
         if split:
             parts = rows.tensor_split((split,), -1)

@@ -132,7 +132,9 @@ class SpanRunner:
     def adopt(self, caches: Sequence[tuple[SessionCache, ReceivedRows]]) -> None:
         """Give caches of these pieces the rows that another node has handed over."""
         likes = [piece.one_row() for piece in self.pieces] if caches else []
+        form = self.row_format
         for cache, received in caches:
+            received.drop_sent_unlike(form.width, form.dtype)
             cache.adopt(received, likes)
             if self._sent:
                 self._sent.count(cache)

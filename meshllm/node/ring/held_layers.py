@@ -6,8 +6,9 @@ and how many rows they have computed again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from meshllm.errors import MeshError
 from meshllm.model.shape import free_memory
@@ -41,7 +42,7 @@ class HeldLayers:
         sessions: Callable[[], int],
         changed: Callable[[], None],
         stage: Callable[[], StageNode | None],
-        hand_over: Callable[[Plan], Awaitable[None]],
+        hand_over: Callable[[Plan], Coroutine[Any, Any, None]],
     ) -> None:
         """Hold nothing yet; load in advance in ``tasks``.
 
@@ -73,7 +74,9 @@ class HeldLayers:
         """Whether the plan in force was prepared, so that a node may have handed over caches."""
         self._receivers: dict[NodeId, KvReceiver] = {}  # by the node that hands over its caches
         self._begun: dict[SessionId, SessionCache] = {}  # handed over, until there is a store
-        self._lent = 0  # bytes for layers of that plan
+        self._handing: asyncio.Task[None] | None = None  # while this node hands over its caches
+        self._lent = 0  # bytes for layers of the plan that may follow
+        self._lent_rows = 0  # the same for caches that were handed over
         self._news = asyncio.Event()  # set, and replaced, when this node has prepared
 
     @property
@@ -125,7 +128,8 @@ class HeldLayers:
 
     def release(self) -> None:
         """Release the span and its caches; what was loaded in advance stays."""
-        self._stop_preparing()
+        if self._handing is not None:
+            self._handing.cancel()
         self._drop_span()
         self.store = None
         self._take_received()
@@ -165,13 +169,22 @@ class HeldLayers:
         if plan is None or rank is None:
             await self._release_ahead()
             if plan and is_urgent:
-                await self._hand_over(plan)
+                await self._hand_over_to(plan)
         elif before and _part_of(before, self._me) == _part_of(plan, self._me):
             self.preloaded = plan
         else:
             await self._release_ahead()
             await self._preload(plan, is_urgent)
         self._set_prepared(plan)
+
+    async def _hand_over_to(self, plan: Plan) -> None:
+        """Hand over KV caches, until that is done or the layers are released."""
+        handing = self._handing = self._tasks.create_task(self._hand_over(plan))
+        try:
+            await asyncio.wait([handing])
+        finally:
+            handing.cancel()
+            self._handing = None
 
     def _set_prepared(self, plan: Plan | None) -> None:
         self.prepared = plan
@@ -200,7 +213,7 @@ class HeldLayers:
 
     def _take_received(self) -> Received:
         """Return what was handed over, and take no more of it."""
-        receivers, self._receivers = self._receivers, {}
+        receivers, self._receivers, self._lent_rows = self._receivers, {}, 0
         received = dict[SessionId, ReceivedRows]()
         for each in receivers.values():
             each.is_closed = True
@@ -230,11 +243,13 @@ class HeldLayers:
     def _lend_rows(self, room: int) -> bool:
         """Lend bytes to caches that are handed over, beside the layers; return whether they are."""
         size = sum(each.bytes for each in self._receivers.values())
-        if size > min(room, free_memory()):
+        if size > room or size - self._lent_rows > free_memory():
             return False
-        if (store := self.store) is None:
-            return True
-        return store.prefixes.index.budget.lend(self._lent + size, self._take_back)
+        store = self.store
+        if store and not store.prefixes.index.budget.lend(self._lent + size, self._take_back):
+            return False
+        self._lent_rows = size
+        return True
 
     def _take_back(self) -> None:
         """Release what is loaded in advance: a session needs its memory."""

@@ -6,6 +6,7 @@ See `meshllm.node.ring.kv_transfer`.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from meshllm.protocol.ring.handover import PREPARE_S
 from meshllm.protocol.session.messages import KvOffer
 from meshllm.protocol.session.stage import MAX_REFILL_ROWS
 from meshllm.transport.contract import Link
+
+AGAIN_S = 1.0  # s until new rows are sent, while another node has not taken the first ones
 
 logger = logging.getLogger(__name__)
 
@@ -69,39 +72,39 @@ class KvHandover:
     async def hand_over(self, plan: Plan, rank: EntryNode | StageNode | None) -> None:
         """Send the caches of a rank to the nodes that take over its layers; see `KvSender`.
 
-        When all of them have taken what there was, each takes what was written meanwhile.
+        Until all of them have taken what there was, each takes what is written meanwhile.
         """
         before = self._plan()
         if before is None or rank is None or not rank.settled or not self._model.resumes:
             return
         nodes = heirs(before, plan, self._me)
-        together = asyncio.Barrier(len(nodes))
+        progress = _Progress(set(nodes))
         try:
             async with asyncio.timeout(PREPARE_S), asyncio.TaskGroup() as group:
                 for node, layers in nodes.items():
                     sender = partial(self._sender, before, plan, rank, node, layers)
-                    group.create_task(self._send(node, sender, together))
+                    group.create_task(self._send(node, sender, progress))
         except TimeoutError:
             logger.info("KV caches are not handed over: a node has not taken them in time")
 
     async def _send(
-        self, node: NodeId, sender_on: Callable[[Link], KvSender], together: asyncio.Barrier
+        self, node: NodeId, sender_on: Callable[[Link], KvSender], progress: "_Progress"
     ) -> None:
         link = None
         try:
-            try:
-                link = await self._host.dial(node)
-                sender = sender_on(link)
-                await sender.catch_up()
-            except MeshError:
-                await together.wait()
-                raise
-            await together.wait()
+            link = await self._host.dial(node)
+            sender = sender_on(link)
             await sender.catch_up()
+            progress.done(node)
+            is_last = False
+            while not is_last:
+                is_last = await progress.all_done(AGAIN_S)
+                await sender.catch_up()
             logger.info("%d rows of each layer are handed over", sender.rows)
         except MeshError as error:
             logger.info("no more KV caches are handed over: %s", error)
         finally:
+            progress.done(node)
             if link is not None:
                 await link.close()
 
@@ -167,6 +170,27 @@ class KvHandover:
         rooms: Sequence[int] = self._host.rooms(plan) or ()
         rank = plan.rank(self._me)
         return rooms[rank] if rooms and rank is not None else 0
+
+
+class _Progress:
+    """Which nodes have not taken what there was at first."""
+
+    def __init__(self, waiting: set[NodeId]) -> None:
+        self._waiting = waiting
+        self._all_done = asyncio.Event()
+
+    def done(self, node: NodeId) -> None:
+        """Note that a node has, or never will."""
+        self._waiting.discard(node)
+        if not self._waiting:
+            self._all_done.set()
+
+    async def all_done(self, wait_s: float) -> bool:
+        """Wait so long, or until all nodes have; return whether they have."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._all_done.wait()
+        return self._all_done.is_set()
 
 
 def heirs(before: Plan, after: Plan, node: NodeId) -> dict[NodeId, range]:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from meshllm.errors import ModelError, OutOfMemory, PeerFault
+from meshllm.errors import MeshError, ModelError, OutOfMemory, PeerFault
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
 from meshllm.model.wire.payload import is_finite
@@ -91,7 +91,9 @@ class KvSender:
         self._sent: dict[SessionId, int] = {}
         self._ended = set[tuple[SessionId, int]]()  # layers of which no more rows are sent
         self._bytes = 0
-        self._begin: float | None = None
+        self._is_begun = False
+        self._begin = 0.0  # of the present `catch_up`
+        self._took_s = 0.0  # those before
 
     @property
     def rows(self) -> int:
@@ -104,9 +106,10 @@ class KvSender:
         Raises:
             MeshError: the link is lost, or the other side breaks the rules.
         """
-        if self._begin is None:
+        if not self._is_begun:
             await self._sync()
-            self._begin = loop_time()
+            self._is_begun = True
+        self._begin = loop_time()
         for _ in range(MOST_PASSES):
             before = self.rows
             for session, stop in list(self._rank.settled.items()):
@@ -114,6 +117,7 @@ class KvSender:
             if self.rows == before:
                 break
             await self._sync()
+        self._took_s += loop_time() - self._begin
 
     async def _sync(self) -> None:
         """Wait until the other side has taken all so far."""
@@ -155,32 +159,41 @@ class KvSender:
     def _is_sooner(self, rows: range) -> bool:
         """Whether the rest of a session is sent sooner than it is computed again."""
         again_s = self._refill_s(rows)
-        if again_s is None or self._begin is None or not self.rows or self._bytes < MEASURED_BYTES:
+        if again_s is None or not self.rows or self._bytes < MEASURED_BYTES:
             return True
-        return len(rows) * (loop_time() - self._begin) / self.rows < again_s
+        took_s = self._took_s + loop_time() - self._begin
+        return len(rows) * took_s / self.rows < again_s
 
     def _keeps_all(self, session: SessionId) -> bool:
         """Whether all layers keep the rows of a session; runs on the compute thread."""
-        cache = self._rank.cache_of(session)
-        return cache is not None and all(cache.copied_rows(at, 0, 1) for at in self._layers)
+        return all(self._copied(session, layer, 0, 1) for layer in self._layers)
 
     def _encoded(self, session: SessionId, layer: int, start: int, stop: int) -> list[Buffer]:
         """Encode rows of a layer; nothing if there are none. Runs on the compute thread."""
-        if (cache := self._rank.cache_of(session)) is None:
+        copied = self._copied(session, layer, start, stop)
+        if copied is None:
             return []
         try:
-            if layer in self._layers:
-                copied = cache.copied_rows(layer, start, stop)
-            else:
-                sent = cache.recorded(layer, start, stop)  # [1, T, D]
-                copied = (sent[:, None].clone(), 0) if sent is not None else None
-            if copied is None:
-                return []
             blob = sealed(session_key(session), copied[0])
-        except (ModelError, RuntimeError, MemoryError) as error:  # the last two: out of memory
+        except ModelError as error:  # a value is not finite
             logger.info("rows of a session are not handed over: %s", error)
             return []
         return encode(KvRows(session, layer, start, copied[1], blob))
+
+    def _copied(
+        self, session: SessionId, layer: int, start: int, stop: int
+    ) -> tuple[Tensor, int] | None:
+        """Copy rows, and where values begin in them; None without them, or without memory."""
+        if (cache := self._rank.cache_of(session)) is None:
+            return None
+        try:
+            if layer in self._layers:
+                return cache.copied_rows(layer, start, stop)
+            sent = cache.recorded(layer, start, stop)  # [1, T, D]
+            return (sent[:, None].clone(), 0) if sent is not None else None
+        except (RuntimeError, MemoryError) as error:  # out of memory
+            logger.info("rows of a session are not handed over: %s", error)
+            return None
 
 
 class CacheSizes(Protocol):
@@ -258,7 +271,12 @@ class KvReceiver:
         if not self._lend():
             self._taken[key] = before
             raise OutOfMemory("No memory for KV caches that are handed over")
-        await self._worker.run(self._keep, rows)
+        try:
+            await self._worker.run(self._keep, rows)
+        except MeshError:
+            for each in [each for each in self._taken if each[0] == rows.session]:
+                del self._taken[each]
+            raise
 
     def _check(self, rows: KvRows) -> None:
         """Raise `MeshError` for rows that the model cannot have."""
@@ -278,11 +296,10 @@ class KvReceiver:
             if not self.is_closed:
                 held = self.sessions.setdefault(rows.session, ReceivedRows())
                 held.add(rows.layer, rows.pos, rows.split, tensor)
-        except (ModelError, PeerFault):
+        except (MeshError, RuntimeError, MemoryError) as error:  # the last two: out of memory
             self.sessions.pop(rows.session, None)
-            raise
-        except (RuntimeError, MemoryError) as error:
-            self.sessions.pop(rows.session, None)
+            if isinstance(error, MeshError):
+                raise
             raise OutOfMemory(f"No memory for KV caches that are handed over: {error}") from None
 
 

@@ -69,7 +69,8 @@ class SessionStore:
     def add(self, caches: Mapping[SessionId, SessionCache], span: Span, now: float) -> None:
         """Keep sessions of a lost ring in which this node had no rank, see `begun`."""
         for session, cache in caches.items():
-            self.prefixes.keep_begun(session, cache.length, cache, span, now)
+            longest = max(part.length for part in cache.parts)
+            self.prefixes.keep_begun(session, cache.length, longest, cache, span, now)
 
 
 def begun(layers: SpanRunner, received: Received) -> dict[SessionId, SessionCache]:
@@ -85,7 +86,7 @@ def _adopt(
     pairs = [(caches[each], rows) for each, rows in received.items() if each in caches]
     try:
         layers.adopt(pairs)
-    except Exception:  # the supervisor: what is missing is computed again
+    except Exception:  # model code; what is missing is computed again
         logger.warning("KV caches that were handed over are not used", exc_info=True)
 
 

@@ -70,8 +70,8 @@ class PrefixHit:
     lost: tuple[Span, ...] = ()
     """Layers whose caches are lost."""
     held: int = 0
-    """Positions that the lost layers of this rank hold nevertheless, or all of them if none is lost
-    here; 0 if no other rank has been handed over any."""
+    """Positions that all layers of this rank hold, lost ones too; 0 if no rank can have been handed
+    over any of a lost layer."""
     is_claimed: bool = False
     """This rank did not see the tokens of the session, and has them from the request."""
 

@@ -116,12 +116,21 @@ class PrefixCache(Generic[Cache]):
         return PrefixHit(session, length, True, length, held, lost, is_claimed=True), begun
 
     def keep_begun(
-        self, session: SessionId, length: int, cache: Cache, span: Span, now: float
+        self,
+        session: SessionId,
+        length: int,
+        capacity: int,
+        cache: Cache,
+        span: Span,
+        now: float,
     ) -> None:
-        """Keep a cache that was handed over with the ``span`` of this node, all of it or a part."""
+        """Keep a cache that was handed over with the ``span`` of this node, all of it or a part.
+
+        All its layers hold ``length`` positions, and none more than ``capacity``.
+        """
         self.caches[session] = cache
         self._lost[session] = self._moved.difference(range(span.start, span.stop))
-        self._drop(self.index.put(session, length, length, now, is_lost=True))
+        self._drop(self.index.put(session, length, capacity, now, is_lost=True))
 
     def make_room(self, size: int) -> None:
         """Evict sessions until so many bytes of this rank are free, or all."""

@@ -246,6 +246,8 @@ def _kv_rows(session: SessionId, fields: list[Any], blob: Blob) -> KvRows:
     layer, pos, split = fields
     if len(blob.shape) != MAX_DIMS or blob.shape[0] != 1:
         raise PeerFault(f"KvRows of shape {list(blob.shape)}; it is 1, heads, rows, width")
+    if not split:
+        _bounded("heads", blob.shape[1], 1, 1)  # hidden states
     _bounded("rows", blob.shape[2], 1, MAX_ROWS)
     _bounded("pos", pos, 0, MAX_POSITION - blob.shape[2])
     _bounded("layer", layer, 0, MAX_LAYERS)

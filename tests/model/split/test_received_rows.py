@@ -276,3 +276,22 @@ def test_rows_of_two_nodes_are_joined() -> None:
 
     assert sorted(one.layers) == [2, 3]
     assert sorted(one.sent) == [4]
+
+
+@pytest.mark.parametrize("change", ["width", "type"])
+def test_hidden_states_of_another_form_are_not_recorded(source: Source, change: str) -> None:
+    x = hidden(source)
+    _, cache = left(source, x)
+    received = handed(cache, range(2, 4), COUNT)
+    sent = received.sent[4].held
+    received.sent[4] = Rows(sent[..., 1:] if change == "width" else sent.half())
+    received.sent[4].extend(COUNT)
+    after = span_runner(source, "2:4")
+    mine = after.new_cache()
+
+    after.adopt([(mine, received)])
+
+    assert mine.length == COUNT
+    assert mine.recorded(4, 0, 1) is None
+    after.step(x[:, -1:], mine)
+    assert mine.recorded(4, COUNT, COUNT + 1) is not None

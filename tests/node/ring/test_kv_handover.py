@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from meshllm.errors import LinkLost
-from meshllm.names import NodeId, SessionId
+from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.session.wire import sealed
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.handover import PREPARE_S
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
@@ -329,5 +329,74 @@ def test_a_loss_after_a_handover_recomputes_the_layers_of_both(world: World) -> 
             leave = Leave(places, after)
             leave.then = lambda: places[0].runtime.follow(last)
             assert await leave.answer() == undisturbed.answer
+
+    run_virtual(main())
+
+
+CLIENT = Plan(1, "tiny", Ends.CLIENT, (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 6))))
+
+
+def test_a_rank_without_layers_hands_over_nothing(world: World) -> None:
+    after = plan_of((B, "0:6"), epoch=2)
+
+    async def main() -> None:
+        async with world.serving(A, B) as (a, b):
+            world.follow(CLIENT)
+            await until(lambda: at_work(a, b))
+            ingress, is_begun = Ingress(), asyncio.Event()
+            task = asyncio.ensure_future(ingress.ask(a, is_begun.set))
+            await is_begun.wait()
+            a.runtime.prepare(after, is_urgent=True)
+            await until(lambda: a.runtime.prepared == after)
+            await task
+            assert len(ingress.answer) == TOKENS
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_one_node_that_takes_nothing_keeps_the_other_waiting_but_not_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
+) -> None:
+    """It prepares late, or cannot be reached."""
+    after = LEAVES["middle, to both neighbours"][0]
+
+    async def main() -> None:
+        async with answering(world) as (places, _):
+            a, b, c, _ = places
+            dial = b.dial
+
+            async def dial_a(node: NodeId) -> Link:
+                if node == C:
+                    raise LinkLost("nothing listens")
+                return await dial(node)
+
+            if not is_late:
+                monkeypatch.setattr(b, "dial", dial_a)
+            b.runtime.prepare(after, is_urgent=True)
+            a.runtime.prepare(after, is_urgent=True)
+            await asyncio.sleep(5)
+            assert (b.runtime.prepared == after) is not is_late
+            if is_late:
+                c.runtime.prepare(after, is_urgent=True)
+            await until(lambda: b.runtime.prepared == after)
+
+    run_virtual(main())
+
+
+def test_what_a_node_loads_in_advance_survives_a_plan_without_it(world: World) -> None:
+    """Releasing its rank ends its handover, and nothing else."""
+
+    async def main() -> None:
+        async with world.serving(A, B, C, D) as places:
+            world.follow(THREE)
+            await until(lambda: at_work(*places[:3]))
+            standby = places[3].runtime
+            standby.prepare(LEAVES["middle, to a standby"][0], is_urgent=True)
+            preparing = standby._held._preparing
+            standby.follow(plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=3))
+            assert preparing is not None
+            await asyncio.wait([preparing])
+            assert not preparing.cancelled()
 
     run_virtual(main())

@@ -286,7 +286,7 @@ def test_an_entry_whose_layers_have_just_moved_here_continues_with_nothing() -> 
 def test_an_entry_continues_with_what_was_handed_over() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
     prefixes.lose([0, 1])
-    prefixes.keep_begun(A, 2, "a", Span(0, 2), 1.0)
+    prefixes.keep_begun(A, 2, 2, "a", Span(0, 2), 1.0)
     assert prefixes.index.holds(A)
 
     found = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
@@ -300,7 +300,7 @@ def test_an_entry_continues_with_what_was_handed_over() -> None:
 def test_what_was_handed_over_whole_names_the_other_layers_that_moved() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
     prefixes.lose([0, 1, 5])
-    prefixes.keep_begun(A, 4, "a", Span(0, 2), 1.0)
+    prefixes.keep_begun(A, 4, 4, "a", Span(0, 2), 1.0)
 
     found = prefixes.resume(A, PROMPT[:3], CHUNKS, 2.0)
 
@@ -311,7 +311,7 @@ def test_what_was_handed_over_whole_names_the_other_layers_that_moved() -> None:
 def test_what_was_handed_over_is_dropped_if_there_is_no_room() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(blocks=0), None)
 
-    prefixes.keep_begun(A, 2, "a", Span(0, 2), 1.0)
+    prefixes.keep_begun(A, 2, 2, "a", Span(0, 2), 1.0)
 
     assert not prefixes.caches
 

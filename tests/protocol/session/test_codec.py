@@ -229,6 +229,7 @@ def test_a_number_at_its_limit_is_read(message: Message) -> None:
         (packed(replace(KV_ROWS, blob=BLOB)), r"KvRows of shape \[1, 2, 4\]"),
         (packed(replace(KV_ROWS, blob=replace(KV, shape=(2, 1, 3, 4)))), r"KvRows of shape \[2, 1"),
         (packed(replace(KV_ROWS, split=4)), "4 split; allowed are 0 to 3"),
+        (packed(replace(KV_ROWS, split=0)), "2 heads; allowed are 1 to 1"),
         (packed(replace(KV_ROWS, pos=MAX_POSITION - 2)), f"{MAX_POSITION - 2} pos"),
         (packed(replace(KV_ROWS, layer=MAX_LAYERS + 1)), f"{MAX_LAYERS + 1} layer"),
         (packed(LOST)[:-1], "Resume"),
