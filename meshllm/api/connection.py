@@ -60,8 +60,27 @@ class ClientTimer:
         self._end = loop.call_at(due, fire)
 
 
-class PublicProtocol(H11Protocol):
-    """uvicorn's protocol with deadlines for the client; a closed one cancels its generation."""
+class ApiProtocol(H11Protocol):
+    """uvicorn's protocol, which refuses what is not HTTP as the API refuses a request."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, unless it has responded already."""
+        if self.cycle is not None:  # what its task still sends goes nowhere, without an error
+            self.cycle.disconnected = True
+        if self.conn.our_state in {IDLE, SEND_RESPONSE}:
+            is_head = self.conn.our_state is SEND_RESPONSE and self.scope["method"] == "HEAD"
+            body = error_object(_MALFORMED)
+            length = str(len(body))
+            head = ("content-type", JSON), ("content-length", length), ("connection", "close")
+            response = Response(status_code=400, headers=list(head), reason="Bad Request")
+            content = () if is_head else (Data(data=body),)
+            for event in (response, *content, EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class PublicProtocol(ApiProtocol):
+    """The same with deadlines for the client; a closed one cancels its generation."""
 
     since = 0.0
     """When it was opened, or sent its last response."""
@@ -114,21 +133,6 @@ class PublicProtocol(H11Protocol):
         """Leave the connection to the protocol of WebSockets, which has no next headers."""
         super().handle_websocket_upgrade(event)
         self._headers.stop()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP as the API refuses a request, unless it has responded already."""
-        if self.cycle is not None:  # what its task still sends goes nowhere, without an error
-            self.cycle.disconnected = True
-        if self.conn.our_state in {IDLE, SEND_RESPONSE}:
-            is_head = self.conn.our_state is SEND_RESPONSE and self.scope["method"] == "HEAD"
-            body = error_object(_MALFORMED)
-            length = str(len(body))
-            head = ("content-type", JSON), ("content-length", length), ("connection", "close")
-            response = Response(status_code=400, headers=list(head), reason="Bad Request")
-            content = () if is_head else (Data(data=body),)
-            for event in (response, *content, EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
     def _await_headers(self) -> None:
         self.since = self.loop.time()

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
-from meshllm.api.connection import SocketProtocol
+from meshllm.api.connection import ApiProtocol, SocketProtocol
 from meshllm.api.port import NodePort
 from meshllm.api.unix import listening
 from meshllm.node.requests.request_json import REQUEST_BYTES
@@ -49,7 +49,7 @@ async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> No
         server_header=False,
         timeout_graceful_shutdown=GOODBYE_S,
         h11_max_incomplete_event_size=HEADER_BYTES,
-        **{"http": "h11", **settings},
+        **{"http": ApiProtocol, **settings},
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]))

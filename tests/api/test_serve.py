@@ -192,13 +192,21 @@ async def test_signals_stay_with_the_node(path: Path, server: asyncio.Task[None]
     assert all("uvicorn" not in repr(each) for each in handlers)
 
 
-async def test_endless_headers_are_refused(path: Path, server: asyncio.Task[None]) -> None:
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\nx: " + b"x" * (2 * HEADER_BYTES), b"no request\r\n\r\n"],
+    ids=["endless headers", "no request"],
+)
+async def test_what_is_not_http_is_refused_as_a_request_is(
+    path: Path, server: asyncio.Task[None], sent: bytes
+) -> None:
     reader, writer = await asyncio.open_unix_connection(path)
-    writer.write(b"GET / HTTP/1.1\r\nx: " + b"x" * (2 * HEADER_BYTES))
+    writer.write(sent)
 
-    said = await reader.read()
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
 
-    assert said.startswith(b"HTTP/1.1 400 ")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
