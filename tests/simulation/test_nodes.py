@@ -38,6 +38,7 @@ FOUND = (
     24237,  # a deadline came a rounding error too early, and was never looked at again
     43,  # a node ran out of memory, and offered as much again, as the plan changed at once
     1347,  # a node alone that ran out of memory offered as much for good
+    101746,  # a removed node took the dials of a member for links, and planned with it
     102186,  # a suspended peer takes a restarted node for its former self, long after another did
 )
 

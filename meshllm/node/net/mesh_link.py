@@ -234,14 +234,14 @@ class MeshLinks:
         now = loop_time()
         self._hinted = {each: until for each, until in self._hinted.items() if now < until}
         is_full = len(self._hinted) >= MAX_MEMBERS  # a member may invent peers
-        if is_full or peer in self._lines or peer in self._hinted or peer == self._machine.me:
+        if is_full or peer in self._hinted or not self._may_dial(peer):
             return
         self._hinted[peer] = now + HINT_S
         self._begin(self._dial, peer, addresses, local)
 
     def redial(self, peer: NodeId, addresses: Sequence[str], local: Local) -> None:
         """Dial a member now, unless it is linked, or this is under way; the caller makes pauses."""
-        if peer not in self._lines and peer not in self._redials.values():
+        if peer not in self._redials.values() and self._may_dial(peer):
             self._redials[self._begin(self._dial, peer, addresses, local)] = peer
 
     def give_up(self, is_needed: Callable[[NodeId], bool]) -> None:
@@ -282,6 +282,11 @@ class MeshLinks:
         lines = list(self._lines.values())
         self.act(self._machine.leave(loop_time()))
         await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
+
+    def _may_dial(self, peer: NodeId) -> bool:
+        """Return whether a peer may be linked; a saved or told address may be of a removed one."""
+        machine = self._machine
+        return peer not in self._lines and peer != machine.me and peer not in machine.removals
 
     def _begin(
         self, job: Callable[P, Awaitable[None]], *args: P.args, **kwargs: P.kwargs

@@ -215,8 +215,7 @@ def check(
     founder = founder_of(credential, node)
     if credential.mesh != mesh or _mesh_of(founder, credential.salt) != mesh:
         raise NotAuthorised(f"Node `{short(node)}` is a member of another mesh")
-    if node in removals:  # first: a former member must not make us verify a chain of signatures
-        raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
+    refuse_removed(node, removals)  # first: it must not make us verify a chain of signatures
     holder, role = founder, Role.NODE
     for certificate in credential.chain:
         if role is not Role.NODE:
@@ -231,6 +230,12 @@ def check(
     if holder != node:
         raise NotAuthorised(f"Node `{short(node)}` shows the credential of `{short(holder)}`")
     return role
+
+
+def refuse_removed(node: NodeId, removals: Removals) -> None:
+    """Raise `NotAuthorised` if a node is known to be removed; it needs to show nothing for that."""
+    if node in removals:
+        raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
 
 
 def founder_of(credential: Credential, node: NodeId) -> NodeId:

@@ -48,7 +48,8 @@ mesh id with the welcome.
 
 The driver of the listener decides on the proof (`Judge`) and calls `admit` or `refuse`; the text of
 a refusal is sent encrypted. The dialer itself checks the listener, which must be a member in the
-role of a node.
+role of a node. That comes after the listener has opened the link on its side, so one that is known
+to be removed is sent nothing: it would take the link for one of a member until the dialer closes.
 """
 
 from collections.abc import Iterable
@@ -59,7 +60,7 @@ from struct import Struct
 from meshllm.errors import NotAuthorised, PeerFault
 from meshllm.names import MeshId, NodeId, short
 from meshllm.protocol.session.messages import PROTOCOL_MINOR
-from meshllm.protocol.trust.credential import Credential, Removals, Role, check
+from meshllm.protocol.trust.credential import Credential, Removals, Role, check, refuse_removed
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm.protocol.trust.ticket import Ticket, TicketProof
 from meshllm.protocol.trust.transcript import HAIL_BYTES, Fresh, Keys, Transcript
@@ -202,7 +203,13 @@ class HandshakeDialer:
         self._features = Features(0)
 
     def start(self) -> list[SendHandshake | Established]:
-        """Return the first message, once connected."""
+        """Return the first message, once connected.
+
+        Raises:
+            NotAuthorised: the listener was removed, perhaps while this node connected.
+        """
+        self.state = HandshakeState.GONE
+        refuse_removed(self._expect, self._removals)
         self.state = HandshakeState.HAILED
         own, introduction = self._own, b""
         if isinstance(own.proof, Credential):

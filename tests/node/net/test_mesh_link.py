@@ -270,6 +270,31 @@ def test_a_removal_closes_the_link_at_once(run: Run) -> None:
     run(story)
 
 
+def test_a_member_that_is_known_to_be_removed_is_not_dialled(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await pair(town)
+        removal = remove(a.store.key, a.credential.mesh, b.me, 1)
+        a.links.act(a.machine.remove(removal, asyncio.get_running_loop().time()))
+        await asyncio.sleep(1)
+        stays, dialled = NodeId(bytes(32)), list[list[str]]()
+
+        async def dial(own: object, addresses: list[str], *_: object, **__: object) -> None:
+            if own is a.dialer:
+                dialled.append(addresses)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
+        for peer, name in ((b.me, "removed"), (stays, "stays")):
+            a.links.hint(peer, [f"{name}, as saved"])
+            a.links.redial(peer, [f"{name}, as told"], Local.NO)
+        await asyncio.sleep(1)
+        assert dialled == [["stays, as saved"], ["stays, as told"]]
+
+    run(story)
+
+
 def test_a_second_process_with_the_same_key_is_rejected(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 
 from meshllm.errors import MeshError, NotAuthorised, PeerFault
-from meshllm.names import MeshId
+from meshllm.names import MeshId, NodeId
 from meshllm.protocol.session.messages import PROTOCOL_VERSION
 from meshllm.protocol.trust.cipher import REKEY_MESSAGES, Seal
-from meshllm.protocol.trust.credential import Credential, Removals, Role, found, issue, remove
+from meshllm.protocol.trust.credential import (
+    Credential,
+    Removal,
+    Removals,
+    Role,
+    found,
+    issue,
+    remove,
+)
 from meshllm.protocol.trust.handshake import (
     ALL_FEATURES,
     MAX_REFUSAL,
@@ -321,11 +329,25 @@ def test_the_credential_of_another_is_of_no_use_to_who_knows_the_mesh() -> None:
         expect_end(make_listener(), first, error)
 
 
-def test_a_removed_listener_is_refused() -> None:
-    removals = {HOST.node: remove(GUEST, MESH, HOST.node, NOW, (GUEST.node,))}
+REMOVED_HOST = remove(GUEST, MESH, HOST.node, NOW, (GUEST.node,))
+
+
+def test_a_removed_listener_gets_no_byte() -> None:
+    dialer = make_dialer(removals={HOST.node: REMOVED_HOST})
+
+    with pytest.raises(NotAuthorised, match="is removed from the mesh"):
+        dialer.start()
+
+    assert dialer.state is HandshakeState.GONE
+    assert dialer.receive(b"?") == []
+
+
+def test_a_listener_that_is_removed_during_the_handshake_is_refused() -> None:
+    removals = dict[NodeId, Removal]()
     dialer, listener = make_dialer(removals=removals), make_listener()
     listener.receive(said(dialer.receive(said(listener.receive(said(dialer.start()))))))
 
+    removals[HOST.node] = REMOVED_HOST
     welcome, _ = listener.admit(MEMBER)
 
     assert "is removed" in expect_end(dialer, welcome.message, NotAuthorised)
