@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class HandoverHost(Protocol):
-    """What it needs from its node, see `meshllm.node.ring.runtime.RuntimeHost`."""
+    """What `KvHandover` needs from its node."""
 
     def times(self, plan: Plan) -> RingTimes | None:
         """Return the measured times of the ranks of a plan; None if not all are known."""
@@ -40,7 +40,7 @@ class HandoverHost(Protocol):
         """Return the bytes that each rank has for caches; None if not all are known."""
 
     def faulty(self, node: NodeId) -> None:
-        """Called when another node has sent something invalid."""
+        """Called when another node of the ring has sent something invalid."""
 
     async def dial(self, node: NodeId) -> Link:
         """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
@@ -77,7 +77,7 @@ class KvHandover:
         before = self._plan()
         if before is None or rank is None or not rank.settled or not self._model.resumes:
             return
-        nodes = heirs(before, plan, self._me)
+        nodes = next_owners(before, plan, self._me)
         progress = _Progress(set(nodes))
         try:
             async with asyncio.timeout(PREPARE_S), asyncio.TaskGroup() as group:
@@ -158,7 +158,7 @@ class KvHandover:
         if found is None:
             return
         plan, receiver = found
-        if layers := heirs(before, plan, peer).get(self._me):
+        if layers := next_owners(before, plan, peer).get(self._me):
             last = plan.stages[plan.rank(self._me) or 0].span.stop
             await receiver.serve(link, self._offer(plan), layers, last)
 
@@ -193,7 +193,7 @@ class _Progress:
         return self._all_done.is_set()
 
 
-def heirs(before: Plan, after: Plan, node: NodeId) -> dict[NodeId, range]:
+def next_owners(before: Plan, after: Plan, node: NodeId) -> dict[NodeId, range]:
     """Return which nodes take over which layers of one that leaves; none if it stays."""
     rank = before.rank(node)
     if rank is None or after.rank(node) is not None:

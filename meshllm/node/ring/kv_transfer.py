@@ -129,10 +129,7 @@ class KvSender:
     async def _send(self, session: SessionId, stop: int) -> None:
         """Send the rows of a session up to a position that were not sent yet."""
         start = self._sent.get(session, 0)
-        if start and stop - start < FEW_ROWS:
-            return
-        has_ended = any((session, layer) in self._ended for layer in self._layers)
-        if has_ended or not (start or await self._worker.run(self._keeps_all, session)):
+        if not await self._goes_on(session, start, stop):
             return
         for pos in range(start, stop, BLOCK_ROWS):
             if not self._is_sooner(range(pos, stop)):
@@ -142,9 +139,19 @@ class KvSender:
             for layer in (*self._layers, self._next_layer):
                 if layer is not None:
                     await self._send_rows(session, layer, pos, end)
-            if any((session, layer) in self._ended for layer in self._layers):
+            if self._has_ended(session):
                 return
             self._sent[session] = end
+
+    async def _goes_on(self, session: SessionId, start: int, stop: int) -> bool:
+        """Whether more rows of a session are worth sending, and its layers keep all of theirs."""
+        if start:
+            return stop - start >= FEW_ROWS and not self._has_ended(session)
+        return not self._has_ended(session) and await self._worker.run(self._keeps_all, session)
+
+    def _has_ended(self, session: SessionId) -> bool:
+        """Whether no more rows of a session are sent, as a layer has none."""
+        return any((session, layer) in self._ended for layer in self._layers)
 
     async def _send_rows(self, session: SessionId, layer: int, start: int, stop: int) -> None:
         """Send rows of a layer; if there are none, send no later ones either."""

@@ -20,7 +20,7 @@ from meshllm.names import FIRST_GROUP, GroupId, NodeId
 from meshllm.node.compute.warm_up import WarmUp
 from meshllm.node.ring.held_layers import HeldLayers
 from meshllm.node.ring.idle_links import IdleLink, IdleLinks
-from meshllm.node.ring.kv_handover import KvHandover
+from meshllm.node.ring.kv_handover import HandoverHost, KvHandover
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.entry import EntryConfig, EntryNode
 from meshllm.node.session.ring_link import Neighbours, RingLink
@@ -28,7 +28,6 @@ from meshllm.node.session.stage import StageNode
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.kv_cache.admission import MAX_SESSIONS
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.planning.chunking import RingTimes
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.forming import (
     Action,
@@ -57,7 +56,7 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], Coroutine[Any, Any, None]]
 
 
-class RuntimeHost(Protocol):
+class RuntimeHost(HandoverHost, Protocol):
     """What a runtime needs from its node.
 
     The host calls `RingRuntime.formed` after each change to the set of nodes that have loaded the
@@ -72,18 +71,6 @@ class RuntimeHost(Protocol):
 
     def broke(self, plan: Plan) -> None:
         """Called when the ring of a plan has ended."""
-
-    def times(self, plan: Plan) -> RingTimes | None:
-        """Return the measured times of the ranks of a plan; None if not all are known."""
-
-    def rooms(self, plan: Plan) -> list[int] | None:
-        """Return the bytes that each rank has for caches; None if not all are known."""
-
-    def faulty(self, node: NodeId) -> None:
-        """Called when a neighbour has sent something invalid."""
-
-    async def dial(self, node: NodeId) -> contract.Link:
-        """Open a link for a ring; raise `MeshError` if the node cannot be reached."""
 
 
 class RingRuntime:

@@ -182,7 +182,7 @@ class EntryNode:
 
     @property
     def settled(self) -> dict[SessionId, int]:
-        """Positions of each session that have been all round the ring."""
+        """Positions of each session that no draft takes back."""
         return {session: each.machine.settled for session, each in self._sessions.items()}
 
     def cache_of(self, session: SessionId) -> SessionCache | None:

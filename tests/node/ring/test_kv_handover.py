@@ -1,24 +1,29 @@
 """A node that leaves hands over the KV caches of its layers, and the text does not change."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 from meshllm.errors import LinkLost
 from meshllm.names import NodeId, SessionId, Span
+from meshllm.node.ring.kv_handover import _refill_s
+from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session.wire import sealed
-from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
+from meshllm.protocol.planning.chunking import RankTimes
+from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.ring.handover import PREPARE_S
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.messages import KvOffer, KvRows
+from meshllm.protocol.session.stage import MAX_REFILL_ROWS
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
-from tests.builders.offers import A, B, C, D
+from tests.builders.offers import A, B, C, D, offer
 from tests.node.ring.test_runtime import NAMES, Place, World, at_work, plan_of, until
 from tests.node.ring.test_takeover import (
     BEFORE,
@@ -29,6 +34,7 @@ from tests.node.ring.test_takeover import (
     Ingress,
     Rows,
     kept_layers,
+    ring_of_three,
     rows,
     world,
 )
@@ -47,7 +53,8 @@ LEAVES = {
     "two of three": (plan_of((A, "0:6"), epoch=2), {2, 3, 4, 5}),
 }
 LATE = 20
-"""Rows of a session that were not handed over: its last steps, while the ring changed."""
+"""Rows of a session that were not handed over: its last steps, while the ring changed. Without a
+handover they are all of the prompt and `BEFORE`, which are more."""
 
 
 @dataclass
@@ -96,15 +103,11 @@ def test_what_was_handed_over_is_not_computed_again(world: World, rows: Rows, na
     after, lost = LEAVES[name]
 
     async def main() -> None:
-        async with world.serving(A, B, C, D) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places[:3]))
-            undisturbed = Ingress()
-            await undisturbed.ask(places[0])
+        async with ring_of_three(world, D) as (places, undisturbed):
             rows.clear()  # the second time the prompt is cached
 
             leave = Leave(places, after)
-            assert await leave.answer() == undisturbed.answer
+            assert await leave.answer() == undisturbed
             assert BEFORE < leave.written < TOKENS
             told = sum(place.runtime.recomputed for place in places)
             assert told <= LATE * len(lost)
@@ -112,7 +115,6 @@ def test_what_was_handed_over_is_not_computed_again(world: World, rows: Rows, na
             assert [each.is_handed_over for each in told_of] == [True]
             assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in kept_layers(lost))
             assert all(rows[layer] <= TOKENS + IN_FLIGHT + LATE for layer in lost)
-            assert len(PROMPT) + BEFORE > LATE
 
     run_virtual(main())
 
@@ -188,6 +190,28 @@ def test_an_offer_of_a_node_that_has_nothing_to_give_is_refused(
     run_virtual(main())
 
 
+def test_an_offer_of_a_stranger_waits_for_nothing(world: World) -> None:
+    async def main() -> None:
+        async with answering(world):
+            begin = asyncio.get_running_loop().time()
+            assert await answer_to(await offered(world, D, C)) is None
+            assert asyncio.get_running_loop().time() - begin < PREPARE_S / 2
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("layers", "rows"), [(2, 40), (4, 300)])
+def test_the_time_to_compute_rows_again_is_that_of_their_layers(layers: int, rows: int) -> None:
+    times = RankTimes(offer(A, 6, ms=10), 4.0, LinkSpeed(0.0))
+    blocks = [(at, min(MAX_REFILL_ROWS, rows - at)) for at in range(0, rows, MAX_REFILL_ROWS)]
+
+    taken = _refill_s(times, layers, range(rows))
+
+    assert taken == pytest.approx(sum(times.compute_s(n, at) for at, n in blocks) * layers / 4)
+    assert _refill_s(None, layers, range(rows)) is None
+    assert _refill_s(replace(times, layers=0.0), layers, range(rows)) is None
+
+
 def test_an_offer_for_a_plan_that_never_comes_ends(world: World) -> None:
     async def main() -> None:
         async with answering(world):
@@ -210,8 +234,10 @@ def test_a_later_offer_replaces_one_that_waits_and_what_came_by_it(world: World)
             places[2].runtime.prepare(other, is_urgent=True)
             second = await offered(world, B, C, other)
 
+            begin = asyncio.get_running_loop().time()
             assert await answer_to(first) is None
             assert await answer_to(second) is not None
+            assert asyncio.get_running_loop().time() - begin < PREPARE_S / 2  # it was not too late
             await second.send(encode(rows_of(2)))  # from the first position again
             await second.send(encode(KvOffer(B, other.epoch, other.digest)))
             assert await answer_to(second) is not None
@@ -315,20 +341,32 @@ def test_nothing_is_handed_over_in_vain(world: World, *, is_urgent: bool) -> Non
     run_virtual(main())
 
 
+@pytest.mark.parametrize("name", ["middle, to a standby", "middle, to the one before"])
+def test_what_entered_the_next_rank_is_handed_over_too(world: World, name: str) -> None:
+    """So that a later loss of that rank costs its layers only."""
+    after = LEAVES[name][0]
+
+    async def main() -> None:
+        async with ring_of_three(world, D) as (places, _):
+            await Leave(places, after).answer()
+            owner = next(each for each in places if after.stages[-2].node == each.me)
+            store = owner.runtime._held.store
+            assert store is not None
+            recorded = [each.recorded(4, 0, len(PROMPT)) for each in store.prefixes.caches.values()]
+            assert any(each is not None for each in recorded)
+
+    run_virtual(main())
+
+
 def test_a_loss_after_a_handover_recomputes_the_layers_of_both(world: World) -> None:
     """What a node has taken over, it recorded from then on: before, it computes it again."""
     after, last = LEAVES["middle, to both neighbours"][0], plan_of((A, "0:6"), epoch=3)
 
     async def main() -> None:
-        async with world.serving(A, B, C, D) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places[:3]))
-            undisturbed = Ingress()
-            await undisturbed.ask(places[0])
-
+        async with ring_of_three(world, D) as (places, undisturbed):
             leave = Leave(places, after)
             leave.then = lambda: places[0].runtime.follow(last)
-            assert await leave.answer() == undisturbed.answer
+            assert await leave.answer() == undisturbed
 
     run_virtual(main())
 
@@ -358,7 +396,14 @@ def test_a_rank_without_layers_hands_over_nothing(world: World) -> None:
 def test_one_node_that_takes_nothing_keeps_the_other_waiting_but_not_behind(
     world: World, monkeypatch: pytest.MonkeyPatch, *, is_late: bool
 ) -> None:
-    """It prepares late, or cannot be reached."""
+    """It prepares late, or cannot be reached; the other takes what is written meanwhile."""
+    catch_up, caught = KvSender.catch_up, Counter[KvSender]()
+
+    async def counted(sender: KvSender) -> None:
+        await catch_up(sender)
+        caught[sender] += 1
+
+    monkeypatch.setattr(KvSender, "catch_up", counted)
     after = LEAVES["middle, to both neighbours"][0]
 
     async def main() -> None:
@@ -377,6 +422,7 @@ def test_one_node_that_takes_nothing_keeps_the_other_waiting_but_not_behind(
             a.runtime.prepare(after, is_urgent=True)
             await asyncio.sleep(5)
             assert (b.runtime.prepared == after) is not is_late
+            assert [each > 3 for each in caught.values()] == [is_late]  # the one to `a`
             if is_late:
                 c.runtime.prepare(after, is_urgent=True)
             await until(lambda: b.runtime.prepared == after)

@@ -14,6 +14,7 @@ from meshllm.errors import LinkLost
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
+from meshllm.names import NodeId
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
@@ -120,11 +121,13 @@ class Ingress:
 
 
 @asynccontextmanager
-async def ring_of_three(world: World) -> AsyncIterator[tuple[list[Place], list[int]]]:
+async def ring_of_three(
+    world: World, *standbys: NodeId
+) -> AsyncIterator[tuple[list[Place], list[int]]]:
     """Serve; yield the places, the entry first, and an answer that nothing disturbed."""
-    async with world.serving(A, B, C) as places:
+    async with world.serving(A, B, C, *standbys) as places:
         world.follow(THREE)
-        await until(lambda: at_work(*places))
+        await until(lambda: at_work(*places[:3]))
         ingress = Ingress()
         await ingress.ask(places[0])
         yield places, ingress.answer
@@ -217,14 +220,10 @@ def test_a_node_that_becomes_the_entry_from_nothing_computes_its_layers_only(
     standby, after = D, plan_of((D, "0:2"), (B, "2:4"), (C, "4:6"), epoch=2)
 
     async def main() -> None:
-        async with world.serving(A, B, C, standby) as places:
-            world.follow(THREE)
-            await until(lambda: at_work(*places[:3]))
-            undisturbed = Ingress()
-            await undisturbed.ask(places[0])
+        async with ring_of_three(world, standby) as (places, undisturbed):
             rows.clear()
 
-            assert await ask_over(places, after) == undisturbed.answer
+            assert await ask_over(places, after) == undisturbed
             assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in range(2, 6))
             held = len(PROMPT) + BEFORE
             told = sum(place.runtime.recomputed for place in places)

@@ -118,6 +118,17 @@ async def test_rows_are_run_and_sent_on() -> None:
         assert stage.layers.passes == [("prefill", [0]), ("step", [3])]
 
 
+async def test_what_may_be_drafts_is_not_settled() -> None:
+    async with serving() as stage:
+        await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL), data(ONE, 3, 4, 5, 6))
+
+        assert stage.node.settled == {ONE: 3}
+        held = stage.node.cache_of(ONE)
+        assert held is not None
+        assert held.length == 6
+        assert stage.node.cache_of(TWO) is None
+
+
 async def test_the_last_rank_returns_one_row_of_a_chunk() -> None:
     async with serving(rank=2) as stage:
         (with_row,) = await stage.receive(data(ONE, 0, 1, 2, 3, flags=PREFILL))
