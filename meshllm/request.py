@@ -95,6 +95,17 @@ class Sampling:
 
 
 NEVER = -9999.0  # log probability of what cannot be, as in OpenAI's API: JSON has no infinity
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-2, 2),  # OpenAI API reference
+    "presence_penalty": (-2, 2),
+    "seed": (0, 2**63 - 1),
+}
+"""Least and largest value of each sampling parameter."""
 MODEL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Parameters for which a model may recommend values, in `generation_config.json`."""
 

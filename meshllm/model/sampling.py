@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.request import NEVER, Sampling
+from meshllm.request import NEVER, RANGES, Sampling
 from meshllm.strict_json import WrongField
 
 FEW = 64  # tokens; for more it is faster to draw the noise of all ids up to the last
@@ -24,21 +24,10 @@ GREEDY_BELOW = 1e-5  # temperature; a division by less could overflow fp32 (vLLM
 
 Scores = NDArray[np.float32]
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "top_k": (0, 2**31 - 1),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "frequency_penalty": (-2, 2),  # OpenAI API reference
-    "presence_penalty": (-2, 2),
-    "seed": (0, 2**63 - 1),
-}
-
 
 def validate(sampling: Sampling) -> None:
     """Raise `WrongField` for the first setting that is out of its range, or NaN."""
-    for name, (low, high) in _RANGES.items():
+    for name, (low, high) in RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:
             raise WrongField(name, f"`{name}` is {value}, not between {low} and {high}")

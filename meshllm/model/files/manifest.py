@@ -170,17 +170,25 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def _tensors(data: mmap.mmap) -> Iterator[tuple[str, tuple[str, list[int], int, int]]]:
-    """Read the header: dtype, shape, start and stop offset of each tensor, by name."""
+    """Read the header: dtype, shape, start and stop offset of each tensor, by name.
+
+    As safetensors, it takes no gap between tensors, and nothing behind them.
+    """
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes")
     begin = LENGTH_BYTES + length
+    ranges = list[tuple[int, int]]()
     for name, tensor in json.loads(data[LENGTH_BYTES:begin]).items():
         if name != "__metadata__":
             start, stop = (begin + offset for offset in tensor["data_offsets"])
             if not begin <= start <= stop <= len(data):
                 raise ValueError(f"it ends before `{name}`")
+            ranges.append((start, stop))
             yield name, (tensor["dtype"], tensor["shape"], start, stop)
+    ranges.sort()
+    if [begin, *(stop for _, stop in ranges)] != [*(start for start, _ in ranges), len(data)]:
+        raise ValueError("its tensors have gaps, or do not end with it")
 
 
 def _digest(kind: bytes, data: memoryview) -> str:

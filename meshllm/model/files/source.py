@@ -22,7 +22,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # of whichev
 )
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, __version__
 
-from meshllm.errors import ModelError
+from meshllm.errors import ModelError, UserError
+from meshllm.json_shape import check_shape
 from meshllm.local_files import check_regular, check_within, read_regular
 from meshllm.model.files.loader import SINGLE, first_dtype, list_weights, select
 from meshllm.model.locate import (
@@ -39,10 +40,21 @@ from meshllm.names import Span
 
 MAX_LAYERS = 4096  # accepted in a config; building a model takes time and memory for each
 _FRAME = re.compile(r"^Got: \w+: |\[Errno -?\d+\] ")  # what the client of the hub adds to a reason
-LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
+LAYER_COUNTS = frozenset(
+    {
+        *("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+        *("decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"),
+    }
+)
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Config, index, tokenizer and chat template, as `fnmatch` patterns."""
 MAX_SMALL_BYTES = 256 << 20  # of each; the largest tokenizers have 30 MiB
+MAX_CONFIG_VALUES = 1 << 20
+_INVALID = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError),
+    StrictDataclassError,
+)
+"""Raised by transformers for a config that it cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,7 @@ def open_folder(name: str, folder: Path) -> Source:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
+    except _INVALID as error:
         raise ModelError(f"`{path}` is not a valid `{model_type}` config: {error}") from None
     check_causal(config)
     # A stored value may name a kernel repository, whose code would be fetched and run.
@@ -173,7 +185,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Read the config, and check the kind and size of every file in the folder."""
     path = folder / CONFIG
     try:
-        raw = json.loads(read_regular(path, MAX_CONFIG_BYTES))
+        data = read_regular(path, MAX_CONFIG_BYTES)
+        check_shape(data, values=MAX_CONFIG_VALUES)
+        raw = json.loads(data.decode())  # transformers reads no other encoding
         # Other libraries read some of them, without limits.
         for each in (*folder.iterdir(), *folder.glob(POOLING_CONFIGS)):
             if each.exists() and not each.is_dir():
@@ -185,7 +199,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise no_config(folder) from None
     except OSError as error:
         raise ModelError(f"`{error.filename}` cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, UserError) as error:
         raise ModelError(f"`{path}` cannot be read: {error}", hint="fetch it again") from None
     if not isinstance(raw, dict):
         raise ModelError(f"`{path}` cannot be read: it is not a JSON object")

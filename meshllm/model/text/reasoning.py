@@ -1,6 +1,6 @@
 """Splits the reasoning of a model from its answer, and limits it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
@@ -120,7 +120,7 @@ def most_of_effort(effort: str | None, max_tokens: int) -> int | None:
 class ReasoningLimit:
     """A constraint on an answer with reasoning: ends it in time, then applies another one."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the state of an answer, and its limits
         self,
         begin: int,
         end: int,
@@ -129,16 +129,19 @@ class ReasoningLimit:
         most: int | None = None,
         then: Constraint | None = None,
         end_tokens: Iterable[int] = (),
+        is_blank: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Begin an answer, with the tokens that begin and end its reasoning.
 
         ``most`` limits the tokens of reasoning; ``end_tokens``, which end an answer, do not follow
-        within it if there is another constraint.
+        within it if there is another constraint. Reasoning may begin behind tokens that
+        ``is_blank`` names.
         """
         self._begin = begin
         self._end = end
         self._most = most
         self._then = then
+        self._is_blank = is_blank
         self._end_tokens = torch.tensor(sorted(end_tokens), dtype=torch.long)
         self._part = _Phase.INSIDE if is_open else _Phase.BEFORE
         self._count = 0
@@ -173,6 +176,7 @@ class ReasoningLimit:
         elif self._part is _Phase.BEFORE and token == self._begin:
             self._part = _Phase.INSIDE
         else:
-            self._part = _Phase.BEHIND
+            if not (self._part is _Phase.BEFORE and self._is_blank(token)):
+                self._part = _Phase.BEHIND
             if self._then:
                 self._then.take([token])

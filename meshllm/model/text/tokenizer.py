@@ -46,7 +46,15 @@ _UNREADABLE = (
     RecursionError,
 )
 # Raised by templates in jinja2's sandbox; ValueError is transformers' own.
-_REFUSALS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
+_REFUSALS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+    MemoryError,
+)
 
 
 _MARKERS = (*MARKERS, *(marker for pair in PAIRS for marker in pair))

@@ -11,7 +11,7 @@ is lost, and its text depends on its tokens only, not on how they arrive.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshllm.model.text.detokenizer import overlap
@@ -26,7 +26,8 @@ _FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
 _KEYS = {"name", "arguments", "parameters", "type", "function", "id"}
 _NAME_END = re.compile(r"[^\w-]", re.ASCII)
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+_END_PARAMETER = "</parameter>"
 _BETWEEN = _SPACE + ",;"
 _MARKERS = (CLOSE, OPEN, CALLS, PYTHON_TAG)
 _MAX_SKIPPED = 256  # characters of white space and punctuation between calls
@@ -166,7 +167,7 @@ class ToolParser:
             return self._give_up(content)
         fields = self._names[name].get("properties")
         kinds = fields if isinstance(fields, dict) else {}
-        given = {key: _value(value, kinds.get(key)) for key, value in _PARAMETER.findall(inner)}
+        given = {key: _value(value, kinds.get(key)) for key, value in _parameters(inner)}
         self._call = _JsonCall(self._calls, self._names, name)
         self._held = json.dumps(given, ensure_ascii=False) + after
         return True
@@ -304,12 +305,32 @@ def _word(text: str) -> int:
     return found.start() if found else len(text)
 
 
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """Find the XML parameters of a call, each with its text, in one pass over all of them."""
+    *parts, _ = text.split(_END_PARAMETER)
+    for part in parts:
+        if found := _PARAMETER.search(part):
+            yield found[1], part[found.end() :].removesuffix("\n")
+
+
 def _value(text: str, schema: object) -> object:
-    """Return the value of an XML parameter: a text, unless its schema has another type."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind in {None, "string"}:
+    """Return the value of an XML parameter: a text, unless its schema has only other types."""
+    if not (kinds := _kinds(schema)) or kinds <= {"string", "null"}:
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def _kinds(schema: object) -> set[str]:
+    """Return the types that a schema names, each of its alternatives included."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    names = named if isinstance(named, list) else [named]
+    found = {each for each in names if isinstance(each, str)}
+    for word in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(word), list):
+            found = found.union(*map(_kinds, options))
+    return found

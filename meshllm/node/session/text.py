@@ -206,6 +206,7 @@ class RingBackend:
                     most=most,
                     then=grammar,
                     end_tokens=text.end_tokens,
+                    is_blank=lambda token: text.spell(token).isspace(),
                 )
             elif request.max_reasoning is not None:
                 problem = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from meshllm.errors import DamagedFile, ModelError
@@ -156,6 +157,34 @@ def test_a_damaged_file_is_named(source: Source, tmp_path: Path, data: bytes) ->
 
     with pytest.raises(DamagedFile, match=r"model\.safetensors` is damaged"):
         manifest(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({}, b"\0"),
+        ({"a": (0, 4)}, bytes(5)),
+        ({"a": (1, 5)}, bytes(5)),
+        ({"a": (0, 4), "b": (5, 9)}, bytes(9)),
+        ({"a": (0, 4), "b": (3, 7)}, bytes(7)),
+    ],
+    ids=["nothing", "behind", "before", "gap", "overlap"],
+)
+def test_a_file_that_safetensors_refuses_is_damaged(
+    tmp_path: Path, header: dict[str, tuple[int, int]], data: bytes
+) -> None:
+    tensors = {
+        name: {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+        for name, (start, stop) in header.items()
+    }
+    text = json.dumps(tensors)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data)
+
+    with pytest.raises(SafetensorError):
+        load_file(file)
+    with pytest.raises(DamagedFile):
+        hash_tensors(file)
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:

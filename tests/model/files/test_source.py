@@ -206,7 +206,9 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         open_folder("x", tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"llama"', "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '"llama"', "\ud800", '\ufeff{"model_type": "llama"}']
+)
 def test_a_damaged_config_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
 
@@ -325,8 +327,10 @@ def test_a_small_file_that_is_large_is_refused(tmp_path: Path, name: str, limit:
         resolve(str(tmp_path))
 
 
-def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("[" * 200_000)
+@pytest.mark.parametrize("depth", [600, 200_000])
+def test_a_config_that_is_nested_too_deep_is_refused(tmp_path: Path, depth: int) -> None:
+    nested = '{"a": ' * depth + "3" + "}" * depth
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "x": {nested}}}')
 
     with pytest.raises(ModelError, match="cannot be read"):
         resolve(str(tmp_path))
@@ -338,3 +342,11 @@ def test_a_config_of_absurdly_many_layers_is_refused_at_once(tmp_path: Path) -> 
 
     with pytest.raises(ModelError, match="has 1000000000 layers, more than"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["decoder_layers", "encoder_layers", "num_decoder_layers"])
+def test_layers_of_a_decoder_count_too(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path, **{name: 10**9})
+
+    with pytest.raises(ModelError, match="has 1000000000 layers, more than"):
+        open_folder("x", tmp_path)

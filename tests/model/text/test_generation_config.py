@@ -21,6 +21,8 @@ from meshllm.model.text.generation_config import read_config, recommended
         ({"do_sample": True, "temperature": "hot", "top_k": 2.5, "top_p": None, "min_p": True},
          {"temperature": 1.0}),
         ({"do_sample": "yes", "temperature": 0.6}, {}),
+        ({"do_sample": True, "top_k": -1, "top_p": float("nan"), "repetition_penalty": 0,
+          "min_p": 1.0}, {"temperature": 1.0, "min_p": 1.0}),
     ],
 )  # fmt: skip
 def test_only_numbers_for_known_parameters_count(

@@ -85,6 +85,17 @@ def test_the_limit_closes_the_reasoning() -> None:
     assert allowed(limit) == {0, 1, 2, 3, 4}
 
 
+def test_reasoning_may_begin_behind_white_space() -> None:
+    limit = ReasoningLimit(BEGIN, END, is_open=False, most=1, is_blank=lambda token: token == 4)
+
+    limit.take([4, 4, BEGIN, PLAIN])
+    assert allowed(limit) == {END}
+
+    limit = ReasoningLimit(BEGIN, END, is_open=False, most=1, is_blank=lambda token: token == 4)
+    limit.take([4, PLAIN, 4, BEGIN, PLAIN])
+    assert allowed(limit) == {0, 1, 2, 3, 4}
+
+
 def test_another_constraint_begins_behind_the_reasoning() -> None:
     grammar = Fixed()
     limit = ReasoningLimit(BEGIN, END, is_open=True, then=grammar, end_tokens=[STOP])

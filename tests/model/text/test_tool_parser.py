@@ -1,6 +1,7 @@
 """Tool calls in the text of answers, in each format and split anywhere."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,16 @@ from meshllm.model.text.tool_format import ToolFormat
 from meshllm.model.text.tool_parser import ToolParser
 from meshllm.request import Answer, FinishReason, Written
 
-NAMES = {
+NAMES: dict[str, dict[str, Any]] = {
     "f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}, "y": {}}},
-    "g_2": {},
+    "g_2": {
+        "properties": {
+            "text": {"type": ["string", "null"]},
+            "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "either": {"oneOf": [{"type": "string"}, {"type": ["number", "array"]}]},
+            "strange": {"type": [{}, 3], "anyOf": 4},
+        }
+    },
 }
 HERMES, XML, MISTRAL = ToolFormat.HERMES, ToolFormat.XML, ToolFormat.MISTRAL
 ARGS, LLAMA, JSON = ToolFormat.ARGS, ToolFormat.LLAMA, ToolFormat.JSON
@@ -55,6 +63,21 @@ def parsed(form: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[str,
             "<tool_call><function=f><parameter=x>many</parameter></function></tool_call>",
             "",
             [("f", '{"x": "many"}')],
+        ),
+        (
+            XML,
+            "<tool_call><function=g_2><parameter=text>5</parameter><parameter=count>5</parameter>"
+            "<parameter=either>[5]</parameter><parameter=strange>5</parameter></function>"
+            "</tool_call>",
+            "",
+            [("g_2", '{"text": "5", "count": 5, "either": [5], "strange": "5"}')],
+        ),
+        (
+            XML,
+            "<tool_call><function=f>x<parameter=s>a<parameter=y>b</parameter></parameter></function>"
+            "</tool_call>",
+            "",
+            [("f", '{"s": "a<parameter=y>b"}')],
         ),
         (
             MISTRAL,
