@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/responses
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -61,7 +61,9 @@ class TextPart:
 class ResponsesItem:
     """An item of the input, as a client writes it or as a response had it."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "reasoning", "item_reference"
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | tuple[TextPart, ...] | None = None
     id: str | None = None
@@ -115,15 +117,23 @@ class Responses:
     reasoning: Reasoning | None = None
     meshllm: SeededNeeds | None = None
 
-    def turns(self) -> tuple[Turn, ...]:
-        """Return the messages of this request alone."""
+    def turns(self, stored: Callable[[str], tuple[Turn, ...] | None]) -> tuple[Turn, ...]:
+        """Return the messages of this request alone; ``stored`` finds those of a referred item."""
         if isinstance(self.input, str):
             return (Turn(role="user", content=self.input),)
         if not self.input:
             raise WrongField("input", "`input` is empty")
-        return tuple(
-            turn for place, each in enumerate(self.input) for turn in each.turns(f"input[{place}]")
-        )
+        found = list[Turn]()
+        for place, each in enumerate(self.input):
+            where = f"input[{place}]"
+            if each.type != "item_reference":
+                found += each.turns(where)
+            elif (turns := stored(each.id or "")) is not None:
+                found += turns
+            else:
+                text = f"There is no item `{(each.id or '')[:100]}`: it is no longer kept"
+                raise Refused(text, Failure(404, INVALID, "item_not_found", f"{where}.id"))
+        return tuple(_joined(found))
 
     def request(self, turns: tuple[Turn, ...]) -> Asked:
         """Convert to a request of the mesh that answers these turns."""
@@ -320,8 +330,24 @@ class _ResponsesReply:
                     replace(call, id=fields["call_id"])
                     for call, fields in zip(answer.calls, calls, strict=True)
                 )
-            self.store.put(self.id, StoredResponse(self.owner, whole, (*self.turns, turn)))
+            turns, items = (*self.turns, turn), self._items_of(turn)
+            self.store.put(self.id, StoredResponse(self.owner, compact(whole), turns, items))
         return whole
+
+    def _items_of(self, turn: Turn) -> dict[str, tuple[Turn, ...]]:
+        """Return the turns of each item; together they are the turn of the answer."""
+        calls, found = iter(turn.get("tool_calls", ())), dict[str, tuple[Turn, ...]]()
+        turns: tuple[Turn, ...]
+        for each in self._items:
+            match each.fields["type"]:
+                case "message":
+                    turns = (Turn(role="assistant", content=each.text),)
+                case "function_call":
+                    turns = (Turn(role="assistant", content="", tool_calls=(next(calls),)),)
+                case _:
+                    turns = ()
+            found[each.fields["id"]] = turns
+        return found
 
     def _object(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self.body
@@ -369,7 +395,7 @@ def routes(service: Service) -> list[Route]:
         before: tuple[Turn, ...] = ()
         if body.previous_response_id is not None:
             before = _found(store, body.previous_response_id, owner).turns
-        turns = (*before, *body.turns())
+        turns = (*before, *body.turns(lambda item: store.item(item, owner)))
         asked, key = body.request(turns), key_of(request)
         schema, tools = schema_of_format(given.get("format")), tools_of(given, is_flat=True)
         asked = replace(asked, schema=schema, tools=tools)
@@ -385,7 +411,7 @@ def routes(service: Service) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         found = _found(store, request.path_params["name"], _owner(request))
-        return JSONResponse(found.body)
+        return Response(found.body, media_type=JSON)
 
     async def delete(request: Request) -> Response:
         name, owner = request.path_params["name"], _owner(request)
@@ -403,14 +429,28 @@ def routes(service: Service) -> list[Route]:
 async def _read(service: Service, request: Request) -> tuple[Responses, dict[str, object]]:
     """Read a body, its `text.format` and its tools; raise `WrongField` for the unsupported."""
     body, given = await read_fields(service, request, Responses, APART, HARMLESS, NEUTRAL)
-    match given.pop("text", None):
-        case None:
-            pass
-        case {"format": form, **rest} if not rest or rest == {"verbosity": "medium"}:
-            given["format"] = form
-        case _:
-            raise WrongField("text", "`text` takes `format` only")
-    return body, given
+    text = given.pop("text", None) or {}
+    asked = {} if not isinstance(text, dict) else {k: v for k, v in text.items() if v is not None}
+    if asked.get("verbosity") == "medium":
+        del asked["verbosity"]
+    if not isinstance(text, dict) or asked.keys() - {"format"}:
+        raise WrongField("text", "`text` takes `format` only")
+    return body, given | asked
+
+
+def _joined(turns: Iterable[Turn]) -> Iterator[Turn]:
+    """Join calls to the turn of the assistant before them: an answer is one turn."""
+    last: Turn | None = None
+    for turn in turns:
+        calls = turn.get("tool_calls")
+        if last and last["role"] == "assistant" and calls and not turn["content"]:
+            last = {**last, "tool_calls": (*last.get("tool_calls", ()), *calls)}
+            continue
+        if last:
+            yield last
+        last = turn
+    if last:
+        yield last
 
 
 def _owner(request: Request) -> str:

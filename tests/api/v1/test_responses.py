@@ -133,6 +133,19 @@ async def test_an_answer_follows_a_schema(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [{}, {"verbosity": "medium"}, {"format": {"type": "text"}, "verbosity": None}],
+    ids=str,
+)
+async def test_a_text_that_asks_for_nothing_is_taken(
+    client: httpx2.AsyncClient, text: dict[str, Any]
+) -> None:
+    said = await client.post(PATH, json=BODY | {"text": text})
+
+    assert said.json()["text"] == {"format": {"type": "text"}}
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"input": []}, "input"),
@@ -151,6 +164,8 @@ async def test_an_answer_follows_a_schema(
         ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text"),
+        ({"text": 3}, "text"),
+        ({"text": {"size": 3}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": ""}}}, "text.format.name"),
         ({"unheard_of": 1}, "unheard_of"),
     ],
@@ -221,10 +236,40 @@ async def test_a_call_is_answered_in_the_next_response(
     await client.post(PATH, json=body)
     await client.post(PATH, json=BODY | {"input": [HI, *first["output"], result]})
 
+    references = [{"type": "item_reference", "id": each["id"]} for each in first["output"]]
+    await client.post(PATH, json=BODY | {"input": [HI, *references, result]})
+
     for asked in door.requests[1:]:
-        *_, call, answer = asked.turns
-        assert call.get("tool_calls") == (ToolCall("f", '{"x": 1}', name),)
-        assert answer == {"role": "tool", "content": "done", "tool_call_id": name}
+        call = ToolCall("f", '{"x": 1}', name)
+        assert asked.turns == (
+            HI,
+            {"role": "assistant", "content": "I see.", "tool_calls": (call,)},
+            {"role": "tool", "content": "done", "tool_call_id": name},
+        )
+
+
+async def test_parallel_calls_are_one_turn(client: httpx2.AsyncClient, door: FakeNode) -> None:
+    calls = [
+        {"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"
+    ]
+    hello = {"role": "assistant", "content": "hello"}
+    await client.post(PATH, json=BODY | {"input": [HI, *calls, hello, hello, *calls]})
+
+    both = tuple(ToolCall("f", "{}", name) for name in "ab")
+    assert door.requests[0].turns == (
+        HI,
+        {"role": "assistant", "content": "", "tool_calls": both},
+        HELLO,
+        HELLO | {"tool_calls": both},
+    )
+
+
+async def test_an_item_that_is_not_kept_is_not_found(client: httpx2.AsyncClient) -> None:
+    first = (await client.post(PATH, json=BODY | {"store": False})).json()
+    item = {"type": "item_reference", "id": first["output"][0]["id"]}
+    said = await client.post(PATH, json=BODY | {"input": [HI, item]})
+
+    assert (said.status_code, said.json()["error"]["param"]) == (404, "input[1].id")
 
 
 async def test_a_request_of_codex_is_answered(client: httpx2.AsyncClient, door: FakeNode) -> None:
