@@ -21,6 +21,7 @@ _KEYS = {
     "vocabulary": ("vocab_size",),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ATTENTION = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Architecture:
     experts: int = 1
     active_experts: int = 1
     """Experts that compute each row."""
+    shared: int = 0
+    """Width of the expert that computes all rows besides."""
     quant: Quant = Quant.NONE
 
     @classmethod
@@ -57,7 +60,8 @@ class Architecture:
         """Read the dimensions from a `config.json`.
 
         Raises:
-            UserError: a dimension is missing or invalid, or attention is of another kind.
+            UserError: a dimension is missing or invalid, attention is of another kind, or layers
+                differ.
         """
         text = config.get("text_config", config)
         if not isinstance(text, Mapping) or text.get("kv_lora_rank"):
@@ -65,10 +69,19 @@ class Architecture:
                 f"The operators of `{name}` are unknown: its attention is latent or not described",
                 hint="measure it on its machines, and plan with `ring plan --nodes`",
             )
+        kinds = text.get("layer_types")
+        if text.get("first_k_dense_replace") or not set(map(str, kinds or ())) <= _ATTENTION:
+            raise UserError(
+                f"The operators of `{name}` are unknown: its layers are of several kinds",
+                hint="measure it on its machines, and plan with `ring plan --nodes`",
+            )
         found = {field: _first(name, text, keys) for field, keys in _KEYS.items()}
         experts = next((int(text[key]) for key in _EXPERTS if text.get(key)), 1)
         dense = text.get("intermediate_size") or 4 * found["hidden"]
         width = text.get("moe_intermediate_size") or dense if experts > 1 else dense
+        shared = text.get("shared_expert_intermediate_size")
+        if shared is None and (count := text.get("n_shared_experts")):
+            shared = _dimension(name, count) * _dimension(name, width)
         return cls(
             name=name,
             **found,
@@ -78,6 +91,7 @@ class Architecture:
             is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings"))),
             experts=_dimension(name, experts),
             active_experts=_dimension(name, text.get("num_experts_per_tok") or 1),
+            shared=_dimension(name, shared) if shared and experts > 1 else 0,
             quant=quant,
         )
 
@@ -116,6 +130,9 @@ class Architecture:
         mlp = rows * self.active_experts
         yield self._linear(mlp, self.hidden, 2 * self.intermediate, read)
         yield self._linear(mlp, self.intermediate, self.hidden, read)
+        if self.shared:
+            yield self._linear(rows, self.hidden, 2 * self.shared, per_weight)
+            yield self._linear(rows, self.shared, self.hidden, per_weight)
         yield Operator(10 * rows * self.hidden, 8 * rows * self.hidden * ITEM_BYTES)  # two norms
 
     def head(self, rows: int) -> Operator:
@@ -125,6 +142,7 @@ class Architecture:
     def sizes(self, context: int) -> ModelSizes:
         """Describe the model to the planner, with sessions of up to ``context`` tokens."""
         weights = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
+        weights += 3 * self.hidden * self.shared
         if self.experts == 1:
             weights -= self.hidden  # no router
         ends = self.vocabulary * self.hidden * ITEM_BYTES

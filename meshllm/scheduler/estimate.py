@@ -89,8 +89,10 @@ class Estimate:
         mixed_s = max(step_s, mixed.base + mixed.slope * cached)
         prefill_s = prefill.chunks / chunk_rate
         slowed = 1 - step_s / mixed_s
-        rate = sessions / (answer * step_s + sessions * prefill_s * slowed)
-        rate = min(rate, _FULL / prefill_s)
+        busy_s = answer * step_s + sessions * prefill_s * slowed
+        rate = _FULL / prefill_s  # of prefill alone
+        if busy_s:
+            rate = min(rate, sessions / busy_s)
         busy = rate * prefill_s
         first_s = prefill_s / (1 - busy) + prefill.drain_s
         return _LoadState(rate, first_s + answer * step_s / (1 - busy * slowed))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.scheduler.estimate import HORIZON_S, UNSERVED_S, Estimate, mean_time
-from meshllm.scheduler.load import sample
+from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.placement import Spread, make_option
 from meshllm.scheduler.simulator import SimulatedReplica, simulate
 from tests.builders.meshes import A100, CHAT, GH200, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
@@ -60,3 +60,15 @@ def test_an_overload_waits_in_proportion_to_its_excess() -> None:
 
 def test_a_model_without_replicas_is_worse_than_any_queue() -> None:
     assert mean_time([], 1.0) == UNSERVED_S > HORIZON_S
+
+
+def test_answers_of_one_token_take_no_time_beside_prefill() -> None:
+    model = replace(LLAMA_8B, experts=64, active_experts=2, intermediate=1024)
+    where = mesh(served(model), kinds=(replace(A100, is_provider=True),))
+    option = make_option(where, 0, (0,), Spread.BALANCED)
+    assert option is not None
+    load = ModelLoad(1.0, Lengths((512,)), Lengths((1,)), cached=0.98)
+
+    estimate = Estimate(option.engine, load)
+
+    assert 0 < estimate.stay_s(estimate.capacity) < UNSERVED_S

@@ -17,16 +17,50 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 MIXTRAL = LLAMA_8B | {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+QWEN_MOE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 151936,
+}
 A100 = MachineKind("a100", 80 << 30, 312e12, 2.039e12)
 NODE = NodeId(bytes(32))
 
 
 def test_parameters_match_the_published_counts() -> None:
-    for config, billions in ((LLAMA_8B, 8.03), (MIXTRAL, 46.7)):
+    for config, billions in ((LLAMA_8B, 8.03), (MIXTRAL, 46.7), (QWEN_MOE, 14.3)):
         sizes = Architecture.from_config("model", config).sizes(4096)
 
         total = sum(sizes.layer_bytes) + sizes.ends_bytes
         assert total / 2e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_a_shared_expert_computes_every_row() -> None:
+    model = Architecture.from_config("model", QWEN_MOE)
+    routed = Architecture.from_config("model", QWEN_MOE | {"shared_expert_intermediate_size": 0})
+    alike = QWEN_MOE | {"shared_expert_intermediate_size": None, "n_shared_experts": 4}
+
+    more = sum(each.flops for each in model.operators(1)) - sum(
+        each.flops for each in routed.operators(1)
+    )
+    assert more == 2 * 3 * 2048 * 5632
+    assert Architecture.from_config("model", alike) == model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"first_k_dense_replace": 1}, {"layer_types": ["linear_attention", "full_attention"] * 12}],
+    ids=["dense first", "linear attention"],
+)
+def test_layers_of_several_kinds_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="its layers are of several kinds"):
+        Architecture.from_config("model", QWEN_MOE | change)
 
 
 def test_a_cache_holds_keys_and_values_of_the_kv_heads() -> None:
