@@ -200,6 +200,11 @@ class Request:
     """The ring that answers, as the hex digits of its id, none for the first of a mesh. An ingress
     names it to the entry, and ignores what others say; None leaves the choice to the entry."""
 
+    @property
+    def computes(self) -> bool:
+        """Whether a forward is needed: else the tokens of the prompt are only counted."""
+        return bool(self.max_tokens or self.embeds or self.scores_prompt)
+
 
 class FinishReason(StrEnum):
     """Why an answer ended."""

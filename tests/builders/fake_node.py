@@ -76,6 +76,7 @@ class FakeNode:
     served: str | None = "builtin"
     said: tuple[Event, ...] = ()
     """Answer with these events instead."""
+    progress: Prefilled = field(default_factory=lambda: Prefilled(2, 2))
     entry: str = node_id(0)
     waits_for: str = ""
     """The ring is forming, for this reason."""
@@ -156,7 +157,7 @@ class FakeNode:
                     yield event
             return
         try:
-            for place, event in enumerate((Prefilled(2, 2), *(self.said or hello))):
+            for place, event in enumerate((self.progress, *(self.said or hello))):
                 if place == self.fails_at:
                     raise self.error
                 if place == (self.waits_at or 0):

@@ -50,11 +50,11 @@ class _Tally:
 
     def take(self, event: Event) -> None:
         match event:
-            case Prefilled(total=total):
-                self.read = total
+            case Prefilled(done=done) if self.asked.computes:
+                self.read = done
             case Piece(tokens=tokens):
                 self.written += 1 if self.is_provided else len(tokens)
-            case Answer():
+            case Answer() if self.asked.computes:
                 self.read, self.cached = event.prompt_tokens, event.cached_tokens
                 self.written = event.written_for(self.asked)
 

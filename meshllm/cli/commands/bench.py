@@ -243,9 +243,9 @@ def _show(fields: dict[str, Any], text: str, json: Path | None) -> None:
     if str(json) == "-":
         render.dump(fields)
         return
+    render.out(text)
     if json is not None:
         _save(json, fields)
-    render.out(text)
 
 
 def _check(rows: "Sequence[engine_table.EngineRow]") -> None:

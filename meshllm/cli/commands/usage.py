@@ -33,7 +33,7 @@ def usage(
 
     Tokens read are those of prompts; cached ones of them came from the prefix cache. Requests on
     the owner's socket, such as those of `meshllm chat`, are not counted. A request that failed, or
-    that a limit refused, is an error.
+    that its daily limit refused, is an error.
     """
     from meshllm.api.access.accounts import Accounts
 

@@ -297,9 +297,8 @@ class Status:
         if self.has_text or not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
         width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be erased
-        self.stream.write(f"\r\x1b[K{dim(text[:width])}")
-        self.stream.flush()
         self.shown = True
+        self._write(f"\r\x1b[K{dim(text[:width])}")
 
     def reason(self, text: str) -> None:
         """Write reasoning, which stays above the answer."""
@@ -308,8 +307,7 @@ class Status:
         if not self.is_reasoning:
             self.clear()
         self.is_reasoning = self.has_text = True
-        self.stream.write(dim(_safe_answer(text)))
-        self.stream.flush()
+        self._write(dim(_safe_answer(text)))
 
     def give_way(self, text: str) -> None:
         """Erase the line for text of an answer; show no progress from its first text on."""
@@ -320,12 +318,19 @@ class Status:
         """Erase the line; end one of reasoning."""
         if self.is_reasoning:
             self.is_reasoning = False
-            self.stream.write("\n\n")
-            self.stream.flush()
+            self._write("\n\n")
         if self.shown:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
             self.shown = False
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        """Write, unless the terminal has gone, see `talk`."""
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as failure:
+            if failure.errno not in _FULL:
+                discard(self.stream)
 
 
 def _paint(text: str, colour: str) -> str:

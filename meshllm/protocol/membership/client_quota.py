@@ -48,7 +48,7 @@ def places(limits: ClientLimits, most: int) -> int:
 
 def estimate(request: Request) -> int:
     """Estimate the tokens of a prompt; 0 if the request only counts them."""
-    if not (request.max_tokens or request.embeds or request.scores_prompt):
+    if not request.computes:
         return 0
     texts = [request.raw or "", *(turn["content"] for turn in request.turns)]
     texts += [request.tools.functions] if request.tools else []

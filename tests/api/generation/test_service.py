@@ -26,6 +26,7 @@ from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import Recorder
 from meshllm.traces.trace import read_trace
 from tests.builders.fake_node import FOX, FakeNode
+from tests.builders.fake_ring import answer_of
 from tests.builders.writer import ASKED as OUTLINED
 from tests.builders.writer import Writer
 from tests.processes.fleet import WAIT_S
@@ -111,6 +112,31 @@ async def test_a_cancelled_request_counts_what_was_read(
 
     assert accounts.usage("key") == [("", KeyUsage(1, 0, 2, 0, 0))]
     assert door.closed.is_set()
+
+
+async def test_a_cancelled_prompt_counts_what_was_computed(
+    service: Service, door: FakeNode, accounts: Accounts
+) -> None:
+    door.progress = Prefilled(256, 50_000)
+    (model,) = await service.models(None)
+    async with aclosing(service.answer(None, model, [Request(raw="hi")])) as events:
+        await anext(events)
+
+    assert accounts.usage("key") == [("", KeyUsage(1, 0, 256, 0, 0))]
+
+
+async def test_counting_tokens_uses_none(
+    client: httpx2.AsyncClient, door: FakeNode, accounts: Accounts
+) -> None:
+    key = accounts.create("laptop", KeyLimits(tokens_per_day=9), 0)
+    door.said, door.progress = (answer_of("", 0),), Prefilled(0, 2)
+    path = "/v1/messages/count_tokens"
+    counted = [await client.post(path, json=BODY, headers=bearer(key)) for _ in range(5)]
+
+    assert [each.json() for each in counted] == [{"input_tokens": 2}] * 5
+    assert accounts.tokens(day_of(time.time()), "laptop") == 0
+    door.said = ()
+    assert (await client.post(PATH, json=BODY, headers=bearer(key))).status_code == 200
 
 
 async def test_a_cancelled_answer_of_a_provider_counts_its_pieces(

@@ -161,6 +161,7 @@ def test_a_file_that_cannot_be_written_is_named(meshllm: Invoke) -> None:
     result = meshllm("bench", "--json", "no/such/folder.json")
 
     assert result.exit_code == 2
+    assert "contestant" in result.stdout  # what was measured is not lost
     assert result.stderr.startswith("error: `no/such/folder.json` cannot be written")
     assert result.stderr.endswith("\nhint: check the path\n")
 

@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 from contextlib import redirect_stderr
@@ -195,6 +196,24 @@ def test_no_progress_is_shown_behind_the_text_of_an_answer(
         status.show("two")
 
     assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[K"
+
+
+def test_a_terminal_that_is_gone_ends_nothing(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discarded = list[object]()
+    monkeypatch.setattr(render, "discard", discarded.append)
+
+    def fail(_: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with render.Status(terminal) as status:
+        status.show("one")
+        terminal.write = fail  # type: ignore[method-assign]
+        status.show("two")
+        status.reason("Hm.")
+
+    assert set(discarded) == {terminal}
 
 
 def test_notes_are_written_behind_the_status_line(capsys: pytest.CaptureFixture[str]) -> None:
