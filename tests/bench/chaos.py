@@ -16,8 +16,8 @@ Other tokens behind the loss are counted, and do not fail it: another ring may r
 With `--all-at-once MINUTES`, clients ask without a break before, in and after each fault: short and
 long prompts and chats, greedy and sampled. Every answer is compared with the undisturbed one. They
 rest until the ring is whole again: its plan takes a node back only while nobody asks. The memory of
-each node is shown at the end and before, once as many different texts as the prefix cache keeps
-have filled it. What a node names (weights, caches, sent rows) has limits of its own; the command
+each node is shown before and at the end, each time when as many different texts as the prefix cache
+keeps have filled it. What a node names (weights, caches, sent rows) has limits of its own; the command
 fails if a node takes more than `MOST_MORE` for what it does not name.
 
 `--fault relay`, by itself: the nodes have QUIC and a relay, by which alone the rank is reached; the
@@ -65,6 +65,7 @@ INGRESS = "door"
 ROLES = ("entry", "middle", "last")
 PHASES = ("noticed", "agreed", "loaded", "linked", "first token")
 """What happens after a fault, each after the last."""
+KILLS = ("kill", "restart")
 TIMEOUT_S = 120.0
 WHOLE_TRIES = 4  # times that a ring may take as long as `until` waits
 CLIENTS = 4
@@ -243,8 +244,10 @@ def disturb(ring: Ring, case: Case, victim: str, right: list[int], pool: Executo
     except (RuntimeError, httpx2.HTTPError) as failure:
         error = str(failure) or type(failure).__name__
     left_s, missed = left_after(striking, len(got))
-    error = error or missed
     rows = recomputed(others) - before
+    if fault in KILLS and not rows:
+        missed = f"the answer of {len(got)} tokens was computed before the fault"
+    error = error or missed
     took = phases([history(node) for node in others], struck, resumed)
     if fault in ENDS_PROCESS:
         ring.restart(victim)
@@ -390,8 +393,12 @@ def all_at_once(
     asking = Asking({each: [*chain.from_iterable(ring.mixed(each))] for each in range(TEXTS)})
     struck, draw = Counter[str](), random.Random(seed)
     with ThreadPoolExecutor(CLIENTS) as pool:
-        list(pool.map(lambda seed: [*ring.mixed(seed)], range(TEXTS, TEXTS + MAX_KEPT)))
-        before = memory(ring)
+
+        def filled() -> dict[str, dict[str, int]]:
+            list(pool.map(lambda seed: [*ring.mixed(seed)], range(TEXTS, TEXTS + MAX_KEPT)))
+            return memory(ring)
+
+        before = filled()
         clients = [
             pool.submit(asking.run, ring, random.Random(f"{seed} {number}"))
             for number in range(CLIENTS)
@@ -413,11 +420,12 @@ def all_at_once(
             asking.stop.set()
         for each in clients:
             each.result()
+        after = filled()
     pauses, wrong = asking.pauses, asking.wrong
     worst = f"{statistics.median(pauses):.2f} s p50, {max(pauses):.2f} s at most"
     report.say(f"{len(pauses)} answers, {len(wrong)} wrong or failed; longest pauses {worst}")
     report.say(f"faults: {', '.join(f'{count} {fault}' for fault, count in struck.items())}")
-    for name, now in memory(ring).items():
+    for name, now in after.items():
         report.say(f"{name}: {growth(before[name], now)}")
         if (more := unnamed(before[name], now)) > MOST_MORE:
             wrong.append(f"{name} takes {more:.0%} more memory, which it does not name")
