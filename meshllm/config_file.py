@@ -8,19 +8,9 @@ from pathlib import Path
 
 import tomli_w
 
-from meshllm.config import Scalar, check_file, files, keys, parse, read_file
+from meshllm.config import Scalar, check_file, keys, parse, read_file
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of
-
-
-def user_file() -> Path:
-    """Return the settings of this user."""
-    return files()[0]
-
-
-def project_file() -> Path:
-    """Return the settings of the working directory."""
-    return files()[1]
 
 
 def put(path: Path, name: str, text: str) -> Scalar:
