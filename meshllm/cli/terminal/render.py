@@ -97,14 +97,14 @@ def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
     return Wrap(columns - 1)
 
 
-def talk(text: str, end: str = "\n") -> None:
+def talk(text: str) -> None:
     """Write a message to stderr, if somebody may still read it.
 
     No answer and no node ends because the reader of its messages has gone, such as `tee`, or a
     terminal that was closed.
     """
     try:
-        print(text, end=end, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     except OSError as failure:
         if failure.errno not in _FULL:  # else there may be space for later ones
             discard(sys.stderr)
