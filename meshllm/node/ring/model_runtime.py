@@ -22,12 +22,11 @@ from meshllm.model.text.tokenizer import Text
 from meshllm.names import NodeId, Quant, Span
 from meshllm.node.compute.worker import Worker, calibrate
 from meshllm.node.options import InferenceConfig
-from meshllm.node.ring.kv_rooms import budget_for
 from meshllm.node.ring.span_loader import LoadedSpan, RankPart, SpanLoader
 from meshllm.node.session.activation_codec import resolve_wire_mode
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.window import STEPS
-from meshllm.protocol.kv_cache.budget import KvBudget
+from meshllm.protocol.kv_cache.budget import KvBudget, Room
 from meshllm.protocol.planning.chunking import RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.hang import result_limit_s
@@ -240,8 +239,14 @@ class ModelRuntime:
         return not self.config.exact and self.verdict.chunkable
 
     def budget(self, plan: Plan, rooms: Sequence[int]) -> KvBudget:
-        """Return the KV budget of the ranks of a plan."""
-        return budget_for(self.shape, [stage.span for stage in plan.stages], rooms)
+        """Return the KV budget of the ranks of a plan with so many bytes for caches each.
+
+        Where weights take more than there is, no bytes are left for caches.
+        """
+        pairs = zip(plan.stages, rooms, strict=True)
+        return KvBudget(
+            [Room(max(0, total), cache_cost(self.shape, stage.span)) for stage, total in pairs]
+        )
 
     @property
     def hidden_row_bytes(self) -> int:
