@@ -12,7 +12,6 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from meshllm.transport.interfaces import hosts
@@ -46,18 +45,6 @@ _EXTENDED_ERROR = struct.Struct("=IBBBBII")  # sock_extended_err of linux/errque
 _NO_IPV6 = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT}
 
 
-@dataclass(frozen=True, slots=True)
-class UdpStatistics:
-    """Counters of a socket."""
-
-    datagrams_sent: int
-    send_calls: int
-    datagrams_received: int
-    receive_calls: int
-    drops: int
-    """Datagrams that the kernel rejected: buffer full, no route, or longer than the path MTU."""
-
-
 class UdpSocket:
     """A UDP socket read by the event loop; see `meshllm_quic.net.network.Socket`."""
 
@@ -73,7 +60,6 @@ class UdpSocket:
                 bound.setsockopt(*option, 1)
         self._buffer = memoryview(bytearray(MAX_DATAGRAM_BYTES))
         self._has_gso = _has_gso(bound)
-        self._sent = self._send_calls = self._received = self._receive_calls = self._drops = 0
         self._host, self._port = _address(bound.getsockname())
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(bound, self._read)
@@ -82,13 +68,6 @@ class UdpSocket:
     def port(self) -> int:
         """The port it is bound to."""
         return self._port
-
-    @property
-    def statistics(self) -> UdpStatistics:
-        """Counters of this socket."""
-        return UdpStatistics(
-            self._sent, self._send_calls, self._received, self._receive_calls, self._drops
-        )
 
     def hosts(self) -> Sequence[str]:
         """List the addresses of this machine that peers may reach, most reachable first."""
@@ -118,22 +97,18 @@ class UdpSocket:
         ancillary: list[tuple[int, int, bytes]] = []
         if len(datagrams) > 1:
             ancillary = [(socket.IPPROTO_UDP, _UDP_SEGMENT, struct.pack("=H", size))]
-        self._send_calls += 1
         destination = _destination(self._socket.family, to)
         try:
             self._sendmsg(datagrams, ancillary, 0, destination)
-        except BlockingIOError:
-            self._drops += len(datagrams)
+        except BlockingIOError:  # the buffer is full
+            return
         except OSError as error:
-            if len(datagrams) == 1:
-                self._drops += 1
+            if len(datagrams) == 1:  # no route, or longer than the path MTU
                 return
             if error.errno == errno.EIO:  # an interface without checksum offload
                 self._has_gso = False
             for datagram in datagrams:  # some kernels reject what others segment
                 self._send([datagram], size, to)
-        else:
-            self._sent += len(datagrams)
 
     def _sendmsg(self, *arguments: Any) -> None:
         try:
@@ -147,7 +122,6 @@ class UdpSocket:
         """Receive up to `BATCH` datagrams and pass them on in one call."""
         batch: list[tuple[bytes, Address]] = []
         for _ in range(BATCH):
-            self._receive_calls += 1
             try:
                 size, ancillary, _, source = self._socket.recvmsg_into(
                     [self._buffer], socket.CMSG_SPACE(4)
@@ -167,7 +141,6 @@ class UdpSocket:
             if len(batch) >= BATCH:
                 break
         if batch:
-            self._received += len(batch)
             self._receive(batch)
 
     def _read_errors(self) -> None:
