@@ -1,4 +1,4 @@
-quick := "tests/protocol tests/transport tests/cli/ring tests/cli/shared tests/cli/terminal tests/cli/doctor tests/cli/node tests/node/membership tests/node/requests tests/test_map.py tests/test_contracts.py tests/test_topics.py"
+quick := "tests/protocol tests/transport tests/cli/ring tests/cli/shared tests/cli/terminal tests/cli/doctor tests/cli/node tests/node/membership tests/node/requests tests/test_map.py tests/test_contracts.py tests/test_names.py tests/test_topics.py"
 # processes of tests find the package compiled, as an installed one is
 export PYTHONDONTWRITEBYTECODE := ""
 export PATH := justfile_directory() / ".venv/bin:" + env("PATH")

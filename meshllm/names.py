@@ -35,7 +35,8 @@ path
     how the bytes of a link travel: **direct** or through a relay.
 """
 
-from base64 import b32encode
+import binascii
+from base64 import b32decode, b32encode
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType, Self
@@ -72,6 +73,10 @@ GROUP_BYTES = MODEL_KEY_BYTES + 1
 SESSION_ID_BYTES = 16
 MESH_ID_BYTES = 16
 DIGEST_BYTES = 32
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # of node ids as text: RFC 4648
+_GROUP = 7  # characters between two dashes
+_CHECKED = 13  # characters before their check digit
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -169,3 +174,51 @@ def counted(count: int, noun: str) -> str:
 def short(node: NodeId) -> str:
     """Return the start of a node id as text, for display only: look-alikes can be generated."""
     return b32encode(node[:SHORT_LETTERS]).decode()[:SHORT_LETTERS].rstrip("=").lower()
+
+
+def show(node: NodeId) -> str:
+    """Return a node id as text, 63 characters that `parse_node` reads.
+
+    It is base32 in eight groups of seven; every second group ends with a check digit over the
+    thirteen characters before it, which detects one wrong letter and a swap of two adjacent letters
+    (except ``a`` and ``7``).
+    """
+    digits = b32encode(node).decode().rstrip("=").lower()
+    blocks = [digits[place : place + _CHECKED] for place in range(0, len(digits), _CHECKED)]
+    checked = "".join(block + _check_digit(block) for block in blocks)
+    return "-".join(checked[place : place + _GROUP] for place in range(0, len(checked), _GROUP))
+
+
+def parse_node(text: str) -> NodeId:
+    """Parse the output of `show`, in upper or lower case, with or without dashes and spaces.
+
+    Raises:
+        UserError: the length or a check digit is wrong.
+    """
+    typed = "".join(text.split()).replace("-", "").lower()
+    digits = "".join(
+        typed[place : place + _CHECKED] for place in range(0, len(typed), _CHECKED + 1)
+    )
+    try:
+        node = NodeId(b32decode(digits.upper() + "===="))
+    except (binascii.Error, ValueError):
+        raise _no_node(text) from None
+    if len(node) != NODE_ID_BYTES or show(node).replace("-", "") != typed:
+        raise _no_node(text)
+    return node
+
+
+def _no_node(text: str) -> UserError:
+    return UserError(
+        f"Invalid node id `{text[:80]}`",
+        hint="copy all 63 characters as `meshllm id` prints them; the check digits do not match",
+    )
+
+
+def _check_digit(block: str) -> str:
+    """Return the Luhn mod N check character (N = 32, weights 2, 1, 2, ...)."""
+    total = 0
+    for place, character in enumerate(block):
+        product = _ALPHABET.index(character) * (2 - place % 2)
+        total += product // 32 + product % 32
+    return _ALPHABET[-total % 32]

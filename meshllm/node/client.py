@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, parse_node, short
 from meshllm.node.membership.bootstrap import (
     check_client_ticket,
     client_folder,
@@ -57,7 +57,6 @@ from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import Credential, Removals, check
 from meshllm.protocol.trust.fallbacks import MAX_FALLBACKS, Fallback
 from meshllm.protocol.trust.handshake import Own
-from meshllm.protocol.trust.identity import parse_node
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Backend, Event, Request
 from meshllm.status import ModelStatus

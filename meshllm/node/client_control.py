@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from meshllm import __version__
 from meshllm.errors import MeshError, UserError
+from meshllm.names import show
 from meshllm.node.client import MeshClient
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Event, Request
 from meshllm.status import (
     Measured,

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, show
 from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
@@ -31,7 +31,7 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits, Removal, Role, remove
-from meshllm.protocol.trust.identity import NodeKey, show
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm.request import Event, Request
 from meshllm.status import (
     Change,

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshllm.errors import ModelError, UserError
 from meshllm.model.shape import ModelShape
-from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant, short
+from meshllm.names import SHORT_LETTERS, Digest, NodeId, Quant, parse_node, short, show
 from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.node.ring.shape import CONTEXT, plan_shape
 from meshllm.protocol.membership.charter import (
@@ -21,7 +21,6 @@ from meshllm.protocol.planning.plan import ModelSizes
 from meshllm.protocol.planning.policies import find_policy
 from meshllm.protocol.session.codec import MAX_POSITION
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.identity import parse_node, show
 
 SELF = "self"
 """Names this node in ``entry``."""

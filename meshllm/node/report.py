@@ -8,7 +8,7 @@ from dataclasses import asdict
 from blake3 import blake3
 
 from meshllm.errors import UserError
-from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short
+from meshllm.names import FIRST_GROUP, SHORT_LETTERS, GroupId, NodeId, short, show
 from meshllm.node.view import LinkView, NodeView, RingView
 from meshllm.protocol.agreement.groups import groups_in, is_exact
 from meshllm.protocol.agreement.trial import Trial
@@ -24,7 +24,6 @@ from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.prediction import Prediction, predict
 from meshllm.protocol.planning.problem import room_tokens
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.identity import show
 from meshllm.status import (
     Change,
     CostTable,

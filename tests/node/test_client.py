@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, LinkLost, NotAuthorised, TimedOut, UserError
-from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
 from meshllm.node import client as thin_module
 from meshllm.node.client import (
     ASK_S,
@@ -43,7 +43,6 @@ from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.protocol.trust.credential import ClientLimits, Role, remove
 from meshllm.protocol.trust.fallbacks import Fallback
 from meshllm.protocol.trust.handshake import Purpose
-from meshllm.protocol.trust.identity import show
 from meshllm.protocol.trust.ticket import Ticket
 from meshllm.request import Event, Interruption, Piece, Request
 from meshllm.strict_json import WrongField

@@ -8,11 +8,10 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import TimedOut, UserError
-from meshllm.names import LossCause, MeshId, NodeId
+from meshllm.names import LossCause, MeshId, NodeId, show
 from meshllm.node.client import MeshClient
 from meshllm.node.client_control import GLANCE_S, ClientControl
 from meshllm.node.requests.counts import Counts
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Event, Request
 from meshllm.status import LossCounts, Measured, MeshStatus, ModelStatus, PlanTerms, RingState
 from meshllm.testing.clock import run_virtual

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshllm.errors import Busy, MeshError, UserError
-from meshllm.names import NodeId, short
+from meshllm.names import NodeId, short, show
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
@@ -17,7 +17,6 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
 from meshllm.protocol.membership.records import MAX_REVOKED
 from meshllm.protocol.trust.credential import ClientLimits, Removal, Role
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Event, Piece, Request
 from meshllm.status import (
     Change,

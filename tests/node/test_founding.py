@@ -9,7 +9,7 @@ import pytest
 from meshllm.errors import ModelError, UserError
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import resolve
-from meshllm.names import Digest, NodeId, Quant
+from meshllm.names import Digest, NodeId, Quant, show
 from meshllm.node.founding import (
     Names,
     amend,
@@ -26,7 +26,7 @@ from meshllm.node.options import ModelOptions, NodeOptions
 from meshllm.protocol.membership.charter import MAX_SERVED, Charter
 from meshllm.protocol.membership.records import MAX_MEMBERS, Profile
 from meshllm.protocol.session.messages import DType
-from meshllm.protocol.trust.identity import NodeKey, show
+from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.node_options import node_options
 from tests.builders.snapshots import CONFIG, charter
 

@@ -19,7 +19,7 @@ from meshllm.api.v1.embeddings import numbers
 from meshllm.errors import Busy, MeshError, ModelError, NotAuthorised, UserError
 from meshllm.model.files.source import resolve
 from meshllm.model.steps.runner import Runner
-from meshllm.names import Span
+from meshllm.names import Span, show
 from meshllm.node.agreement import offer as offer_module
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.client import open_mesh_client
@@ -39,7 +39,6 @@ from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Standby
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Piece, Request
 from meshllm.status import RingState
 from meshllm.strict_json import WrongField

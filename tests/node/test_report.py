@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshllm.names import GroupId, LossCause, Quant, short
+from meshllm.names import GroupId, LossCause, Quant, short, show
 from meshllm.node.requests.counts import Counts
 from meshllm.node.view import OwnRing, RingView
 from meshllm.protocol.agreement.candidates import NO_LINK
 from meshllm.protocol.agreement.groups import REFUSES
 from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership
 from meshllm.protocol.planning.plan import Links
-from meshllm.protocol.trust.identity import show
 from meshllm.request import HopReport
 from meshllm.status import (
     CostTable,

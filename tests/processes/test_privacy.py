@@ -13,13 +13,13 @@ import pytest
 
 from meshllm import __version__
 from meshllm.errors import LinkLost
-from meshllm.names import short
+from meshllm.names import parse_node, short, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.beacon import BeaconCodec
 from meshllm.node.net.secure import HandshakeClosed, secure_dial
 from meshllm.protocol.trust.credential import Role, found
 from meshllm.protocol.trust.handshake import Own, Purpose
-from meshllm.protocol.trust.identity import NodeKey, parse_node, show
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm_websocket import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, open_fleet, until
 from tests.processes.fork_server import ForkServer

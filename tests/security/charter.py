@@ -4,10 +4,9 @@ import asyncio
 from pathlib import Path
 from signal import SIGINT
 
-from meshllm.names import NodeId
+from meshllm.names import NodeId, show
 from meshllm.protocol.membership.charter import MAX_STEP, Amendments, Term
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.identity import show
 from tests.processes.fleet import ALONE, Fleet, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome
 from tests.security.member import join

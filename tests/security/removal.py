@@ -8,13 +8,12 @@ from itertools import count
 from pathlib import Path
 
 from meshllm.errors import MeshError
-from meshllm.names import NodeId
+from meshllm.names import NodeId, parse_node, show
 from meshllm.node.membership.state_store import StateStore
 from meshllm.node.net.secure import secure_dial
 from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.trust.credential import Credential, Role, issue, remove
 from meshllm.protocol.trust.handshake import Own, Purpose
-from meshllm.protocol.trust.identity import parse_node, show
 from meshllm_websocket.transport import WebsocketTransport
 from tests.processes.fleet import ALONE, Node, meshllm, open_fleet, until
 from tests.security.attack import Attack, Outcome

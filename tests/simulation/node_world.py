@@ -28,7 +28,8 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from unittest.mock import patch
 
-from meshllm.protocol.trust.identity import agreement_key, show
+from meshllm.names import show
+from meshllm.protocol.trust.identity import agreement_key
 from tests.simulation.machines import Machines, process_here, time_of_day
 from tests.simulation.mesh_world import remembered_plans, remembered_signatures
 from tests.simulation.schedule import Schedule
@@ -68,7 +69,7 @@ def shortcuts() -> Iterator[None]:
         remembered_signatures(),
         patch("meshllm.transport.registry.entry_points", lru_cache(entry_points)),
         patch("meshllm.protocol.trust.transcript.agreement_key", lru_cache(64)(agreement_key)),
-        patch("meshllm.protocol.trust.identity.show", lru_cache(64)(show)),
+        patch("meshllm.names.show", lru_cache(64)(show)),
         patch("os.fsync", lambda _: None),
         patch("meshllm.node.ring.span_loader.reclaim", lambda: None),
         patch("meshllm.node.compute.warm_up.reclaim", lambda: None),

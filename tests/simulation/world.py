@@ -9,13 +9,13 @@ from random import Random
 from typing import Any, ParamSpec, TypeVar
 
 from meshllm.errors import MeshError, NotAuthorised
+from meshllm.names import show
 from meshllm.node.compute.worker import SHORT_HANG_S, Worker
 from meshllm.node.control import control_of
 from meshllm.node.node import MeshNode, open_node
 from meshllm.node.options import InferenceConfig, ModelOptions, NodeOptions
 from meshllm.protocol.ring import hang
 from meshllm.protocol.trust.credential import Role
-from meshllm.protocol.trust.identity import show
 from meshllm.testing.clock import InlineExecutor
 from tests.simulation.asking import Asked, draw_request, read
 from tests.simulation.faulty import Network, address_of

@@ -18,9 +18,8 @@ def identity(as_json: Json = False, **flags: Scalar) -> None:
     The id is the public half of a key that is created on first use and never leaves the state
     folder. stdout is the id; its short form, for display only, goes to stderr.
     """
-    from meshllm.names import short
+    from meshllm.names import short, show
     from meshllm.node.membership.state_store import StateStore
-    from meshllm.protocol.trust.identity import show
 
     store = StateStore.open(state_path(settings(flags)))
     node = store.key.node

@@ -157,7 +157,7 @@ def _parse_listen(text: str) -> tuple[str | None, int]:
 
 
 def _admission(nodes: list[str] | None) -> Callable[[bytes], bool]:
-    from meshllm.protocol.trust.identity import parse_node
+    from meshllm.names import parse_node
 
     if not nodes:
         return lambda _: True

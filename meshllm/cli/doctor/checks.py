@@ -28,9 +28,8 @@ from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
 from meshllm.model.parity.verdict import known_verdicts
 from meshllm.model.text.tokenizer import Text
-from meshllm.names import Quant, counted
+from meshllm.names import Quant, counted, show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.protocol.trust.identity import show
 from meshllm.status import MeshStatus, NodeState, NodeStatus, RingState
 from meshllm.transport.registry import Registry
 

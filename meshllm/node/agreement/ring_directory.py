@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from meshllm.errors import LinkLost
-from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short
+from meshllm.names import GroupId, LossCause, NodeId, RingEntry, short, show
 from meshllm.node.agreement.load_watch import is_formed
 from meshllm.node.agreement.loss import explain_loss
 from meshllm.node.agreement.own_state import OwnState
@@ -21,7 +21,6 @@ from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Backend
 
 

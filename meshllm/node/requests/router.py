@@ -56,6 +56,7 @@ from meshllm.names import (
     RingEntry,
     SessionId,
     bits_of,
+    show,
 )
 from meshllm.node.admission_queue import AdmissionQueue
 from meshllm.node.offloop import OffLoop
@@ -74,7 +75,6 @@ from meshllm.protocol.membership.codec import AnswerEvent, RequestMessage
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.ring.failover import Failover
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Backend, Event, Interruption, Piece, Request
 from meshllm.strict_json import WrongField
 

@@ -25,7 +25,7 @@ from meshllm.model.text.reasoning import (
 from meshllm.model.text.tokenizer import Text
 from meshllm.model.text.tool_format import MARKERS, Function, call_grammar
 from meshllm.model.text.tool_parser import ToolParser
-from meshllm.names import NodeId, short
+from meshllm.names import NodeId, short, show
 from meshllm.node.compute.gauge import GenerationTimes
 from meshllm.node.compute.worker import Worker, as_exception
 from meshllm.node.requests.request_json import LINE_TOKENS
@@ -34,7 +34,6 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.generation import Ended, GenerationRequest, Output, Token
 from meshllm.node.timer import loop_time
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.trust.identity import show
 from meshllm.request import (
     Answer,
     Event,

@@ -4,19 +4,14 @@
 the relay at HOST:PORT. NODE is its public key as `meshllm id` prints it, without the dashes.
 """
 
-import base64
-import binascii
-from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from meshllm.errors import UserError
+from meshllm.names import NodeId, parse_node, show
 
 RELAY_PORT = 8790
 """Default port of a relay."""
-KEY_BYTES = 32
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # RFC 4648
-_CHECKED = 13  # characters before their check digit
 _HINT = "write it as `quic://HOST:PORT`, or `quic://NODE@HOST:PORT` for a node behind a relay"
 
 
@@ -56,34 +51,15 @@ def parse(address: str, usual_port: int | None = None) -> QuicAddress:
 
 def show_key(key: bytes) -> str:
     """Format a key like a node id without the dashes: 56 characters."""
-    digits = base64.b32encode(key).decode().rstrip("=").lower()
-    return "".join(block + _check_digit(block) for block in _blocks(digits, _CHECKED))
+    return show(NodeId(key)).replace("-", "")
 
 
 def _parse_key(text: str, address: str) -> bytes:
-    typed = text.replace("-", "").lower()
-    digits = "".join(block[:_CHECKED] for block in _blocks(typed, _CHECKED + 1))
     try:
-        key = base64.b32decode(digits.upper() + "====")
-    except (binascii.Error, ValueError):
-        key = b""
-    if len(key) != KEY_BYTES or show_key(key) != typed:
+        return parse_node(text)
+    except UserError:
         hint = "copy the whole address; its check digits do not match"
-        raise UserError(f"Invalid node id in `{address[:160]}`", hint=hint)
-    return key
-
-
-def _blocks(text: str, size: int) -> Iterable[str]:
-    return (text[place : place + size] for place in range(0, len(text), size))
-
-
-def _check_digit(block: str) -> str:
-    """Compute the Luhn mod N check digit, N = 32, with weights 2, 1, 2..."""
-    total = 0
-    for place, character in enumerate(block):
-        product = _ALPHABET.index(character) * (2 - place % 2)
-        total += product // 32 + product % 32
-    return _ALPHABET[-total % 32]
+        raise UserError(f"Invalid node id in `{address[:160]}`", hint=hint) from None
 
 
 def _refusal(address: str) -> UserError:

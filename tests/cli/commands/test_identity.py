@@ -2,9 +2,8 @@ import json
 import stat
 from pathlib import Path
 
-from meshllm.names import short
+from meshllm.names import parse_node, short, show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.protocol.trust.identity import parse_node, show
 from tests.cli.conftest import Invoke
 
 

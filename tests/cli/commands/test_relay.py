@@ -15,7 +15,8 @@ import pytest
 
 from meshllm.cli.commands import relay
 from meshllm.cli.manual import generate
-from meshllm.protocol.trust.identity import NodeKey, show
+from meshllm.names import show
+from meshllm.protocol.trust.identity import NodeKey
 from meshllm_quic.net.address import RELAY_PORT
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.relay import Refusal, RelayLimits, Statistics

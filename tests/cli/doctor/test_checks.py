@@ -15,8 +15,8 @@ from meshllm.errors import LinkLost, PeerFault
 from meshllm.model import device
 from meshllm.model.locate import find_folder
 from meshllm.model.parity.verdict import known_verdicts
+from meshllm.names import show
 from meshllm.node.membership.state_store import StateStore
-from meshllm.protocol.trust.identity import show
 from meshllm.status import NodeState
 from meshllm.transport.registry import Registry
 from tests.builders.status import status_of, waiting, with_link, with_node

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost, MeshError, ModelError, UserError
-from meshllm.names import Digest, Span
+from meshllm.names import Digest, Span, show
 from meshllm.node.agreement.charter_editor import CharterEditor
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.identity import NodeKey, show
+from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.node_options import node_options
 from tests.builders.snapshots import charter
 

@@ -21,7 +21,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
-from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, RingEntry, Span, short
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, NodeId, RingEntry, Span, short, show
 from meshllm.node.requests import remote
 from meshllm.node.requests.held_bytes import MAX_HELD_BYTES, size_of
 from meshllm.node.requests.peer_requests import MAX_FORWARDED
@@ -39,7 +39,6 @@ from meshllm.protocol.membership.records import ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.failover import ATTEMPTS, RETRY_DELAY_S
 from meshllm.protocol.ring.interruption import RingPlan
-from meshllm.protocol.trust.identity import show
 from meshllm.request import Answer, Event, Interruption, Piece, Prefilled, Request
 from meshllm.status import LossCounts
 from meshllm.strict_json import WrongField

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import UserError
-from meshllm.names import NodeId
-from meshllm.protocol.trust.identity import show
+from meshllm.names import NodeId, show
 from meshllm_quic.net.address import QuicAddress, parse, show_key
 
 KEY = bytes(range(32))
