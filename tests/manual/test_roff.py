@@ -1,6 +1,6 @@
 import pytest
 
-from meshllm.cli.roff import page
+from tests.manual.roff import page
 
 TEXT = """\
 # meshllm-x: what x is

@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from markdown_it.tree import SyntaxTreeNode
+from markdown_it import MarkdownIt
+from markdown_it.tree import SyntaxTreeNode
 
 _HEADINGS = {"h2": ".SH", "h3": ".SS"}
 _FONTS = {"code_inline": "B", "strong": "B", "em": "I"}
@@ -22,9 +21,6 @@ def page(markdown: str, section: str) -> str:
     Raises:
         ValueError: a block that is not a heading, paragraph, flat list, code block or table.
     """
-    from markdown_it import MarkdownIt
-    from markdown_it.tree import SyntaxTreeNode
-
     heading, _, body = markdown.partition("\n")
     name, _, summary = heading.removeprefix("# ").partition(": ")
     tree = SyntaxTreeNode(MarkdownIt("commonmark").enable("table").parse(body))
@@ -33,7 +29,7 @@ def page(markdown: str, section: str) -> str:
     return "\n".join([title, top, *_blocks(tree)]) + "\n"
 
 
-def _blocks(tree: "SyntaxTreeNode") -> Iterator[str]:
+def _blocks(tree: SyntaxTreeNode) -> Iterator[str]:
     for node in tree.children:
         match node.type:
             case "heading":
@@ -63,11 +59,11 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _plain(node: "SyntaxTreeNode") -> str:
+def _plain(node: SyntaxTreeNode) -> str:
     return "".join(each.content for each in node.walk() if each.type in ("text", "code_inline"))
 
 
-def _inline(node: "SyntaxTreeNode") -> str:
+def _inline(node: SyntaxTreeNode) -> str:
     if node.type == "softbreak":
         return "\n"
     leaf = _escape(node.content) if node.type in ("text", "code_inline") else ""

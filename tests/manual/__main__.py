@@ -1,4 +1,4 @@
-"""Generates man pages and shell completions: `python -m meshllm.cli.manual check|write`.
+"""Generates man pages and shell completions: `python -m tests.manual check|write`.
 
 Pages carry no date, so they change only when a command does.
 """
@@ -6,19 +6,18 @@ Pages carry no date, so they change only when a command does.
 import re
 import sys
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from meshllm.api.v1.documented import with_fields
 from meshllm.cli.app import command_tree
 from meshllm.cli.commands.help import topics
-from meshllm.cli.roff import escape, page
 from meshllm.cli.shared.options import help_of
 from meshllm.cli.terminal.render import out, talk
 from meshllm.config import PROJECT_FILE, keys
+from tests.manual.documented import with_fields
+from tests.manual.roff import escape, page
 
-ROOT = Path(str(files("meshllm"))).parent
+ROOT = Path(__file__).parents[2]
 
 API_TOPIC = "meshllm/cli/topics/api.md"
 """A page with a table that is generated: of the fields of the API."""
@@ -148,10 +147,10 @@ def main(words: list[str]) -> int:
             for path in behind:
                 out(path)
             if behind:
-                talk("hint: update them with `python -m meshllm.cli.manual write`")
+                talk("hint: update them with `just fix`")
             return 1 if behind else 0
         case _:
-            talk("usage: python -m meshllm.cli.manual check|write")
+            talk("usage: python -m tests.manual check|write")
             return 2
 
 

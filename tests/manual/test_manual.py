@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from meshllm.cli import manual
-
-ROOT = Path(__file__).parent.parent
+from tests.manual import __main__ as manual
 
 
 def test_pages_and_completions_are_up_to_date() -> None:
-    assert manual.stale(ROOT) == [], "run `python -m meshllm.cli.manual write`"
+    assert manual.stale(manual.ROOT) == [], "run `just fix`"
 
 
 def test_drift_is_found_and_repaired(tmp_path: Path) -> None:
