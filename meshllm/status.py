@@ -172,7 +172,7 @@ class RingStatus:
 
     state: RingState
     reason: str
-    """Why it does not serve; in `/mesh/plan`, why this plan was chosen."""
+    """Why it does not serve."""
     epoch: int
     digest: str
     """The first 12 hexadecimal digits of the plan's digest; empty without a plan."""

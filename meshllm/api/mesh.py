@@ -41,7 +41,6 @@ def routes(node: NodePort) -> list[Route]:
     mesh = _Mesh(node)
     return [
         Route("/mesh/status", mesh.status),
-        Route("/mesh/plan", mesh.plan),
         Route("/mesh/plan", mesh.try_plan, methods=["POST"]),
         Route("/mesh/members", mesh.members),
         Route("/mesh/models", mesh.models),
@@ -62,9 +61,6 @@ class _Mesh:
 
     async def status(self, _: Request) -> Response:
         return _object(self.node.status())
-
-    async def plan(self, _: Request) -> Response:
-        return _object(self.node.plan())
 
     async def try_plan(self, request: Request) -> Response:
         return _object(await self.node.try_plan(await read(request, PlanTerms)))

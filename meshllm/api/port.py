@@ -14,7 +14,6 @@ from meshllm.status import (
     PlannedRing,
     PlanTerms,
     Removed,
-    RingStatus,
     Stopped,
 )
 
@@ -52,9 +51,6 @@ class NodePort(DoorPort, Protocol):
 
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
-
-    def plan(self) -> RingStatus:
-        """Return the ring, with the reason for its plan."""
 
     def members(self) -> Members:
         """List the members of the mesh."""

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshllm.errors import Busy, Leaving, MeshError, UserError
 from meshllm.names import NodeId, show
@@ -12,7 +12,6 @@ from meshllm.node.founding import find_node
 from meshllm.node.node import MeshNode
 from meshllm.node.options import ModelOptions
 from meshllm.node.report import (
-    by_name,
     change,
     members,
     mesh_status,
@@ -20,7 +19,6 @@ from meshllm.node.report import (
     models,
     named,
     planned_ring,
-    ring_status,
 )
 from meshllm.node.requests.model_list import models_to_json
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
@@ -43,7 +41,6 @@ from meshllm.status import (
     PlannedRing,
     PlanTerms,
     Removed,
-    RingStatus,
     Stopped,
 )
 
@@ -72,14 +69,6 @@ class NodeControl:
     def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
         return mesh_status(self.snapshot(), self.measure())
-
-    def plan(self) -> RingStatus:
-        """Return the ring, with the reason for its plan."""
-        view = self.snapshot()
-        ring = ring_status(view)
-        if view.agreement is None:
-            return ring
-        return replace(ring, reason=by_name(view, view.agreement.reason))
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:
         """Plan with other terms, off the event loop; nothing moves."""

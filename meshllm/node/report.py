@@ -64,7 +64,7 @@ def mesh_status(view: NodeView, memory: MemoryStatus) -> MeshStatus:
         name=view.name,
         version=view.version,
         model=model_status(view, view.charter) if view.charter else None,
-        ring=ring_status(view),
+        ring=_ring_status(view),
         nodes=tuple(_node(view, each) for each in _known(view)),
         sessions=SessionCounts(
             counts.active,
@@ -117,12 +117,12 @@ def change(view: NodeView) -> Change:
     )
 
 
-def ring_status(view: NodeView) -> RingStatus:
+def _ring_status(view: NodeView) -> RingStatus:
     """Return the status of the own ring."""
     plan, agreement = view.plan, view.agreement
     return RingStatus(
         state=_ring_state(view),
-        reason="" if view.is_served else by_name(view, view.reason),
+        reason="" if view.is_served else _by_name(view, view.reason),
         epoch=plan.epoch if plan else 0,
         digest=_digest(view),
         policy=str(view.charter.policy) if view.charter else "auto",
@@ -135,15 +135,15 @@ def ring_status(view: NodeView) -> RingStatus:
         ),
         predicted=_predicted(view),
         measured=_measured(view),
-        advice=by_name(view, view.advice),
+        advice=_by_name(view, view.advice),
         execution=view.execution,
         history=tuple(PastState(*each) for each in view.history),
         standbys=tuple(
-            Unplaced(*named(view, each.node), by_name(view, each.reason))
+            Unplaced(*named(view, each.node), _by_name(view, each.reason))
             for each in (agreement.standbys if agreement else ())
         ),
         refused=tuple(
-            Unplaced(*named(view, each), by_name(view, why))
+            Unplaced(*named(view, each), _by_name(view, why))
             for each, why in (agreement.refused if agreement else {}).items()
         ),
     )
@@ -154,7 +154,7 @@ def named(view: NodeView, node: NodeId) -> tuple[str, str]:
     return show(node), _name(view, node)
 
 
-def by_name(view: NodeView, text: str) -> str:
+def _by_name(view: NodeView, text: str) -> str:
     """Replace the ids in a reason or an advice by names, where no other node has the same."""
     names = Counter(each.name for each in view.profiles.values())
     known = {short(node): each.name for node, each in view.profiles.items()}
@@ -206,7 +206,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         group.charter.shape.name,
         group.replica,
         RingState.SERVING if ring.is_served else state,
-        "" if ring.is_served else by_name(view, _waits_for(ring, standbys)),
+        "" if ring.is_served else _by_name(view, _waits_for(ring, standbys)),
         own is not None,
         plan.epoch if plan else 0,
         show(plan.stages[0].node) if plan else None,
@@ -216,7 +216,7 @@ def _served_ring(view: NodeView, ring: RingView) -> ServedRing:
         ),
         tuple(Named(*named(view, each)) for each in standbys),
         ring.lacks_bytes,
-        ring_status(own) if own else None,
+        _ring_status(own) if own else None,
     )
 
 
@@ -320,7 +320,7 @@ def _node(view: NodeView, node: NodeId) -> NodeStatus:
     plan = _plan_of(view, node)
     rank = plan.rank(node) if plan else None
     state, reason = _state(view, node)
-    reason = by_name(view, reason)
+    reason = _by_name(view, reason)
     is_self = node == view.me
     return NodeStatus(
         node=show(node),
@@ -437,7 +437,8 @@ def planned_ring(view: NodeView, found: Trial) -> PlannedRing:
         ),
         _planned(found.prediction) if found.prediction else None,
         tuple(
-            Unplaced(*named(view, node), by_name(view, why)) for node, why in found.standbys.items()
+            Unplaced(*named(view, node), _by_name(view, why))
+            for node, why in found.standbys.items()
         ),
     )
 

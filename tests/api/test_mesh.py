@@ -23,10 +23,10 @@ from meshllm.protocol.trust.credential import ClientLimits
 from meshllm.request import Event, Piece, Prefilled, Request, Sampling
 from meshllm.status import (
     Change,
+    Members,
     MeshStatus,
     PlannedRing,
     PlanTerms,
-    RingStatus,
     from_json,
     to_json,
 )
@@ -37,9 +37,9 @@ ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 
 
 async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode) -> None:
-    said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "plan", "members")]
+    said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "members")]
 
-    values = (door.status(), door.plan(), door.members())
+    values = (door.status(), door.members())
     assert said == [{"schema": 1} | to_json(each) for each in values]
     assert from_json(MeshStatus, said[0]) == door.status()
 
@@ -202,12 +202,12 @@ async def test_an_unknown_path_is_an_error_like_any_other(client: httpx2.AsyncCl
 async def test_only_the_type_of_a_bug_is_sent(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> RingStatus:
+    def broken() -> Members:
         raise KeyError("canary")
 
-    monkeypatch.setattr(door, "plan", broken)
+    monkeypatch.setattr(door, "members", broken)
 
-    said = await client.get("/mesh/plan")
+    said = await client.get("/mesh/members")
 
     assert said.status_code == 500
     assert said.json()["error"]["message"] == "This is a bug in meshllm: KeyError"

@@ -25,7 +25,6 @@ from meshllm.status import (
     PlanTerms,
     Removed,
     RingState,
-    RingStatus,
     SessionCounts,
     Stopped,
 )
@@ -94,9 +93,6 @@ class FakeNode:
         status = replace(status, model=model, provided=self.provided)
         state = RingState.FORMING if self.waits_for else RingState.SERVING
         return with_ring(status, entry=self.entry, state=state, reason=self.waits_for)
-
-    def plan(self) -> RingStatus:
-        return told().ring
 
     def members(self) -> Members:
         return Members((member(0), member(1)))

@@ -136,7 +136,7 @@ async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: M
     assert texts == [await reference()] * 3
     assert others == [pytest.approx(first, abs=0.02)] * 2  # of bfloat16
     assert sum(each * each for each in first) == pytest.approx(1)
-    plans = [control_of(node).plan() for node in (a, b, c)]
+    plans = [control_of(node).status().ring for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
     for node in (a, b, c):
@@ -339,7 +339,7 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     await mesh.start("b", join=a.ticket, model=str(other))
     await until(lambda: states(a).get("b") == "refused", a)
 
-    [refused] = control_of(a).plan().refused
+    [refused] = control_of(a).status().ring.refused
     assert refused.name == "b"
     assert refused.reason.startswith("its layer 3 differs from that of")
     await until(lambda: spans(a) == ["0:8"], a)
@@ -426,7 +426,7 @@ async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> No
     assert a.machine.charter is not None
     assert (a.machine.charter.members, a.machine.charter.prefer) == (2, (a.me,))
     assert a.machine.charter == b.machine.charter
-    assert control_of(a).plan().policy == "throughput"
+    assert control_of(a).status().ring.policy == "throughput"
 
 
 async def test_only_the_founder_chooses_who_may_be_the_entry(
@@ -439,7 +439,7 @@ async def test_only_the_founder_chooses_who_may_be_the_entry(
     assert a.machine.charter is not None
     assert a.machine.charter.entries == (a.me,)
     assert a.machine.charter == b.machine.charter
-    assert control_of(b).plan().entry == show(a.me)
+    assert control_of(b).status().ring.entry == show(a.me)
     assert "the mesh keeps its `entries`" in caplog.text
 
 

@@ -88,7 +88,6 @@ def test_without_a_plan_it_waits(node: Owned) -> None:
     status = node.control.status()
 
     assert status.model is None
-    assert status.ring == node.control.plan()
     assert status.ring == RingStatus(
         state=RingState.WAITING, reason="they load", epoch=0, digest="", policy="auto", entry=None,
         stages=(), predicted=None, measured=None, advice="",
@@ -188,25 +187,24 @@ def test_each_node_has_one_state(node: Owned) -> None:
 
 def test_the_plan_lists_nodes_without_a_span_and_why(node: Owned) -> None:
     assert node.view.agreement
-    node.see(agreement=replace(node.view.agreement, refused={B: "other weights"}, reason="best"))
+    node.see(agreement=replace(node.view.agreement, refused={B: "other weights"}))
 
-    plan = node.control.plan()
+    ring = node.ring()
 
-    assert plan.reason == "best"
-    assert plan.refused == (Unplaced(show(B), "there", "other weights"),)
-    assert [(each.node, each.name) for each in plan.standbys] == [(show(C), "spare")]
+    assert ring.refused == (Unplaced(show(B), "there", "other weights"),)
+    assert [(each.node, each.name) for each in ring.standbys] == [(show(C), "spare")]
 
 
 def test_reasons_and_advice_name_nodes(node: Owned) -> None:
     assert node.view.agreement
     told = f"`{short(B)}` and `{short(D)}`"
-    refused = replace(node.view.agreement, refused={C: told}, reason=told)
+    refused = replace(node.view.agreement, refused={C: told})
     node.see(agreement=refused, advice=told, reason=told, is_served=False)
 
     named = f"`there` and `{short(D)}`"
-    status, plan = node.control.status(), node.control.plan()
-    assert (status.ring.advice, status.ring.reason, plan.reason) == (named, named, named)
-    assert [each.reason for each in plan.refused] == [named]
+    ring = node.ring()
+    assert (ring.advice, ring.reason) == (named, named)
+    assert [each.reason for each in ring.refused] == [named]
     assert node.state(C) == (NodeState.REFUSED, named)
 
     same = replace(node.view.profiles[C], name="there")
