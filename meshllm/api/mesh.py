@@ -60,7 +60,7 @@ class _Mesh:
     node: NodePort
 
     async def status(self, _: Request) -> Response:
-        return _object(self.node.status())
+        return _object(await self.node.status())
 
     async def try_plan(self, request: Request) -> Response:
         return _object(await self.node.try_plan(await read(request, PlanTerms)))
@@ -78,7 +78,7 @@ class _Mesh:
         return _object(self.node.stop((await read(request, Stopped)).model))
 
     async def metrics(self, _: Request) -> Response:
-        return PlainTextResponse(exposition(self.node.status()), media_type=METRICS)
+        return PlainTextResponse(exposition(await self.node.status()), media_type=METRICS)
 
     async def ticket(self, request: Request) -> Response:
         asked = await read(request, _TicketRequest)

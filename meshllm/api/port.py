@@ -24,7 +24,7 @@ class ModelPort(Backend, Protocol):
     async def models(self) -> Sequence[ModelStatus]:
         """List the models that are served; empty while there is none."""
 
-    async def mesh_status(self) -> MeshStatus:
+    async def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
 
 
@@ -48,9 +48,6 @@ class NodePort(DoorPort, Protocol):
 
     All methods that are not asynchronous return at once, a snapshot of the node's own records.
     """
-
-    def status(self) -> MeshStatus:
-        """Return the status of the node, its ring and its mesh."""
 
     def members(self) -> Members:
         """List the members of the mesh."""

@@ -39,7 +39,7 @@ class ClientControl:
         """Yield the events of a request; see `MeshClient.generate`."""
         return self.client.generate(request)
 
-    async def mesh_status(self) -> MeshStatus:
+    async def status(self) -> MeshStatus:
         """Return what a client knows: models, and its own requests; no nodes, layers or plans."""
         models, reason = await self._known()
         providers = tuple(each for each in models if each.providers)

@@ -66,7 +66,7 @@ class NodeControl:
     stop_model: Callable[[str], None]
     _trial: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def status(self) -> MeshStatus:
+    async def status(self) -> MeshStatus:
         """Return the status of the node, its ring and its mesh."""
         return mesh_status(self.snapshot(), self.measure())
 
@@ -85,10 +85,6 @@ class NodeControl:
     def members(self) -> Members:
         """List the members of the mesh, as far as known to this node."""
         return members(self.snapshot())
-
-    async def mesh_status(self) -> MeshStatus:
-        """Return `status`, for callers that may also ask a node over its socket."""
-        return self.status()
 
     async def models(self) -> list[ModelStatus]:
         """List the models that the mesh serves: those of rings, and those of providers."""

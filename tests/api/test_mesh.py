@@ -39,9 +39,9 @@ ASKED = Request(raw="hi", sampling=Sampling(temperature=0.1), stop=("end",))
 async def test_snapshots_are_objects(client: httpx2.AsyncClient, door: FakeNode) -> None:
     said = [(await client.get(f"/mesh/{each}")).json() for each in ("status", "members")]
 
-    values = (door.status(), door.members())
+    values = (door.report(), door.members())
     assert said == [{"schema": 1} | to_json(each) for each in values]
-    assert from_json(MeshStatus, said[0]) == door.status()
+    assert from_json(MeshStatus, said[0]) == door.report()
 
 
 async def test_a_ticket_is_created_with_its_limits(

@@ -84,7 +84,7 @@ async def test_the_metrics_have_a_route(client: httpx2.AsyncClient, door: FakeNo
     said = await client.get("/metrics")
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert said.text == exposition(door.status())
+    assert said.text == exposition(door.report())
 
 
 def test_every_ring_of_the_mesh_has_a_sample() -> None:

@@ -69,7 +69,7 @@ async def test_it_answers_on_a_private_socket(
     async with client_of(path) as client:
         said = await client.get("/mesh/status")
 
-    assert said.json() == {"schema": 1} | to_json(door.status())
+    assert said.json() == {"schema": 1} | to_json(door.report())
     assert "server" not in said.headers
     assert _mode(path) == 0o600
 

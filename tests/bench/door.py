@@ -67,7 +67,7 @@ class RingPort:
         """List the model of the ring."""
         return [ModelStatus(self.model, 1, 1, "bfloat16", "none", 2048)]
 
-    async def mesh_status(self) -> MeshStatus:
+    async def status(self) -> MeshStatus:
         """Raise: a text completion does not ask for it."""
         raise NotImplementedError
 

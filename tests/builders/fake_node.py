@@ -85,7 +85,7 @@ class FakeNode:
     """It cannot be told which keys are revoked."""
     """By other members."""
 
-    def status(self) -> MeshStatus:
+    def report(self) -> MeshStatus:
         status = told()
         assert status.model
         known = replace(status.model, fingerprint="fp_0123456789ab")
@@ -97,11 +97,11 @@ class FakeNode:
     def members(self) -> Members:
         return Members((member(0), member(1)))
 
-    async def mesh_status(self) -> MeshStatus:
-        return self.status()
+    async def status(self) -> MeshStatus:
+        return self.report()
 
     async def models(self) -> list[ModelStatus]:
-        status = self.status()
+        status = self.report()
         return [*([status.model] if status.model else []), *status.provided]
 
     async def try_plan(self, terms: PlanTerms) -> PlannedRing:

@@ -58,7 +58,7 @@ def control(**fields: Any) -> ClientControl:
 
 
 def status(**fields: Any) -> MeshStatus:
-    return run_virtual(control(**fields).mesh_status())
+    return run_virtual(control(**fields).status())
 
 
 async def test_models_and_answers_are_those_of_the_client() -> None:
@@ -97,7 +97,7 @@ def test_the_state_is_that_of_the_models(
 
 def test_a_status_does_not_wait_for_a_mesh_that_is_away() -> None:
     async def glance() -> tuple[MeshStatus, float]:
-        seen = await control(takes_s=100).mesh_status()
+        seen = await control(takes_s=100).status()
         return seen, asyncio.get_running_loop().time()
 
     seen, took_s = run_virtual(glance())

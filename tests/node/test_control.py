@@ -12,6 +12,7 @@ from meshllm.errors import Busy, MeshError, UserError
 from meshllm.names import NodeId, short, show
 from meshllm.node.control import MAX_LASTS_S, NodeControl
 from meshllm.node.options import ModelOptions
+from meshllm.node.report import mesh_status
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.client_quota import MAX_TOKENS_PER_DAY
@@ -21,6 +22,7 @@ from meshllm.request import Event, Piece, Request
 from meshllm.status import (
     Change,
     MemoryStatus,
+    MeshStatus,
     Named,
     NodeState,
     NodeStatus,
@@ -79,11 +81,14 @@ class Owned:
     def see(self, **changes: Any) -> None:
         self.view = replace(self.view, **changes)
 
+    def status(self) -> MeshStatus:
+        return mesh_status(self.view, MemoryStatus())
+
     def ring(self) -> RingStatus:
-        return self.control.status().ring
+        return self.status().ring
 
     def of(self, node: NodeId) -> NodeStatus:
-        (found,) = (each for each in self.control.status().nodes if each.node == show(node))
+        (found,) = (each for each in self.status().nodes if each.node == show(node))
         return found
 
     def state(self, node: NodeId) -> tuple[NodeState, str]:
@@ -93,6 +98,10 @@ class Owned:
 @pytest.fixture
 def node() -> Owned:
     return Owned()
+
+
+async def test_the_status_is_a_report(node: Owned) -> None:
+    assert await node.control.status() == node.status()
 
 
 def test_a_ticket_without_limits(node: Owned) -> None:

@@ -32,7 +32,7 @@ from meshllm.protocol.agreement.groups import REFUSES, NodeGroups, groups_in, gr
 from meshllm.request import Answer, Request
 from meshllm.status import RingState, ServedRing
 from tests.builders.own_cache import own_cache
-from tests.node.test_node import PATIENCE_S, Mesh, until
+from tests.node.test_node import PATIENCE_S, Mesh, report_of, until
 
 PROMPT = Request(raw="A ring is", max_tokens=8)
 
@@ -51,7 +51,7 @@ def random() -> Iterator[str]:
 
 
 def rings(node: MeshNode) -> dict[tuple[str, int], ServedRing]:
-    return {(each.model, each.replica): each for each in control_of(node).status().rings}
+    return {(each.model, each.replica): each for each in report_of(node).rings}
 
 
 def serving(node: MeshNode) -> set[tuple[str, int]]:
@@ -156,7 +156,7 @@ async def test_one_node_serves_two_models_at_once(mesh: Mesh, random: str) -> No
     assert own_rings[0].digest != own_rings[1].digest
     assert all(each.execution and each.measured for each in own_rings)
     assert own_rings[1].measured != own_rings[0].measured
-    memory = control_of(a).status().memory
+    memory = report_of(a).memory
     assert memory.weights > max(_weights(each) for each in a.state.members)
 
     control_of(a).stop(random)

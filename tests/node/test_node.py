@@ -31,6 +31,7 @@ from meshllm.node.options import InferenceConfig, ModelOptions
 from meshllm.node.preparation import Preparation
 from meshllm.node.provider import EngineClient, Provider
 from meshllm.node.provider import provider as provider_module
+from meshllm.node.report import mesh_status
 from meshllm.node.ring.local_ring import RingOptions, open_local_ring
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.ring.runtime import RingRuntime
@@ -40,7 +41,7 @@ from meshllm.protocol.membership.records import Profile
 from meshllm.protocol.planning.plan import Standby
 from meshllm.protocol.trust.credential import Role
 from meshllm.request import Answer, Piece, Request
-from meshllm.status import RingState
+from meshllm.status import MeshStatus, RingState
 from meshllm.strict_json import WrongField
 from meshllm.transport.contract import Listener
 from meshllm_loopback import LoopbackTransport
@@ -86,13 +87,18 @@ async def until(claim: Callable[[], bool], node: MeshNode) -> None:
                 return
 
 
+def report_of(node: MeshNode) -> MeshStatus:
+    control = control_of(node)
+    return mesh_status(control.snapshot(), control.measure())
+
+
 def spans(node: MeshNode) -> list[str]:
-    ring = control_of(node).status().ring
+    ring = report_of(node).ring
     return [str(each.layers) for each in ring.stages] if ring.state is RingState.SERVING else []
 
 
 def states(node: MeshNode) -> dict[str, str]:
-    return {each.name: each.state for each in control_of(node).status().nodes}
+    return {each.name: each.state for each in report_of(node).nodes}
 
 
 def standbys(node: MeshNode) -> tuple[Standby, ...]:
@@ -136,11 +142,11 @@ async def test_three_nodes_form_a_ring_and_each_answers_like_one_process(mesh: M
     assert texts == [await reference()] * 3
     assert others == [pytest.approx(first, abs=0.02)] * 2  # of bfloat16
     assert sum(each * each for each in first) == pytest.approx(1)
-    plans = [control_of(node).status().ring for node in (a, b, c)]
+    plans = [report_of(node).ring for node in (a, b, c)]
     assert len({(plan.epoch, plan.digest, plan.stages) for plan in plans}) == 1
     assert states(b) == dict.fromkeys("abc", "serving")
     for node in (a, b, c):
-        (engine,) = [each.execution for each in control_of(node).status().nodes if each.is_self]
+        (engine,) = [each.execution for each in report_of(node).nodes if each.is_self]
         assert "; attention: " in engine
 
 
@@ -164,7 +170,7 @@ async def test_a_standby_takes_over_layers_that_it_loaded_in_advance(
     assert runtime is not None
     await until(lambda: runtime.preloaded is not None, standby)
     assert runtime.preloaded is not None
-    (about,) = [each.execution for each in control_of(standby).status().nodes if each.is_self]
+    (about,) = [each.execution for each in report_of(standby).nodes if each.is_self]
     assert re.fullmatch(r"layers \d+:\d+ are loaded in advance", about)
     (stays,) = [stage.node for stage in runtime.preloaded.stages if stage.node != standby.me]
     (lost,) = nodes.keys() - {stays, standby.me}
@@ -339,7 +345,7 @@ async def test_a_node_with_other_weights_is_refused_by_name(mesh: Mesh) -> None:
     await mesh.start("b", join=a.ticket, model=str(other))
     await until(lambda: states(a).get("b") == "refused", a)
 
-    [refused] = control_of(a).status().ring.refused
+    [refused] = report_of(a).ring.refused
     assert refused.name == "b"
     assert refused.reason.startswith("its layer 3 differs from that of")
     await until(lambda: spans(a) == ["0:8"], a)
@@ -426,7 +432,7 @@ async def test_the_flags_of_the_latest_start_amend_the_charter(mesh: Mesh) -> No
     assert a.machine.charter is not None
     assert (a.machine.charter.members, a.machine.charter.prefer) == (2, (a.me,))
     assert a.machine.charter == b.machine.charter
-    assert control_of(a).status().ring.policy == "throughput"
+    assert report_of(a).ring.policy == "throughput"
 
 
 async def test_only_the_founder_chooses_who_may_be_the_entry(
@@ -439,7 +445,7 @@ async def test_only_the_founder_chooses_who_may_be_the_entry(
     assert a.machine.charter is not None
     assert a.machine.charter.entries == (a.me,)
     assert a.machine.charter == b.machine.charter
-    assert control_of(b).status().ring.entry == show(a.me)
+    assert report_of(b).ring.entry == show(a.me)
     assert "the mesh keeps its `entries`" in caplog.text
 
 
@@ -581,12 +587,12 @@ async def test_a_change_of_address_is_published(mesh: Mesh) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not heard():  # noqa: ASYNC110 -- a change of address does not change the ring
             await asyncio.sleep(0.05)
-    assert "loopback:elsewhere" in control_of(b).status().listening
+    assert "loopback:elsewhere" in report_of(b).listening
 
 
 def provided(node: MeshNode) -> dict[str, tuple[str, ...]]:
     """Return who provides which model."""
-    return {each.name: tuple(sorted(each.providers)) for each in control_of(node).status().provided}
+    return {each.name: tuple(sorted(each.providers)) for each in report_of(node).provided}
 
 
 @pytest.mark.socket
@@ -607,7 +613,7 @@ async def test_models_of_engines_are_answered_through_every_node(
         for node in (a, b, c):
             await until(lambda node=node: provided(node) == {"fox": ("b", "c")}, node)  # type: ignore[misc]  # a closure
             await until(lambda node=node: spans(node) == spans(a), node)  # type: ignore[misc]  # a closure
-        seen = [control_of(node).status() for node in (a, b, c)]
+        seen = [report_of(node) for node in (a, b, c)]
 
         texts = [await ask(control_of(node), question) for node in (a, b, c)]
         second.list_status = 503

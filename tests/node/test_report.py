@@ -44,7 +44,7 @@ def _holding(weights: bytes) -> Profile:
 
 
 def test_the_status_is_that_of_the_node(node: Owned) -> None:
-    status = node.control.status()
+    status = node.status()
 
     assert (status.mesh, status.node) == (node.view.mesh.hex(), show(A))
     assert (status.name, status.version, status.since_s) == ("here", "1.0", 3.0)
@@ -85,7 +85,7 @@ def test_a_forming_ring_is_reported(node: Owned) -> None:
 def test_without_a_plan_it_waits(node: Owned) -> None:
     node.see(plan=None, agreement=None, charter=None, profiles={}, rings=())
 
-    status = node.control.status()
+    status = node.status()
 
     assert status.model is None
     assert status.ring == RingStatus(
@@ -118,7 +118,7 @@ def test_an_unmeasured_link_is_not_a_number(node: Owned) -> None:
 
 
 def test_this_node_comes_first(node: Owned) -> None:
-    nodes = node.control.status().nodes
+    nodes = node.status().nodes
 
     assert [(each.name, each.is_self) for each in nodes] == [
         ("here", True), ("spare", False), ("there", False),
@@ -138,10 +138,10 @@ def test_a_link_is_reported_with_its_statistics(node: Owned) -> None:
 def test_the_execution_mode_of_this_node_is_reported(node: Owned) -> None:
     node.see(execution="replayed: 8 % faster than stock", warnings=("no room",))
 
-    assert [each.execution for each in node.control.status().nodes] == [
+    assert [each.execution for each in node.status().nodes] == [
         "replayed: 8 % faster than stock", "", "",
     ]  # fmt: skip
-    assert node.control.status().warnings == ("no room",)
+    assert node.status().warnings == ("no room",)
 
 
 def test_the_measured_times_of_each_node_are_reported(node: Owned) -> None:
@@ -209,7 +209,7 @@ def test_reasons_and_advice_name_nodes(node: Owned) -> None:
 
     same = replace(node.view.profiles[C], name="there")
     node.see(profiles={**node.view.profiles, C: same})
-    assert node.control.status().ring.advice == told
+    assert node.status().ring.advice == told
 
 
 def test_the_latest_measurement_is_reported(node: Owned) -> None:
@@ -238,7 +238,7 @@ def test_the_latest_measurement_is_reported(node: Owned) -> None:
         0, "node-0", hop.span, compute_ms=1.25, serialise_ms=0.08, queue_ms=0.02, wire_ms=0.05,
         bytes_per_token=512.0,
     )  # fmt: skip
-    assert node.control.status().sessions == SessionCounts(
+    assert node.status().sessions == SessionCounts(
         active=3,
         waiting=2,
         served=2,
@@ -360,7 +360,7 @@ def test_each_ring_of_the_node_has_its_own_status(node: Owned) -> None:
         ),
     )
 
-    first, further, strange = (each.status for each in node.control.status().rings)
+    first, further, strange = (each.status for each in node.status().rings)
 
     assert first == node.ring()
     assert strange is None
@@ -382,7 +382,7 @@ def test_a_ring_gives_one_reason_wherever_it_is_shown(node: Owned, *, is_planned
     waits = replace(ring, plan=plan, is_served=False, lacks_bytes=1 << 30, own=own)
     node.see(plan=plan, is_served=False, reason=own.reason, rings=(waits,))
 
-    status = node.control.status()
+    status = node.status()
 
     (shown,) = status.rings
     assert shown.status
@@ -398,7 +398,7 @@ def test_a_node_that_refuses_a_further_ring_is_not_shown_in_it(node: Owned) -> N
         further = (RingMembership(other.id, obstacle=obstacle),)
         states = {**node.view.states, A: replace(node.view.states[A], further=further)}
         node.see(rings=(ring, waits), states=states)
-        _, status = node.control.status().rings
+        _, status = node.status().rings
         return status.state, len(status.standbys), status.reason
 
     assert shown("") == (RingState.FORMING, 1, "its nodes are loading and connecting")
@@ -412,7 +412,7 @@ async def test_a_ring_that_nobody_uses_says_what_loads_it(node: Owned) -> None:
 
     node.see(rings=(ring, waits, replace(waits, is_unused=True)))
 
-    _, lacking, unused = node.control.status().rings
+    _, lacking, unused = node.status().rings
     assert lacking.reason.startswith("lacks 1.00 GiB")
     assert unused.reason.startswith("nobody uses it: a request loads it")
     assert (lacking.state, unused.state) == (RingState.WAITING, RingState.WAITING)

@@ -97,7 +97,7 @@ class _OwnerViews:
         return _reply({"by": by, "usage": [{by: name, **asdict(used)} for name, used in found]})
 
     async def metrics(self, _: Request) -> Response:
-        return PlainTextResponse(exposition(await self.node.mesh_status()), media_type=METRICS)
+        return PlainTextResponse(exposition(await self.node.status()), media_type=METRICS)
 
     async def plan(self, request: Request) -> Response:
         return _reply(to_json(await self.node.try_plan(await read(request, PlanTerms))))

@@ -85,7 +85,7 @@ async def _changes(
         shown: PageStatus | None = None
         quiet_s = 0.0
         while True:
-            found = view_of(await node.mesh_status(), is_public=is_public)
+            found = view_of(await node.status(), is_public=is_public)
             if found != shown or quiet_s >= SILENCE_S:
                 yield found if found != shown else None
                 shown, quiet_s = found, 0.0

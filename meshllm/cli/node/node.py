@@ -291,7 +291,7 @@ async def _report(
     with render.Status(sys.stderr) as line:
         async with aclosing(node.events()) as events:
             while True:
-                after = clean(node.status())
+                after = clean(await node.status())
                 line.clear()
                 if any(each.is_self and each.state in _GOING for each in after.nodes):
                     return
@@ -360,7 +360,7 @@ async def _print_with_relay(
         return
     async with aclosing(node.events()) as events:
         async for _ in events:
-            addresses = node.status().listening[:MAX_ADDRESSES]
+            addresses = (await node.status()).listening[:MAX_ADDRESSES]
             if any(map(_is_relayed, addresses)):
                 again = replace(printed, addresses=addresses).encode()
                 try:

@@ -126,7 +126,7 @@ async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
     with draining() as drain:
         async with open_mesh_client(chosen.join or "", state_path(chosen)) as client:
             node = ClientControl(client)
-            status = await node.mesh_status()
+            status = await node.status()
             served = (*status.models, *status.provided)
             shown = change(chosen, {"model": served[0].name if served else "MODEL"})
             with opened_door(shown, address) as door:

@@ -75,10 +75,6 @@ class NodeClient:
 
         return from_json(MeshStatus, await self._get("/mesh/status"))
 
-    async def mesh_status(self) -> "MeshStatus":
-        """Fetch the status of the node, as `status` does."""
-        return await self.status()
-
     async def models(self) -> "Sequence[ModelStatus]":
         """Fetch the models that the node serves."""
         from meshllm.status import Models, from_json

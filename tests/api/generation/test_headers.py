@@ -29,7 +29,7 @@ TRACED = {"x-meshllm-trace": "1"}
 @pytest.fixture
 def exact(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.status().model
+        known = door.report().model
         assert known
         return [replace(known, epoch=7, is_exact=True)]
 
@@ -196,7 +196,7 @@ async def test_what_another_node_says_breaks_no_header(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.status().model
+        known = door.report().model
         assert known
         return [replace(known, fingerprint=f"fp_{said}", providers=("desk",), precision=said)]
 

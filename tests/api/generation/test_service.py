@@ -155,7 +155,7 @@ async def test_a_key_may_name_an_alias(
     door: FakeNode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = door.status().model
+    known = door.report().model
     assert known
 
     async def models(_: FakeNode) -> list[ModelStatus]:

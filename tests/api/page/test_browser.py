@@ -92,12 +92,12 @@ async def test_an_answer_is_shown_with_its_time(visit: Visit, door: FakeNode) ->
 async def test_the_door_of_a_client_says_what_it_does_not_show(
     visit: Visit, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = door.status()
+    status = door.report()
     assert status.model
     models = (replace(status.model, epoch=1),)
     ring = replace(status.ring, stages=(), predicted=None)
     seen = replace(status, models=models, nodes=(), ring=ring, provided=(FOX,), is_client=True)
-    monkeypatch.setattr(door, "status", lambda: seen)
+    monkeypatch.setattr(door, "report", lambda: seen)
     page = await visit.open()
 
     await page.locator("#client-note").wait_for()
@@ -322,14 +322,14 @@ async def test_an_error_is_told(visit: Visit, door: FakeNode) -> None:
 
 async def test_the_mesh_is_drawn_and_a_loss_is_logged(visit: Visit, door: FakeNode) -> None:
     page = await visit.open()
-    name = door.status().nodes[0].name
+    name = door.report().nodes[0].name
     await page.locator("#nodes tr").nth(1).wait_for()
     assert await page.inner_text("#summary") == "serving: builtin"
     assert name in (await page.text_content("#ring") or "")
     assert "3.00 ms" in (await page.text_content("#ring") or "")
     assert "tokens/s measured" in await page.inner_text("#figures")
 
-    lost = with_node(door.status(), 1, state=NodeState.DOWN, reason="no link to it")
+    lost = with_node(door.report(), 1, state=NodeState.DOWN, reason="no link to it")
     show(door, lost)
     await page.get_by_text("serving, now down").wait_for()
 
@@ -357,9 +357,9 @@ async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) 
 
     assert "1 of 1 ring, 20 layers" in await page.inner_text("#served")
     assert await page.is_hidden("#rings-box")
-    show(door, replace(door.status(), rings=RINGS))
+    show(door, replace(door.report(), rings=RINGS))
     await page.locator("#rings").get_by_text("lacks 2.10 GiB").wait_for()
-    assert door.status().nodes[0].name in await page.inner_text("#served")
+    assert door.report().nodes[0].name in await page.inner_text("#served")
 
 
 async def test_the_owners_views_need_an_owners_key(
@@ -411,7 +411,7 @@ async def test_a_plan_is_predicted_before_anything_moves(
 ) -> None:
     page = await visit.open("plan")
     await unlock(page, owner)
-    first = door.status().nodes[0]
+    first = door.report().nodes[0]
     await page.select_option("#policy", "throughput")
     await page.fill("#members", "2")
     await page.uncheck("#plan-nodes tr:nth-child(2) input[type=checkbox]")
@@ -420,7 +420,7 @@ async def test_a_plan_is_predicted_before_anything_moves(
     await page.click("#predict")
     await page.locator("#plan-stages tr").first.wait_for()
 
-    second = door.status().nodes[1]
+    second = door.report().nodes[1]
     terms = PlanTerms("throughput", 2, (second.short,), {first.short: 2 << 30})
     assert door.calls == [(terms,)]
     assert "125.0 tokens/s" in await page.inner_text("#plan-told")
@@ -430,7 +430,7 @@ async def test_a_door_that_needs_a_key_asks_for_it(
     browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
 ) -> None:
     key = accounts.create("guest", KeyLimits(), 0)
-    names = {node.name for node in door.status().nodes}
+    names = {node.name for node in door.report().nodes}
     async with visiting(browser, door, accounts, needs_key=True) as visit:
         page = await visit.open()
         await page.get_by_text("This server needs an API key").wait_for()
@@ -533,4 +533,4 @@ def show(door: FakeNode, status: MeshStatus) -> None:
     async def report() -> MeshStatus:
         return shown
 
-    door.mesh_status = report  # type: ignore[method-assign]
+    door.status = report  # type: ignore[method-assign]

@@ -153,7 +153,7 @@ async def test_the_metrics_can_be_scraped_on_tcp(
     said = await owned.get("/owner/metrics", headers=owner(accounts))
 
     assert said.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert said.text == exposition(door.status())
+    assert said.text == exposition(door.report())
 
 
 async def test_an_unknown_grouping_is_refused(
@@ -172,7 +172,7 @@ async def test_a_plan_is_tried_out(
     found = await owned.post("/owner/plan", headers=me, json={"policy": "fastest"})
     wrong = await owned.post("/owner/plan", headers=me, json={"policy": "bad"})
 
-    assert from_json(PlannedRing, found.json()).stages == door.status().ring.stages
+    assert from_json(PlannedRing, found.json()).stages == door.report().ring.stages
     assert door.calls[0] == (PlanTerms("fastest"),)
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (400, "Unknown policy `bad`")
 

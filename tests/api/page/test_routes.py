@@ -145,7 +145,7 @@ async def test_the_state_of_the_mesh_needs_a_key_and_hides_names(
 
     assert first["is_public"]
     assert not {node["name"] for node in first["nodes"]} & {
-        node.name for node in door.status().nodes
+        node.name for node in door.report().nodes
     }
 
 
@@ -154,7 +154,7 @@ async def test_only_changes_are_sent_and_silence_is_broken(
 ) -> None:
     found = await events_of(monkeypatch, door, is_public=False)
 
-    assert found[0]["nodes"][0]["name"] == door.status().nodes[0].name
+    assert found[0]["nodes"][0]["name"] == door.report().nodes[0].name
     assert found[1:] == ["comment"] * (len(found) - 1)
 
 

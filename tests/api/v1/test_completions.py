@@ -204,7 +204,7 @@ async def test_more_ids_than_the_model_takes_are_not_sent_to_the_entry(
     client: httpx2.AsyncClient, door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def models(_: FakeNode) -> list[ModelStatus]:
-        known = door.status().model
+        known = door.report().model
         assert known
         return [replace(known, context=4)]
 

@@ -93,7 +93,7 @@ def test_the_running_node_answers(ask: Ask, node: FakeNode, local: FakeRing) -> 
 def test_times_of_hops_have_the_names_and_ids_of_the_nodes(
     ask: Ask, node: FakeNode, words: tuple[str, ...]
 ) -> None:
-    status = node.status()
+    status = node.report()
     known, named = status.nodes[0].short, status.nodes[1].short
     first, second = answer_of("hi", 3).hops
     hops = replace(first, node=known), replace(second, node=named), replace(second, node="gone")
@@ -151,7 +151,7 @@ def test_what_the_ring_waits_for_is_said(ask: Ask, node: FakeNode) -> None:
 def test_the_node_of_a_ring_knows_best_what_it_waits_for(
     ask: Ask, node: FakeNode, monkeypatch: pytest.MonkeyPatch, own: str | None, cause: str
 ) -> None:
-    status = node.status()
+    status = node.report()
     ring = ServedRing(
         "builtin",
         0,
@@ -163,7 +163,7 @@ def test_the_node_of_a_ring_knows_best_what_it_waits_for(
         stages=(),
         status=None if own is None else replace(status.ring, reason=own),
     )
-    monkeypatch.setattr(node, "status", lambda: replace(status, rings=(ring,)))
+    monkeypatch.setattr(node, "report", lambda: replace(status, rings=(ring,)))
 
     assert ask("chat").stderr == f"waiting: {cause}\n"
 
@@ -190,8 +190,8 @@ def test_one_serving_replica_is_enough(
         )
         for replica, state in enumerate((RingState.FORMING, RingState.SERVING))
     )
-    status = replace(node.status(), rings=(forming, serving))
-    monkeypatch.setattr(node, "status", lambda: status)
+    status = replace(node.report(), rings=(forming, serving))
+    monkeypatch.setattr(node, "report", lambda: status)
 
     assert ask("chat").stderr == ""
 
@@ -216,14 +216,14 @@ def test_who_answers_is_named_with_the_size_of_its_ring(
 def test_a_model_that_no_ring_serves_has_no_size(
     node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status = node.status()
+    status = node.report()
     assert status.model
     big = replace(status.model, name="big")
     forming = ServedRing(
         "big", 0, RingState.FORMING, "no plan yet", is_own=False, epoch=0, entry="", stages=()
     )
     status = replace(status, models=(status.model, big), rings=(forming,))
-    monkeypatch.setattr(node, "status", lambda: status)
+    monkeypatch.setattr(node, "report", lambda: status)
     flags = dict.fromkeys(keys()) | {"model": "big"}
 
     _, _, found = backends.choose(load(flags).settings, flags)

@@ -64,7 +64,7 @@ class FakeNode:
         yield self
         self.is_open = False
 
-    def status(self) -> MeshStatus:
+    async def status(self) -> MeshStatus:
         return self.statuses.pop(0)
 
     async def events(self) -> AsyncGenerator[MeshStatus, None]:

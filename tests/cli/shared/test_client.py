@@ -82,14 +82,14 @@ def test_the_socket_is_in_the_state_folder(tmp_path: Path) -> None:
 
 
 async def test_reports_are_fetched_unchanged(client: NodeClient, node: FakeNode) -> None:
-    assert await client.status() == node.status()
+    assert await client.status() == node.report()
     assert await client.members() == node.members()
 
 
 async def test_other_terms_are_tried(client: NodeClient, node: FakeNode) -> None:
     found = await client.try_plan(PlanTerms("fastest", 2, ("abc",), {"def": 9}))
 
-    assert (found.policy, found.stages) == ("fastest", node.status().ring.stages)
+    assert (found.policy, found.stages) == ("fastest", node.report().ring.stages)
     assert node.calls == [(PlanTerms("fastest", 2, ("abc",), {"def": 9}),)]
 
 
