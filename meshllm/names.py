@@ -99,6 +99,10 @@ class Span:
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"
 
+    def overlaps(self, other: "Span") -> bool:
+        """Return whether both have a layer in common."""
+        return max(self.start, other.start) < min(self.stop, other.stop)
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse ``start:stop``; raise `UserError` for anything else."""

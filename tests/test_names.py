@@ -1,4 +1,4 @@
-"""Node ids: the text form round-trips, and typing errors are detected."""
+"""Node ids: the text form round-trips, and typing errors are detected; spans overlap or not."""
 
 import string
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshllm.errors import UserError
-from meshllm.names import NodeId, parse_node, short, show
+from meshllm.names import NodeId, Span, parse_node, short, show
 from meshllm.protocol.trust.identity import NodeKey
 from tests.property.strategies import nodes
 
@@ -62,3 +62,12 @@ def test_an_invalid_node_id_is_refused_with_a_hint(text: str) -> None:
 
     assert caught.value.hint is not None
     assert len(str(caught.value)) < 110
+
+
+@pytest.mark.property
+@given(*[st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted)] * 2)
+def test_spans_overlap_if_they_share_a_layer(one: list[int], other: list[int]) -> None:
+    first, second = Span(*one), Span(*other)
+
+    assert first.overlaps(second) is bool({*range(*one)} & {*range(*other)})
+    assert second.overlaps(first) is first.overlaps(second)

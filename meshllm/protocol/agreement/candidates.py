@@ -279,15 +279,11 @@ def _spans(
             continue
         if span.stop > layers:
             idle[node] = f"it holds `{span}`, but the model has {layers} layers"
-        elif taken := [at for at in spans if _overlap(spans[at], span)]:
+        elif taken := [at for at in spans if span.overlaps(spans[at])]:
             idle[node] = f"its span `{span}` overlaps that of `{short(taken[0])}`"
         else:
             spans[node] = span
     return spans, idle
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def _refuse(states: Mapping[NodeId, StateRecord], one: NodeId, other: NodeId) -> bool:

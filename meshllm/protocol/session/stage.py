@@ -392,7 +392,7 @@ class Stage:
 
     def _lowered(self, resume: Resume) -> Resume:
         """Lower the positions that lost layers hold to those of the ones here."""
-        if not resume.held or not any(_overlap(span, self._span) for span in resume.lost):
+        if not resume.held or not any(map(self._span.overlaps, resume.lost)):
             return resume
         return replace(resume, held=min(resume.held, self._held(resume.base)))
 
@@ -500,10 +500,6 @@ def _contains(outer: Span, inner: Span) -> bool:
 
 def _asks_for_help(data: Data) -> bool:
     return data.rows == 1 and data.flags & ~Flags.SETTLED == _HELP
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def _violation(data: Data) -> str:
