@@ -16,6 +16,11 @@ def sized(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+def micros(seconds: float) -> int:
+    """Return a time in whole microseconds, as fields have it."""
+    return round(seconds * 1e6)
+
+
 def start_record() -> bytes:
     """Return the header of a record: its version byte."""
     return bytes([RECORD_VERSION])

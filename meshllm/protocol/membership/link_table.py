@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from meshllm.names import NodeId
+from meshllm.protocol.binary import micros
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     MAX_SLOTS,
@@ -80,9 +81,9 @@ class Contact:
     def beat(self, now: float, wall_s: float, digest: bytes) -> MeshBeat:
         """Return the next beat for the peer."""
         stamp, heard = self.echo or (0, now)
-        held = min(_micros(now - heard), MAX_HELD_US)
+        held = min(micros(now - heard), MAX_HELD_US)
         wall_ms = min(max(0, round(wall_s * 1e3)), MAX_WALL_MS)
-        return MeshBeat(_micros(now), stamp, held, wall_ms, digest)
+        return MeshBeat(micros(now), stamp, held, wall_ms, digest)
 
     def receive_beat(self, beat: MeshBeat, now: float, wall_s: float) -> None:
         """Handle a beat of the peer; measure the round trip and the clock offset."""
@@ -135,9 +136,9 @@ class Contact:
         return is_allowed
 
     def _measure(self, beat: MeshBeat, now: float) -> None:
-        sample = _micros(now) - beat.echo - beat.held
+        sample = micros(now) - beat.echo - beat.held
         # No stamp was echoed yet, or it was not ours: no round trip takes longer than SILENCE.
-        if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
+        if beat.echo == 0 or not 0 <= sample <= micros(SILENCE):
             return
         smoothed = self.round_trip_us or sample
         # 0 means not measured, so the minimum is one microsecond.
@@ -219,7 +220,3 @@ def republish_delay(
         abs(after[peer] - us) > max(MIN_CHANGE * us, MIN_CHANGE_US) for peer, us in published
     )
     return ROUND_TRIPS_INTERVAL if any(changed) else inf
-
-
-def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)

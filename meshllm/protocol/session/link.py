@@ -29,6 +29,7 @@ from typing import get_args
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId, short
+from meshllm.protocol.binary import micros
 from meshllm.protocol.session.messages import (
     Beat,
     Hello,
@@ -167,7 +168,7 @@ class NeighbourLink:
     def _beat(self, now: float) -> Send:
         self._sent = self._beaten = now
         stamp, heard = self._echo or (0, now)
-        return Send(Beat(_micros(now), stamp, _micros(now - heard)))
+        return Send(Beat(micros(now), stamp, micros(now - heard)))
 
     def _check_hello(self, hello: Hello) -> None:
         ours, theirs = self._hello, hello
@@ -186,13 +187,9 @@ class NeighbourLink:
         if now < self._awake + BEAT:
             return  # it may have waited; an earlier echo stays right
         self._echo = (beat.stamp, now)
-        sample = _micros(now) - beat.echo - beat.held
+        sample = micros(now) - beat.echo - beat.held
         # No echo yet, or of a stamp that is not ours: no beat takes longer than SILENCE.
-        if beat.echo == 0 or not 0 <= sample <= _micros(SILENCE):
+        if beat.echo == 0 or not 0 <= sample <= micros(SILENCE):
             return
         smoothed = self.round_trip_us or sample
         self.round_trip_us = round(smoothed + _GAIN * (sample - smoothed))
-
-
-def _micros(seconds: float) -> int:
-    return round(seconds * 1e6)
