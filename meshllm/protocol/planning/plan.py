@@ -169,8 +169,6 @@ class PlanConstraints:
     """Nodes that must not hold a span."""
     prefer: Collection[NodeId] = ()
     """Nodes that get a span if one layer fits, even if the ring is slower for it."""
-    memory: Mapping[NodeId, int] = field(default_factory=dict)
-    """Upper limits in bytes, for nodes that offer more."""
     entries: Collection[NodeId] = ()
     """Nodes that may be rank 0, beside ``entry``; empty for all."""
 

@@ -192,10 +192,9 @@ def room_tokens(plan: Plan, offers: Sequence[Offer], shape: ModelSizes) -> list[
     return [max(0, room) // cost if cost else None for room, cost in zip(rooms, costs, strict=True)]
 
 
-def usable_bytes(offer: Offer, most: int | None = None) -> int:
-    """Return the bytes that weights and caches may take; ``most`` limits the offered memory."""
-    memory = offer.memory_bytes if most is None else min(most, offer.memory_bytes)
-    return usable_of(memory, offer.reserve_bytes)
+def usable_bytes(offer: Offer) -> int:
+    """Return the bytes that weights and caches may take."""
+    return usable_of(offer.memory_bytes, offer.reserve_bytes)
 
 
 def usable_of(memory: int, reserve: int) -> int:
@@ -229,7 +228,7 @@ def least_memory(
 def _usable(offer: Offer, terms: PlanConstraints, growth: int) -> int:
     if offer.node in terms.exclude:
         return -1
-    return max(0, usable_bytes(offer, terms.memory.get(offer.node)) - growth)
+    return max(0, usable_bytes(offer) - growth)
 
 
 def _entries(terms: PlanConstraints, numbers: Mapping[NodeId, int]) -> list[int]:

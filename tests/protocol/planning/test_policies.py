@@ -329,9 +329,8 @@ def test_large_layers_count_by_their_own_bytes(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_respects_the_terms(policy: str) -> None:
-    offers = [offer(at, 9) for at in (A, B, C, D)]
-    memory = {B: 100, C: 200, D: 300}
-    terms = PlanConstraints(exclude=[A], prefer=[C, node(9)], entry=B, members=3, memory=memory)
+    offers = [offer(A, 9), offer(B, 1), offer(C, 2), offer(D, 3)]
+    terms = PlanConstraints(exclude=[A], prefer=[C, node(9)], entry=B, members=3)
 
     plan = make_plan(offers, NEAR, model(6), policy=policy, terms=terms)
 
@@ -421,7 +420,7 @@ GIB = 1 << 30
         ([8.0, 8.0], PlanConstraints(exclude=[A, B]), "lacks 4.5 GiB"),
         ([0.0, 8.0], PlanConstraints(entry=A, ends=Ends.CLIENT), "lacks 512.0 MiB"),
         ([2.0, 2.0, 2.0], PlanConstraints(members=2), "lacks 1.0 GiB"),
-        ([8.0, 8.0], PlanConstraints(memory={A: GIB, B: 2 * GIB}), "lacks 2.7 GiB"),
+        ([0.8, 1.6], PlanConstraints(), "lacks 2.7 GiB"),
         ([8.0], PlanConstraints(spans={A: Span(0, 3)}), "lacks 1.0 GiB"),
         (
             [8.0, 8.0],
