@@ -6,7 +6,7 @@ import socket
 from functools import partial
 
 from meshllm.names import NodeId
-from meshllm.node.net.beacon import MAGIC, MAX_BEACON_BYTES, NONCE_BYTES, PORT, BeaconCodec
+from meshllm.node.net.beacon import MAGIC, MAX_BEACON_BYTES, NONCE_BYTES, PORT, GuestBeacons
 from tests.processes.fleet import open_fleet
 from tests.security.attack import Attack, Outcome
 from tests.security.owner import slowed
@@ -31,8 +31,12 @@ def inject_beacons() -> Outcome:
 
 async def _inject(mesh: bytes) -> None:
     """Use all that a former member knows: the id of the mesh, from which the old keys came."""
-    codec, size = BeaconCodec(mesh), MAX_BEACON_BYTES - len(MAGIC)
-    forged = [codec.write(NodeId(os.urandom(32)), ("ws://192.0.2.1:9",)) for _ in range(FORGED)]
+    authors, size = [NodeId(os.urandom(32)) for _ in range(FORGED)], MAX_BEACON_BYTES - len(MAGIC)
+    forged = [
+        beacon
+        for author in authors
+        for beacon in GuestBeacons(mesh, author).seal(("ws://192.0.2.1:9",), None)
+    ]
     forged += [MAGIC + os.urandom(size) for _ in range(FORGED)]
     forged += [MAGIC + bytes(NONCE_BYTES), MAGIC, b""]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:

@@ -75,30 +75,6 @@ Guests = Callable[[], Iterable[bytes]]
 logger = logging.getLogger(__name__)
 
 
-class BeaconCodec:
-    """Encodes and decodes beacons under one pre-shared key."""
-
-    def __init__(self, psk: bytes) -> None:
-        self._cipher = AESGCM(blake3(psk, derive_key_context=_CONTEXT).digest())
-
-    def write(self, node: NodeId, addresses: Sequence[str]) -> bytes:
-        """Encode a beacon, with as many addresses as fit."""
-        nonce = os.urandom(NONCE_BYTES)
-        return MAGIC + nonce + self._cipher.encrypt(nonce, node + _text(addresses), MAGIC)
-
-    def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
-        """Return the sender and its addresses; None if this is not a beacon under this key."""
-        if len(beacon) > MAX_BEACON_BYTES or not beacon.startswith(MAGIC):
-            return None
-        rest = beacon[len(MAGIC) :]
-        try:
-            plain = self._cipher.decrypt(rest[:NONCE_BYTES], rest[NONCE_BYTES:], MAGIC)
-        except (InvalidTag, ValueError):
-            return None
-        addresses = _addresses(plain[NODE_ID_BYTES:])
-        return None if addresses is None else (NodeId(plain[:NODE_ID_BYTES]), addresses)
-
-
 class BeaconCode(Protocol):
     """Encodes and decodes the beacons of a node."""
 
@@ -115,15 +91,26 @@ class GuestBeacons:
     """Beacons under the pre-shared key of a ticket."""
 
     def __init__(self, psk: bytes, me: NodeId) -> None:
-        self._codec, self._me = BeaconCodec(psk), me
+        self._cipher = AESGCM(blake3(psk, derive_key_context=_CONTEXT).digest())
+        self._me = me
 
     def seal(self, addresses: Sequence[str], to: NodeId | None) -> list[bytes]:
-        """Encode a beacon for all who know the ticket."""
-        return [self._codec.write(self._me, addresses)]
+        """Encode a beacon for all who know the ticket, with as many addresses as fit."""
+        nonce = os.urandom(NONCE_BYTES)
+        sealed = self._cipher.encrypt(nonce, self._me + _text(addresses), MAGIC)
+        return [MAGIC + nonce + sealed]
 
     def read(self, beacon: bytes) -> tuple[NodeId, tuple[str, ...]] | None:
         """Return the sender and its addresses; None if this is not a beacon under this key."""
-        return self._codec.read(beacon)
+        if len(beacon) > MAX_BEACON_BYTES or not beacon.startswith(MAGIC):
+            return None
+        rest = beacon[len(MAGIC) :]
+        try:
+            plain = self._cipher.decrypt(rest[:NONCE_BYTES], rest[NONCE_BYTES:], MAGIC)
+        except (InvalidTag, ValueError):
+            return None
+        addresses = _addresses(plain[NODE_ID_BYTES:])
+        return None if addresses is None else (NodeId(plain[:NODE_ID_BYTES]), addresses)
 
 
 class ReadLimit:

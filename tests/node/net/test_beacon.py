@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,7 +24,6 @@ from meshllm.node.net.beacon import (
     MAX_READS,
     READS_PER_S,
     Beacon,
-    BeaconCodec,
     GuestBeacons,
     Guests,
     MemberBeacons,
@@ -37,7 +37,7 @@ from meshllm.testing.clock import run_virtual
 MESH = MeshId(b"m" * 16)
 GUEST = b"g" * 32
 ME, PEER = NodeId(b"a" * NODE_ID_BYTES), NodeId(b"b" * NODE_ID_BYTES)
-CODE = BeaconCodec(MESH)
+CODE = GuestBeacons(MESH, ME)
 AT = ("ws://10.0.0.7:7700", "ws://[fd00::1]:7700")
 Heard = list[tuple[NodeId, tuple[str, ...]]]
 
@@ -62,6 +62,11 @@ def beacon_of(
     return beacon, transport
 
 
+def write(node: NodeId, addresses: Sequence[str], psk: bytes = MESH) -> bytes:
+    (beacon,) = GuestBeacons(psk, node).seal(addresses, None)
+    return beacon
+
+
 def seal(plain: bytes) -> bytes:
     """Encrypt any content as a member can."""
     nonce = os.urandom(module.NONCE_BYTES)
@@ -70,7 +75,7 @@ def seal(plain: bytes) -> bytes:
 
 @given(st.lists(st.text(max_size=300), max_size=40))
 def test_a_beacon_is_read_as_it_was_written(addresses: list[str]) -> None:
-    beacon = CODE.write(PEER, addresses)
+    beacon = write(PEER, addresses)
 
     read = CODE.read(beacon)
 
@@ -81,29 +86,29 @@ def test_a_beacon_is_read_as_it_was_written(addresses: list[str]) -> None:
 
 
 def test_a_beacon_has_as_many_addresses_as_fit() -> None:
-    assert CODE.read(CODE.write(PEER, AT)) == (PEER, AT)
-    assert CODE.read(CODE.write(PEER, AT * 50)) == (PEER, (AT * 50)[:MAX_ADDRESSES])
+    assert CODE.read(write(PEER, AT)) == (PEER, AT)
+    assert CODE.read(write(PEER, AT * 50)) == (PEER, (AT * 50)[:MAX_ADDRESSES])
 
 
 def test_long_addresses_are_left_out_from_the_end() -> None:
     long = "ws://" + "x" * 400
 
-    assert CODE.read(CODE.write(PEER, [*AT, long, long])) == (PEER, (*AT, long))
+    assert CODE.read(write(PEER, [*AT, long, long])) == (PEER, (*AT, long))
 
 
 def test_another_mesh_cannot_decrypt_a_beacon() -> None:
-    assert BeaconCodec(MeshId(bytes(16))).read(CODE.write(PEER, AT)) is None
+    assert GuestBeacons(MeshId(bytes(16)), ME).read(write(PEER, AT)) is None
 
 
 def test_no_two_beacons_have_the_same_bytes() -> None:
-    one, other = CODE.write(PEER, AT), CODE.write(PEER, AT)
+    one, other = write(PEER, AT), write(PEER, AT)
 
     assert one[len(MAGIC) :] != other[len(MAGIC) :]
     assert not any(secret in one for secret in (PEER, MESH, b"10.0.0.7"))
 
 
 def test_every_flipped_bit_is_detected() -> None:
-    beacon = CODE.write(PEER, AT)
+    beacon = write(PEER, AT)
 
     for place in range(len(beacon)):
         changed = bytearray(beacon)
@@ -148,7 +153,7 @@ def test_an_unknown_node_gets_one_reply() -> None:
     async def story() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me")
         for _ in range(3):
-            beacon.datagram_received(CODE.write(PEER, AT), ("10.0.0.7", 7701))
+            beacon.datagram_received(write(PEER, AT), ("10.0.0.7", 7701))
         return [data for _, data, _ in transport.sent]
 
     (answer,) = run_virtual(story())
@@ -162,10 +167,10 @@ def test_own_beacons_and_noise_are_ignored() -> None:
     async def story() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
         for data in (
-            CODE.write(ME, AT),
+            write(ME, AT),
             b"",
             b"noise",
-            BeaconCodec(MeshId(bytes(16))).write(PEER, AT),
+            write(PEER, AT, bytes(16)),
         ):
             beacon.datagram_received(data, ("10.0.0.7", 7701))
         beacon.error_received(OSError("no route"))
@@ -182,9 +187,7 @@ def test_invented_nodes_get_a_limited_number_of_replies(monkeypatch: pytest.Monk
     async def story() -> FakeTransport:
         beacon, transport = beacon_of(heard, "ws://me")
         for number in range(20):
-            beacon.datagram_received(
-                CODE.write(NodeId(number.to_bytes(32)), AT), ("10.0.0.7", 7701)
-            )
+            beacon.datagram_received(write(NodeId(number.to_bytes(32)), AT), ("10.0.0.7", 7701))
         return transport
 
     assert len(run_virtual(story()).sent) == 5
@@ -215,9 +218,9 @@ def test_a_node_without_addresses_queries_and_does_not_answer() -> None:
         beacon, transport = beacon_of(heard)
         beacon.send()
         for data in (
-            CODE.write(PEER, AT),
-            CODE.write(PEER, ()),
-            BeaconCodec(GUEST).write(PEER, ()),
+            write(PEER, AT),
+            write(PEER, ()),
+            write(PEER, (), GUEST),
         ):
             beacon.datagram_received(data, ("10.0.0.7", 7701))
         return transport
@@ -236,7 +239,7 @@ def test_only_this_machine_names_its_own_addresses(source: str, kept: tuple[str,
 
     async def story() -> None:
         beacon, _ = beacon_of(heard)
-        beacon.datagram_received(CODE.write(PEER, addresses), (source, 7701))
+        beacon.datagram_received(write(PEER, addresses), (source, 7701))
 
     run_virtual(story())
 
@@ -250,7 +253,7 @@ def test_queries_are_answered_with_a_rate_limit() -> None:
         beacon, transport = beacon_of(heard, "ws://me")
         for _ in range(3):
             for _ in range(100):
-                beacon.datagram_received(CODE.write(PEER, ()), ("10.0.0.7", 7701))
+                beacon.datagram_received(write(PEER, ()), ("10.0.0.7", 7701))
             await asyncio.sleep(ANSWER_S)
         return [data for _, data, _ in transport.sent]
 
@@ -266,11 +269,11 @@ def test_a_guest_is_answered_under_the_key_of_its_ticket() -> None:
 
     async def story() -> list[bytes]:
         beacon, transport = beacon_of(heard, "ws://me", guests=lambda: [*others, GUEST])
-        beacon.datagram_received(BeaconCodec(GUEST).write(PEER, ()), ("10.0.0.7", 7701))
+        beacon.datagram_received(write(PEER, (), GUEST), ("10.0.0.7", 7701))
         return [data for _, data, _ in transport.sent]
 
     (answer,) = run_virtual(story())
-    assert BeaconCodec(GUEST).read(answer) == (ME, ("ws://me",))
+    assert GuestBeacons(GUEST, ME).read(answer) == (ME, ("ws://me",))
     assert CODE.read(answer) is None
     assert heard == []
 
@@ -285,7 +288,7 @@ def test_unknown_datagrams_are_decrypted_with_a_rate_limit() -> None:
     async def story() -> FakeTransport:
         beacon, transport = beacon_of([], "ws://me", guests=guests)
         for _ in range(5):
-            for noise in (b"noise", BeaconCodec(GUEST).write(PEER, ()), MAGIC + bytes(99)):
+            for noise in (b"noise", write(PEER, (), GUEST), MAGIC + bytes(99)):
                 beacon.datagram_received(noise, ("10.0.0.7", 7701))
             await asyncio.sleep(ANSWER_S)
         return transport
@@ -377,7 +380,7 @@ def test_members_read_the_beacons_of_members() -> None:
     assert beacons(C, OF_C).read(data) == (A.node, AT)
     assert beacons(D, CLIENT).read(data) is None
     assert beacons(A, FOUNDED).read(data) is None
-    assert BeaconCodec(FOUNDED.mesh).read(data) is None
+    assert GuestBeacons(FOUNDED.mesh, ME).read(data) is None
     assert len(data) <= MAX_BEACON_BYTES
 
 
