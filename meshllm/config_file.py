@@ -1,7 +1,6 @@
 """Writes the files that `meshllm.config` reads: validated first, replaced in one step."""
 
 import os
-import tempfile
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +9,7 @@ import tomli_w
 
 from meshllm.config import Scalar, check_file, keys, parse, read_file
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of
+from meshllm.local_files import hint_of, replacing
 
 
 def put(path: Path, name: str, text: str) -> Scalar:
@@ -50,18 +49,11 @@ def write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as draft:
-            try:
-                draft.write(text)
-                draft.flush()
-                os.fsync(draft.fileno())
-                os.fchmod(draft.fileno(), mode)
-                Path(draft.name).replace(path)
-            except OSError:
-                Path(draft.name).unlink()
-                raise
+        with replacing(path, prefix=f".{path.name}.") as draft:
+            draft.write(text.encode())
+            draft.flush()
+            os.fsync(draft.fileno())
+            os.fchmod(draft.fileno(), mode)
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}",

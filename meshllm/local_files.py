@@ -10,7 +10,10 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 _HINTS = {
     errno.ENOENT: "check the path",
@@ -92,6 +95,27 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise _refusal(errno.EPERM, "it belongs to another user", path)
     return descriptor
+
+
+@contextmanager
+def replacing(path: Path, *, prefix: str = "tmp", suffix: str = "") -> Iterator[BinaryIO]:
+    """Write a file with mode 0600 beside a path, which it replaces in one step at the end.
+
+    Without `os.fsync`, a crash of the machine may leave a file without its bytes.
+
+    Raises:
+        OSError: it cannot be written; the path is as it was.
+    """
+    descriptor, name = tempfile.mkstemp(suffix, prefix, path.parent)
+    draft = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def try_lock(file: int) -> bool:

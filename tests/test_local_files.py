@@ -22,6 +22,7 @@ from meshllm.local_files import (
     read_own,
     read_regular,
     reason_of,
+    replacing,
 )
 
 SOMEBODY = 4242
@@ -271,6 +272,31 @@ def test_what_lies_in_a_linked_folder_is_outside(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="outside the folder"):
         check_within(tmp_path / "model" / "1_Pooling" / "config.json", tmp_path / "model")
+
+
+def test_a_file_is_replaced_once_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    with replacing(path, prefix=".file.") as draft:
+        draft.write(b"new")
+        draft.flush()
+        (hidden,) = {*tmp_path.iterdir()} - {path}
+        assert path.read_text() == "old"
+
+    assert hidden.name.startswith(".file.")
+    assert [*tmp_path.iterdir()] == [path]
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("new", 0o600)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.mkdir()
+
+    with pytest.raises(IsADirectoryError), replacing(path) as draft:
+        draft.write(b"new")
+
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_temporary_files_are_kept_in_a_folder_if_no_usual_one_can_be_written(

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from meshllm.local_files import make_private, open_own, read_own, try_lock
+from meshllm.local_files import make_private, open_own, read_own, replacing, try_lock
 
 UNUSED_S = 90 * 86_400.0
 """Seconds after which an unused record is evicted."""
@@ -46,19 +45,13 @@ def load_cached(folder: Path, *key: str | float) -> Any:
 def store_cached(folder: Path, value: Any, *key: str | float) -> None:
     """Store a JSON value under a key, atomically; an error is only logged."""
     record, text = _record(folder, key), json.dumps(value)
-    unfinished = None
     try:
         make_private(folder)
         _prune(folder)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=_PART, delete=False) as file:
-            unfinished = Path(file.name)
-            file.write(text)
-        unfinished.replace(record)
+        with replacing(record, suffix=_PART) as file:
+            file.write(text.encode())
     except OSError as error:
         log.info("cannot write `%s`: %s", record, error)
-        if unfinished is not None:
-            with suppress(OSError):
-                unfinished.unlink()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ again.
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.local_files import is_own, make_private
+from meshllm.local_files import is_own, make_private, replacing
 from meshllm.model.files.loader import list_weights, open_file, select
 from meshllm.model.files.manifest import file_digests
 from meshllm.model.json_cache import load_cached, store_cached
@@ -93,24 +92,18 @@ def save(folder: Path, key: str, packed: Packed) -> None:
     """Write a packed matrix atomically; if that is not possible, log it."""
     path = _path(folder, key)
     stored = {name: _padded(tensor) for name, tensor in packed.items()}
-    unfinished = None
     try:
         make_private(folder)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            unfinished = Path(file.name)
+        with replacing(path) as file:
             file.write(_header(stored, {"key": key, "hash": _hash(stored)}))
             for tensor in stored.values():
                 file.write(tensor.numpy().data)
             file.flush()
             os.fsync(file.fileno())  # or a crash leaves a file of the right size without its bytes
-        now = time.time_ns()
-        os.utime(unfinished, ns=(now, now - _TICK_NS))  # any later change has another time
-        unfinished.replace(path)
+            now = time.time_ns()
+            os.utime(file.fileno(), ns=(now, now - _TICK_NS))  # any later change has another time
     except OSError as error:
         log.info("`%s` is not cached: %s", path, error)
-        if unfinished is not None:
-            with suppress(OSError):
-                unfinished.unlink()
 
 
 def evict(folder: Path) -> None:
