@@ -5,7 +5,6 @@ from pathlib import Path
 
 from meshllm.names import Quant, Span, WireMode
 from meshllm.protocol.drafting.drafter import Drafting
-from meshllm.protocol.drafting.window import MAX_DEPTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,6 @@ class InferenceConfig:
     """Draft model, run on the entry: `builtin`, a folder or a Hugging Face name."""
     drafting: Drafting | None = None
     """Drafter that replaces the suffix tree over this session and past ones."""
-    depth: int = MAX_DEPTH
-    """Most drafted steps in flight; 1 disables pipelining."""
     chunk: int | None = None
     """Rows of a prefill chunk; None chooses by the prompt length."""
     wire: WireMode = WireMode.EXACT

@@ -429,7 +429,6 @@ class RingRuntime:
                 model.drafting,
                 draft=span.draft,
                 wire=model.wire,
-                depth=model.config.depth,
                 max_chunk=model.max_rows,
                 limits=self._held.limits,
                 is_handed_over=self._held.is_handed_over,

@@ -45,7 +45,7 @@ from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting
 from meshllm.protocol.drafting.known_text import KnownText
 from meshllm.protocol.drafting.scoped import ScopedDrafting
-from meshllm.protocol.drafting.window import MAX_DEPTH, MAX_STEP_ROWS, StepTimes
+from meshllm.protocol.drafting.window import MAX_STEP_ROWS, StepTimes
 from meshllm.protocol.kv_cache.admission import Admission, asker_of
 from meshllm.protocol.kv_cache.budget import KvBudget
 from meshllm.protocol.kv_cache.prefix_index import RESUME_S, PrefixHit, last_chunk_rows
@@ -93,8 +93,6 @@ class EntryConfig:
     """Encoding of the hidden states sent to the next rank."""
     draft: Drafting | None = None
     """Draft model, used in addition to ``drafting``."""
-    depth: int = MAX_DEPTH
-    """Most steps with drafts in flight; 1 waits for each step before the next."""
     max_chunk: int = MAX_ROWS
     """Most rows of a chunk."""
     limits: HangLimits = field(default_factory=HangLimits)
@@ -123,9 +121,7 @@ class EntryNode:
         self._speculation: Speculation | None = None
         if config.drafting:
             times = StepTimes(together=runners.front.is_row_invariant, ring=config.ring)
-            self._speculation = Speculation(
-                config.drafting, times, draft=config.draft, depth=config.depth
-            )
+            self._speculation = Speculation(config.drafting, times, draft=config.draft)
         self._jobs = asyncio.TaskGroup()
         self._head: HeadParts | None = None
         if runners.head and runners.helped:

@@ -133,11 +133,11 @@ async def answers(
 ) -> list[tuple[list[int], Ended]]:
     options = RingOptions(
         nodes=nodes,
-        inference=InferenceConfig(
-            threads=1, speculation=drafting is not None, drafting=drafting, depth=depth
-        ),
+        inference=InferenceConfig(threads=1, speculation=drafting is not None, drafting=drafting),
     )
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
+        if ring.entry._speculation:
+            ring.entry._speculation = replace(ring.entry._speculation, depth=depth)
         asked = [told(ring, order) for order in orders]
         return list(await asyncio.gather(*asked)) if at_once else [await each for each in asked]
 
