@@ -5,16 +5,20 @@ operation that torch runs: calls per step, lower quartile over the steps, share,
 the bandwidth at which their weights are read, beside what a probe reads.
 """
 
+import ctypes
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from llvmlite import ir
 
 from meshllm.bench.engine_table import probe, read_memory
 from meshllm.bench.engines import EngineTask, open_node
@@ -23,7 +27,8 @@ from meshllm.model.device import CPU
 from meshllm.model.files.source import open_folder
 from meshllm.model.kernels.gemm_bf16 import GEMV_LANES
 from meshllm.model.kernels.gemm_int4 import GROUP
-from meshllm.model.kernels.ir import LANES
+from meshllm.model.kernels.ir import INT, LANES, Code
+from meshllm.model.kernels.jit import JitFunction
 from meshllm.model.kernels.program import Call, Program
 from meshllm.model.steps import compiled_step
 from meshllm.model.steps.lowering import calls_for
@@ -51,6 +56,46 @@ class Row:
     """At which the weights are read."""
 
 
+Timed = list[tuple[Call, int]]
+"""Calls with the ticks of the CPU's counter that they took."""
+
+
+class TimedProgram(Program):
+    """A program with a call before each of its own, and one at its end, that read the counter.
+
+    That adds some tens of nanoseconds to each.
+    """
+
+    def __init__(self, calls: Sequence[Call], note: Callable[[Timed], None]) -> None:
+        self._own, self._note = list(calls), note
+        self._times = (ctypes.c_int64 * (len(calls) + 1))()
+        place = ctypes.addressof(self._times)
+        first, *reads = (Call.of(_counter(), 1, 1, [place, at]) for at in range(len(calls) + 1))
+        super().__init__([first, *chain(*zip(calls, reads, strict=True))])
+
+    def share(self, call: int, threads: int) -> None:
+        """Set the number of threads of a call."""
+        super().share(2 * call + 1, threads)
+
+    def run(self) -> None:
+        """Run all calls in order, and note their ticks."""
+        super().run()
+        ticks = (after - before for before, after in pairwise(self._times))
+        self._note(list(zip(self._own, ticks, strict=True)))
+
+
+@cache
+def _counter() -> JitFunction:
+    """Compile what stores the CPU's counter."""
+
+    def write(code: Code, fields: Mapping[str, ir.Value], _: ir.Value, __: ir.Value) -> None:
+        kind = ir.FunctionType(INT, [])
+        counter = ir.Function(code.do.module, kind, "llvm.readcyclecounter")
+        code.store(INT, code.do.call(counter, []), fields["times"], fields["at"])
+
+    return JitFunction(("*times", "at"), write)
+
+
 @dataclass(slots=True)
 class Step:
     """Times the parts of a step."""
@@ -60,12 +105,8 @@ class Step:
     calls: Counter[str] = field(default_factory=Counter[str])
     bytes: Counter[str] = field(default_factory=Counter[str])
     """Of the weights that each part reads."""
-    timed: list[tuple[Call, int]] = field(default_factory=list)
-    """Calls with their ticks, which are added up when the step has ended."""
-
-    def run(self, program: Program) -> None:
-        """Run a program, timed."""
-        self.timed += program.run_timed()
+    timed: Timed = field(default_factory=list)
+    """What is added up when the step has ended."""
 
     def count(self) -> None:
         """Add up what ran, by part."""
@@ -110,11 +151,13 @@ def ticks_per_us() -> float:
     """Measure the CPU's counter against the clock; what interrupts that makes the rate smaller."""
     x = torch.zeros(1 << 20)  # takes long beside what Python does before and after
     (call,) = calls_for(torch.ops.aten.add.Tensor, (x, x), {}, [x]) or []
-    program, rates = Program([call] * 20), list[float]()
+    timed, rates = Timed(), list[float]()
+    program = TimedProgram([call] * 20, timed.extend)
     for _ in range(STEPS):
+        timed.clear()
         begin = time.perf_counter_ns()
-        ticks = sum(spent for _, spent in program.run_timed())
-        rates.append(1e3 * ticks / (time.perf_counter_ns() - begin))
+        program.run()
+        rates.append(1e3 * sum(spent for _, spent in timed) / (time.perf_counter_ns() - begin))
     return max(rates)
 
 
@@ -124,13 +167,16 @@ def measure(folder: Path, width: Quant, threads: int) -> list[Row]:
     rate, step = ticks_per_us(), Step(1.0)
     found = defaultdict[str, list[float]](list)
 
-    def run(program: Program) -> None:
-        step.run(program)
+    def timed(calls: Sequence[Call]) -> Program:
+        return TimedProgram(calls, note)
+
+    def note(spent: Timed) -> None:
+        step.timed += spent
 
     def eagerly(function: Any, *args: Any) -> None:
         step.run_eagerly(function, *args)
 
-    with patch.object(Program, "run", run), patch.object(compiled_step, "_eager", eagerly):
+    with patch.multiple(compiled_step, Program=timed, _eager=eagerly):
         engine = next(open_node(open_folder(folder.name, folder), width, CPU))
         forward = engine.begin(EngineTask("decode", 1))
         for _ in range(STEPS):

@@ -8,13 +8,32 @@ import torch
 
 from meshllm.bench.ring_table import random_model
 from meshllm.model.kernels import jit
+from meshllm.model.steps.lowering import calls_for
 from meshllm.names import Quant
 from tests.bench import step
-from tests.bench.step import OTHER, WHOLE, main, measure, table
+from tests.bench.step import OTHER, WHOLE, Timed, TimedProgram, main, measure, table
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.skipif(
     not jit.jit_available(), reason="executable memory is forbidden here"
 )
+
+
+def test_a_timed_program_tells_the_ticks_of_each_call() -> None:
+    x, y = torch.zeros(1 << 20), torch.ones(1 << 20)
+    (add,) = calls_for(aten.add.Tensor, (x, y), {}, [x]) or []
+    (small,) = calls_for(aten.add.Tensor, (x[:1], y[:1]), {}, [x[:1]]) or []
+    timed = Timed()
+    program = TimedProgram([add, small, add], timed.extend)
+    program.share(2, 2)
+
+    program.run()
+
+    assert [call for call, _ in timed] == [add, small, add]
+    assert x[1:].eq(2.0).all()
+    assert x[0] == 3.0
+    assert all(ticks > 0 for _, ticks in timed)
 
 
 @pytest.mark.parametrize("quant", [Quant.INT8, Quant.INT4])

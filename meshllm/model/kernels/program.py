@@ -20,7 +20,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from llvmlite import ir
@@ -28,7 +27,7 @@ from llvmlite import ir
 from meshllm.model.kernels.ir import INT, Code
 from meshllm.model.kernels.jit import BLOCKS, CLAIMED, FIELDS, FINISHED, STARTED, JitFunction
 
-_FIELDS = "*calls", "count", "*published", "yield", "*times"
+_FIELDS = "*calls", "count", "*published", "yield"
 _EACH = 3  # integers per call
 _END = 1 << 62  # published after the last call
 _SPINS = 1000  # some 30 us of waiting, then let other programs run
@@ -87,18 +86,8 @@ class Program:
 
     def run(self) -> None:
         """Run all calls in order."""
-        self._run(0)
-
-    def run_timed(self) -> list[tuple[Call, int]]:
-        """Run all calls in order; return each with the ticks of the CPU's counter that it took."""
-        times = (ctypes.c_int64 * (len(self._kept) + 1))()
-        self._run(ctypes.addressof(times))
-        ticks = (after - before for before, after in pairwise(times))
-        return list(zip(self._kept, ticks, strict=True))
-
-    def _run(self, times: int) -> None:
         self._published.value = 0
-        _runner()(self._threads, self._threads, *self._fields, times)
+        _runner()(self._threads, self._threads, *self._fields)
 
 
 @cache
@@ -135,7 +124,6 @@ class _Runner:
         """Go through all calls."""
         code, do = self.code, self.code.do
         with code.loop(self.fields["count"]) as call:
-            self._note_time(call.index)
             address, given, threads = self._call(call.index)
             for place in (CLAIMED, STARTED, FINISHED):
                 code.store(INT, code.index(0), given, code.index(place))
@@ -147,7 +135,6 @@ class _Runner:
                 blocks = code.load(INT, given, code.index(BLOCKS))
                 finished = code.at(given, code.index(FINISHED), INT)
                 self._await(finished, "==", blocks)
-        self._note_time(self.fields["count"])
         self._publish(code.index(_END))
 
     def follow(self, block: ir.Value) -> None:
@@ -207,17 +194,6 @@ class _Runner:
     def _pause(self) -> None:
         """Tell the core that it waits, where an instruction for that is known."""
         if platform.machine().lower() in {"x86_64", "amd64"}:
-            self.code.do.call(self._declared("llvm.x86.sse2.pause", _VOID), [])
-
-    def _note_time(self, number: ir.Value) -> None:
-        code, do, times = self.code, self.code.do, self.fields["times"]
-        with do.if_then(
-            do.icmp_unsigned("!=", do.ptrtoint(times, INT), code.index(0)), likely=False
-        ):
-            code.store(
-                INT, do.call(self._declared("llvm.readcyclecounter", INT), []), times, number
-            )
-
-    def _declared(self, name: str, result: ir.Type) -> ir.Function:
-        module = self.code.do.module
-        return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, []), name)
+            name, module = "llvm.x86.sse2.pause", self.code.do.module
+            pause = module.globals.get(name)
+            self.code.do.call(pause or ir.Function(module, ir.FunctionType(_VOID, []), name), [])

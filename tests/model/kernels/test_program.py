@@ -34,19 +34,6 @@ def test_calls_run_in_order_each_time() -> None:
     assert x.eq(9.0).all()
 
 
-def test_a_timed_run_tells_the_ticks_of_each_call() -> None:
-    x, y = torch.zeros(1 << 20), torch.ones(1 << 20)
-    (add,) = calls_for(aten.add.Tensor, (x, y), {}, [x]) or []
-    (small,) = calls_for(aten.add.Tensor, (x[:1], y[:1]), {}, [x[:1]]) or []
-
-    timed = Program([add, small, add]).run_timed()
-
-    assert [call for call, _ in timed] == [add, small, add]
-    assert x[1:].eq(2.0).all()
-    assert x[0] == 3.0
-    assert all(ticks > 0 for _, ticks in timed)
-
-
 @pytest.mark.parametrize("has_team", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_share_a_call(
