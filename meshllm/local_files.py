@@ -112,10 +112,9 @@ def replacing(path: Path, *, prefix: str = "tmp", suffix: str = "") -> Iterator[
         with os.fdopen(descriptor, "wb") as file:
             yield file
         draft.replace(path)
-    except OSError:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # it is in its place
             draft.unlink()
-        raise
 
 
 def try_lock(file: int) -> bool:

@@ -17,8 +17,8 @@ With `--all-at-once MINUTES`, clients ask without a break before, in and after e
 long prompts and chats, greedy and sampled. Every answer is compared with the undisturbed one. They
 rest until the ring is whole again: its plan takes a node back only while nobody asks. The memory of
 each node is shown before and at the end, each time when as many different texts as the prefix cache
-keeps have filled it. What a node names (weights, caches, sent rows) has limits of its own; the command
-fails if a node takes more than `MOST_MORE` for what it does not name.
+keeps have filled it. What a node names (weights, caches, sent rows) has limits of its own; the
+command fails if a node takes more than `MOST_MORE` for what it does not name.
 
 `--fault relay`, by itself: the nodes have QUIC and a relay, by which alone the rank is reached; the
 relay is killed, and started again after 8 s.

@@ -13,7 +13,7 @@ from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, expanded, keys, parse
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of, read_regular, reason_of
+from meshllm.local_files import hint_of, read_regular, reason_of, replacing
 from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
 from meshllm.strict_json import parse as parse_json
 
@@ -216,9 +216,10 @@ def _save(conversation: Conversation, argument: str) -> str:
         _read(path)  # overwrite saved conversations only
     settings = {name: current(conversation.settings, name) for name in _SAVED}
     content = {"schema": render.SCHEMA, "settings": settings, "turns": conversation.turns}
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     try:
-        path.touch(mode=0o600)
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with replacing(path.resolve()) as draft:  # a full disk keeps the earlier conversation
+            draft.write(text.encode())
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)

@@ -104,6 +104,7 @@ async def test_the_door_of_a_client_says_what_it_does_not_show(
     hidden = [await page.is_visible(each) for each in ("#drawing", "#nodes-box", "#times-box")]
     figures = await page.locator("#figures").inner_text()
     await page.click("#to-models")
+    await page.locator("#served tr").first.wait_for()
     served = await page.locator("#served tr").all_inner_texts()
     await page.click("#to-chat")
     await ask(page, "Hi")

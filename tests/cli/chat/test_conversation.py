@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,22 @@ def test_a_saved_conversation_may_be_saved_again(conversation: Conversation) -> 
     conversation.append("a", "b")
 
     assert conversation.execute("/save talk.json") == "saved 2 messages in `talk.json`"
+
+
+def test_a_full_disk_keeps_the_earlier_conversation(conversation: Conversation, home: Path) -> None:
+    conversation.execute("/save talk.json")
+    before = (home / "talk.json").read_bytes()
+    conversation.append("a", "b" * 10_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"`talk.json` cannot be written: File too large"):
+            conversation.execute("/save talk.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert [each.name for each in home.iterdir()] == ["talk.json"]
+    assert (home / "talk.json").read_bytes() == before
 
 
 def test_no_other_file_is_overwritten(conversation: Conversation, home: Path) -> None:
