@@ -333,7 +333,10 @@ class Connection:
     def _take(self, event: events.StreamDataReceived) -> None:
         if not self._is_proven or self.machine.is_closing:
             return
-        channel = _CHANNELS[event.stream_id]
+        channel = _CHANNELS.get(event.stream_id)
+        if channel is None:
+            self.fail(self._fault(f"opened stream {event.stream_id}"))
+            return
         try:
             records = self.link.arrived(channel, event.data, is_last=event.end_stream)
             for kind, body in records:

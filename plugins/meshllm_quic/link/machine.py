@@ -126,6 +126,13 @@ class ConnectionMachine(QuicConnection):
         except _UNREADABLE as error:
             raise PeerFault(f"Malformed datagram: {type(error).__name__}") from error
 
+    def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
+        """Return the datagrams to send; aioquic lets a peer replace each stream that has ended."""
+        datagrams = super().datagrams_to_send(now)
+        if not self._is_client:
+            self._local_max_streams_bidi.value = len(STREAMS)
+        return datagrams
+
     def reset_path(self, size: int) -> None:
         """Reset the path estimates: the route has changed; ``size`` is its datagram size."""
         reset_path(self, size)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from aioquic.quic.configuration import QuicConfiguration
+from aioquic.quic.events import StreamDataReceived
 
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.testing.clock import VirtualLoop
@@ -289,6 +290,43 @@ async def test_a_reset_stream_ends_the_link() -> None:
 
         with pytest.raises(PeerFault, match="reset a stream"):
             await link.receive()
+
+
+@virtual
+async def test_a_third_stream_is_refused_after_one_has_ended() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        for stream in (0, 4):
+            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
+        await stranger.live(0.1)
+        link = await anext(aiter(here.listener.links()))
+        closing = asyncio.create_task(link.close())
+        await stranger.live(0.1)
+        stranger.quic.send_stream_data(0, b"", end_stream=True)
+        await stranger.live(0.1)
+
+        stranger.quic._remote_max_streams_bidi = 3
+        stranger.quic.send_stream_data(8, b"more")
+        await stranger.live(0.5)
+
+        assert stranger.end is not None
+        assert stranger.end.reason_phrase == "Too many streams open"
+        await closing
+
+
+@virtual
+async def test_data_of_an_unknown_stream_ends_the_link() -> None:
+    async with street() as here:
+        one, _other = await here.meet()
+        connection = one._wire
+        assert isinstance(connection, Connection)
+
+        event = StreamDataReceived(data=b"more", end_stream=False, stream_id=8)
+        connection.machine._events.append(event)
+        connection.work()
+
+        with pytest.raises(PeerFault, match="opened stream 8"):
+            await one.receive()
 
 
 @virtual
