@@ -97,10 +97,10 @@ class WebsocketConnection(asyncio.BufferedProtocol):
         """Start the opening handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.socket = transport
-        peer = transport.get_extra_info("peername")[:2]
-        self.address = self.address or "{}:{}".format(*peer)
+        host, port, *_ = transport.get_extra_info("peername") or ("", 0)  # it has been reset
+        self.address = self.address or f"{host}:{port}"
         self.link = LanedLink(self, self.address)
-        self.link.peer_host = peer[0]
+        self.link.peer_host = host
         self._reader = FrameReader(self.link, is_masked=not self._is_client)
         transport.set_write_buffer_limits(high=PIECE_BYTES)
         _prepare(transport.get_extra_info("socket"))

@@ -138,8 +138,15 @@ class ConnectionMachine(QuicConnection):
         reset_path(self, size)
 
     def is_open(self, channel: Channel) -> bool:
-        """Return whether a stream can be written to; the client opens it by writing."""
-        return STREAMS[channel] in self._streams or (self._is_client and self._handshake_complete)
+        """Return whether a stream can be written to; the client opens it by writing.
+
+        None can once the connection closes, nor one that the peer has asked to stop.
+        """
+        if self.is_closing:
+            return False
+        if stream := self._streams.get(STREAMS[channel]):
+            return stream.sender._reset_error_code is None
+        return self._is_client and self._handshake_complete
 
     def unsent(self, channel: Channel) -> int:
         """Return the number of written bytes that were never sent."""

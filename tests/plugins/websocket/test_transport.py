@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import gc
+import select
 import socket
 import ssl
+import struct
 from asyncio import Server
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -414,3 +416,25 @@ async def test_two_concurrent_readers_of_a_websocket_link_raise() -> None:
         with pytest.raises(RuntimeError, match="two tasks"):
             await one.receive()
         reading.cancel()
+
+
+async def test_a_connection_that_was_reset_fails_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        async def connect(host: str, port: int) -> socket.socket:
+            made = socket.create_connection((host, port))
+            peer, _ = server.accept()
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()  # by a reset
+            made.setblocking(False)
+            while select.select([made], [], [], 1) != ([made], [], []):
+                pass
+            return made
+
+        monkeypatch.setattr(dialer, "connect", connect)
+        port = server.getsockname()[1]
+        with pytest.raises(LinkLost, match=r"closed the connection|reset by peer|not connected"):
+            await WebsocketTransport().dial(f"ws://127.0.0.1:{port}")
+    assert failed == []

@@ -293,6 +293,24 @@ async def test_a_reset_stream_ends_the_link() -> None:
 
 
 @virtual
+async def test_a_stream_that_the_peer_stops_can_still_be_closed() -> None:
+    async with street() as here:
+        stranger = await here.knock(somebody())
+        for stream in (0, 4):
+            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
+        await stranger.live(0.1)
+        link = await anext(aiter(here.listener.links()))
+        await link.send([b"hello"], Channel.CONTROL)
+        for stream in (0, 4):
+            stranger.quic.stop_stream(stream, 0)
+        await stranger.live(0.5)
+
+        await link.close()
+        with pytest.raises(LinkLost):
+            await link.send([b"more"], Channel.CONTROL)
+
+
+@virtual
 async def test_a_third_stream_is_refused_after_one_has_ended() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
