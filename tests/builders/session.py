@@ -34,6 +34,18 @@ class HeldExecutor(Executor):
         self._jobs.append((future, partial(function, *args, **kwargs)))
         return future
 
+    @property
+    def waiting(self) -> int:
+        """How many jobs have not begun."""
+        return len(self._jobs)
+
+    async def run_one(self) -> None:
+        """Run the job that has waited longest, and report its result."""
+        future, function = self._jobs.popleft()
+        future.set_result(function())
+        for _ in range(3):
+            await asyncio.sleep(0)
+
     async def settle(self) -> None:
         """Run all jobs, those that their results submit too, and report the results."""
         await asyncio.sleep(0)

@@ -96,7 +96,7 @@ class Batcher(Generic[Job]):
         """Report no more results; unless an error is raised, wait until nothing runs."""
         self._is_closed = True
         if kind is None and self._last is not None and not self._last.done():
-            await self._worker.run(int)  # runs after it
+            await self._worker.run_step(int)  # runs after it, in pauses too
 
     def submit(self, session: SessionId, job: Job, *callbacks: Callback) -> None:
         """Add a step to the next batch; each of ``callbacks`` takes the result of one phase of it.

@@ -124,6 +124,8 @@ class HeldLayers:
                 self.store.add(self._begun, self.span.span, loop_time())
             self._begun = {}
         self.store.move(plan, self._me, budget)
+        if (lent := self._lent + self._lent_rows) and not budget.lend(lent, self._take_back):
+            self._take_back()
         return self.store
 
     def release(self) -> None:

@@ -93,8 +93,9 @@ class IdleLinks:
                 self._open[number].stop_watching()
 
     def take(self, *numbers: int | None) -> list[IdleLink]:
-        """Return links for use; their user discards them."""
-        return [self._open.pop(number) for number in numbers if number is not None]
+        """Return links for use, but those that were closed; their user discards them."""
+        found = [self._open.pop(number, None) for number in numbers if number is not None]
+        return [link for link in found if link is not None]
 
     def close(self, number: int) -> None:
         """Close a link, unless it is closed or in use."""

@@ -58,8 +58,12 @@ class KvHandover:
         held: HeldLayers,
         tasks: asyncio.TaskGroup,
         plan: Callable[[], Plan | None],
+        discard: Callable[[IdleLink], None],
     ) -> None:
-        """Take caches in ``tasks``; ``plan`` returns the plan in force."""
+        """Take caches in ``tasks``.
+
+        ``plan`` returns the plan in force, ``discard`` closes a link in the background.
+        """
         self._me = me
         self._group = group
         self._model = model
@@ -67,6 +71,7 @@ class KvHandover:
         self._held = held
         self._tasks = tasks
         self._plan = plan
+        self._discard = discard
         self._taking: dict[NodeId, asyncio.Task[None]] = {}  # by the node that hands over
 
     async def hand_over(self, plan: Plan, rank: EntryNode | StageNode | None) -> None:
@@ -132,9 +137,10 @@ class KvHandover:
         if before := self._taking.get(peer):
             before.cancel()
         task = self._taking[peer] = self._tasks.create_task(self._take(link, peer, offer))
-        task.add_done_callback(partial(self._taken, peer))
+        task.add_done_callback(partial(self._taken, link, peer))
 
-    def _taken(self, peer: NodeId, task: asyncio.Task[None]) -> None:
+    def _taken(self, link: IdleLink, peer: NodeId, task: asyncio.Task[None]) -> None:
+        self._discard(link)  # here: a task that is cancelled early never begins
         if self._taking.get(peer) is task:
             del self._taking[peer]
 
@@ -147,8 +153,6 @@ class KvHandover:
             self._host.faulty(peer)
         except (MeshError, TimeoutError) as error:
             logger.info("no more KV caches are taken: %s", error)
-        finally:
-            await link.close()
 
     async def _receive(self, link: IdleLink, peer: NodeId, digest: Digest) -> None:
         before = self._plan()

@@ -100,7 +100,9 @@ class RingRuntime:
             lambda plan: self._handover.hand_over(plan, self._entry or self.stage),
         )
         self._handover = KvHandover(
-            me, group, model, host, self._held, self._tasks, lambda: self.plan
+            *(me, group, model, host, self._held, self._tasks),
+            lambda: self.plan,
+            self._links.discard,
         )
         self.warmed_up = asyncio.Event()
         """Set when the warm-up has ended."""
@@ -314,6 +316,8 @@ class RingRuntime:
         try:
             for link in links:
                 await link.watch_ended()
+            if self.plan != plan:
+                return  # another one has closed links and layers
             peers = self._peers(plan, links)
             node = self._rank(plan, Neighbours(*peers) if peers else None)
             reason = await self._run(plan, node) if node else LinkLost("A node withdrew its offer")

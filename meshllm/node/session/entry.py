@@ -476,6 +476,8 @@ class EntryNode:
         watch: Stopwatch,
         result: Blob | Exception | None,
     ) -> None:
+        if session not in self._sessions:
+            return
         match result:
             case CacheMiss():
                 logger.info("prefix lost, restarting from the first token: %s", result)

@@ -276,8 +276,13 @@ class Generation:
     # On the compute thread.
 
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
-        """Run tokens through the embedding and the local layers."""
+        """Run tokens through the embedding and the local layers.
+
+        Nothing is computed for a generation that has ended: another one may have its cache.
+        """
         watch.queued()
+        if self.closed.is_set():
+            return None
         tokens = torch.tensor([job.tokens])  # [1, T]
         if job.refills:
             return self._refill(job, tokens, watch)
@@ -351,7 +356,7 @@ class Generation:
     def next_step(self, watch: Stopwatch) -> tuple[Embed, Tensor, SessionCache] | None:
         """Return the Embed that follows the last Pick, with its tokens [1, 1 + G] and cache."""
         watch.begin()
-        if self._next is None:
+        if self._next is None or self.closed.is_set():
             return None  # no step follows
         watch.queued()
         cache = self._cropped(self._next.pos)

@@ -145,6 +145,9 @@ class RingBackend:
         validate(request.sampling)
         _check_length(request, self.entry.context)
         _check_tokens(request, self.entry.vocabulary)
+        if (count := len(request.given)) > (most := self.entry.context):
+            text = f"This model's maximum context length is {most} tokens; {count} are given"
+            raise ContextTooLong(text)
         return request
 
     def _check_trusted(self, request: Request) -> None:
@@ -160,7 +163,9 @@ class RingBackend:
         """Tokenize the prompt, and prepare what reads the answer."""
         functions = _functions(request)
         prompt = await self._prompt(request, functions)
-        return prompt, await self.worker.run_step(_prepare, self.text, request, prompt, functions)
+        loop, thread = asyncio.get_running_loop(), self.text.thread_of(request)
+        prepare = partial(_prepare, self.text, request, prompt, functions)
+        return prompt, await loop.run_in_executor(thread, prepare)
 
     async def _prompt(self, request: Request, functions: Sequence[Function]) -> tuple[int, ...]:
         """Tokenize the prompt, off the event loop and the compute thread: megabytes take seconds.
@@ -212,8 +217,9 @@ class RingBackend:
                     "The reasoning of this model cannot be limited: its markers are not tokens"
                 )
                 raise WrongField("max_reasoning_tokens", problem)
-        if grammar:
-            grammar.take(request.given)
+        if grammar and request.given:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(text.grammars, grammar.take, request.given)
         return grammar
 
     async def _grammar(self, request: Request) -> Constraint | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from meshllm.model.pauses import pause
 from meshllm.names import SessionId
 from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.worker import Worker, compute_thread
@@ -336,6 +337,25 @@ async def test_a_batcher_without_jobs_waits_for_no_others() -> None:
             await tracer.batcher.__aexit__(None, None, None)
         assert not gate.is_set()
         gate.set()
+
+
+async def test_a_batcher_ends_in_a_pause_of_what_runs() -> None:
+    async with recording() as (worker, tracer):
+        begun, gate = Event(), Event()
+
+        def load() -> None:
+            begun.set()
+            while not gate.is_set():
+                pause()
+
+        loading = asyncio.ensure_future(worker.run(load))
+        await asyncio.to_thread(begun.wait)
+        tracer.submit(1)
+        async with asyncio.timeout(60):
+            await tracer.batcher.__aexit__(None, None, None)
+        gate.set()
+        await loading
+        assert tracer.batches == [[1]]
 
 
 async def test_a_job_may_come_before_the_batcher_is_entered() -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +432,14 @@ def test_a_node_that_stops_closes_its_links_at_once(world: World) -> None:
     run_virtual(main())
 
 
-def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World) -> None:
+@pytest.mark.parametrize("turns", [1, 5, 7, 8, 9])
+def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World, turns: int) -> None:
+    def after(turns: int, call: Callable[[], None]) -> None:
+        if turns:
+            asyncio.get_running_loop().call_soon(after, turns - 1, call)
+        else:
+            call()
+
     async def main() -> None:
         async with world.serving(A, B) as (a, b):
             world.follow(BOTH)
@@ -440,7 +448,7 @@ def test_a_plan_that_follows_at_once_leaves_no_link_open(world: World) -> None:
             def changed(self: RingRuntime, action: Begin) -> object:
                 job = begin(self, action)
                 if isinstance(action, Begin):
-                    asyncio.get_running_loop().call_soon(self.follow, None)
+                    after(turns, partial(self.follow, None))
                 return job
 
             with pytest.MonkeyPatch.context() as patch:
@@ -798,6 +806,27 @@ def test_layers_loaded_in_advance_make_room_for_a_session(world: World) -> None:
 
             assert len(runtime._model.runners) < held
             assert at_work(world.places[A], world.places[B])
+
+    run_virtual(main())
+
+
+@pytest.mark.usefixtures("narrow")
+def test_layers_loaded_in_advance_stay_lent_when_the_ring_forms_again(world: World) -> None:
+    async def main() -> None:
+        async with world.serving(A, B, C):
+            await served_without_c(world)
+            places, runtime = (world.places[A], world.places[B]), world.places[B].runtime
+            runtime.prepare(TURNED, is_urgent=True)
+            await until(lambda: runtime.preloaded == TURNED)
+            before = runtime.stage
+            assert before is not None
+            assert (lent := before.budget._lent) > 0
+
+            await world.links[-1].close()
+            await until(lambda: runtime.stage not in {None, before} and at_work(*places))
+
+            assert runtime.stage is not None
+            assert runtime.stage.budget._lent == lent
 
     run_virtual(main())
 

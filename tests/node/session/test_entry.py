@@ -353,6 +353,25 @@ async def test_closing_the_iterator_ends_the_session_on_every_rank() -> None:
         assert entry.node.sessions == 0
 
 
+@pytest.mark.parametrize("ran", [0, 1], ids=["chunk", "step"])
+async def test_what_waits_for_an_ended_generation_is_not_computed(ran: int) -> None:
+    async with running(keeps=True) as entry:
+        outputs = entry.node.generate(order())
+        reading = asyncio.ensure_future(anext(outputs))
+        for _ in range(ran):
+            await asyncio.sleep(0)
+            await entry.thread.run_one()
+        await asyncio.sleep(0)
+        assert entry.thread.waiting == 1  # its cache may be another's before this runs
+
+        reading.cancel()
+        await asyncio.wait([reading])
+        await outputs.aclose()
+        await entry.thread.settle()
+
+        assert len(entry.layers.passes) == ran
+
+
 async def test_a_lost_ring_ends_running_and_waiting_generations_and_refuses_others() -> None:
     async with running(ring=2, sessions=1) as entry:
         first = entry.node.generate(order())

@@ -723,3 +723,10 @@ async def test_requests_that_share_a_text_continue_copies_of_its_cache(
 
     known = first.prompt_tokens + len(first.tokens) - 1
     assert [answer.cached_tokens >= known - 4 for answer in answers] == [True, is_shared]
+
+
+async def test_more_tokens_than_the_context_are_not_taken_as_given(ring: LocalRing) -> None:
+    given = (5,) * (ring.entry.context + 1)
+
+    with pytest.raises(ContextTooLong, match=f"{len(given)} are given"):
+        await events_of(ring, Request(raw="hi", given=given, max_tokens=2 * len(given)))
