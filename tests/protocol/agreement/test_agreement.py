@@ -727,6 +727,21 @@ def test_an_unusable_plan_is_ignored(followed: bytes) -> None:
     assert planned(agree(view)).epoch == 1
 
 
+@pytest.mark.parametrize("ends", Ends)
+def test_a_broken_plan_with_other_ends_is_replaced(ends: Ends) -> None:
+    lie = replace(ring((A, 0, 1), (B, 1, 2), (C, 2, 4)), ends=Ends.ENTRY)
+    if ends is Ends.ENTRY:
+        lie = Plan(
+            5, "tiny", Ends.CLIENT, (PlanStage(A, Span(0, 0)), *ring((B, 0, 2), (C, 2, 4)).stages)
+        )
+    world = World({A: profile(4), B: profile(4)}, replace(charter(), ends=ends), followed={A: lie})
+
+    agreement = world.agree()
+
+    assert planned(agreement).ends is ends
+    assert planned(agreement).epoch == 6
+
+
 def test_a_node_without_a_published_state_can_plan_alone() -> None:
     view = replace(ALONE.view(A), states={})
 
