@@ -25,8 +25,8 @@ weights, which they fetch meanwhile; one that replaces a broken plan does not.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
-epoch, even those of departed nodes. Standbys are not part of a plan's bytes, because they may come
-and go without changing the ring.
+epoch, even those of departed nodes, unless it is absurd, see `followed_plans`. Standbys are not
+part of a plan's bytes, because they may come and go without changing the ring.
 
 In a mesh of several rings, see `division`, each node agrees on the plan of its own: a plan uses the
 nodes of one group, and is followed by them alone. Who is alive is a question of all links.
