@@ -7,7 +7,7 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, TypeVarTuple, cast
 
-from meshllm.names import Digest, GroupId, NodeId
+from meshllm.names import Digest, GroupId, NodeId, Span
 from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_directory import RingDirectory
 from meshllm.node.agreement.ring_member import RingMember
@@ -29,7 +29,7 @@ def agreed() -> tuple[Agreement, Plan]:
 
 
 AGREEMENT, PLAN = agreed()
-ALONE = replace(PLAN, stages=PLAN.stages[:1])
+ALONE = replace(PLAN, stages=(replace(PLAN.stages[0], span=Span(0, PLAN.layers)),))
 LATER = replace(PLAN, epoch=PLAN.epoch + 1)
 ENTRY, STAGE = PLAN.stages[0].node, PLAN.stages[1].node
 

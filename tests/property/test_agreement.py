@@ -14,7 +14,7 @@ from meshllm.protocol.agreement.advice import advise
 from meshllm.protocol.agreement.agreement import Agreement, agree
 from meshllm.protocol.agreement.candidates import MeshView
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.planning.plan import Ends, Plan
+from meshllm.protocol.planning.plan import MAX_EPOCH, Ends, Plan, PlanStage
 from meshllm.protocol.planning.policies import POLICIES
 from tests.builders.offers import A, B, C, D
 from tests.builders.snapshots import World, charter, profile, weights
@@ -170,6 +170,38 @@ def test_nodes_that_follow_one_by_one_converge(
         for agreement in everyone(world).values():
             plans = {world.followed.get(at) for at in agreement.alive}
             assert agreement.plan is None or plans == {agreement.plan}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan that can be decoded, as a member may claim to follow it."""
+    nodes = draw(st.permutations([*NODES, NodeId(b"x" * 32)]))
+    cuts = sorted(
+        draw(st.frozensets(st.integers(1, LAYERS - 1)))
+        | {draw(st.sampled_from([LAYERS, LAYERS, 9]))}
+    )
+    tiles = [Span(*ends) for ends in zip([0, *cuts], cuts, strict=False)]
+    ends = draw(st.sampled_from(Ends))
+    stages = [Span(0, 0)] * (ends is Ends.CLIENT) + tiles
+    return Plan(
+        draw(st.sampled_from([1, 7, MAX_EPOCH - 1, MAX_EPOCH])),
+        draw(st.sampled_from(["tiny", "tiny", "tiny", "other"])),
+        ends,
+        tuple(map(PlanStage, nodes[: len(stages)], stages)),
+    )
+
+
+@given(plans(), st.sampled_from(Ends), st.sampled_from(sorted(POLICIES)), some)
+def test_no_plan_that_a_member_claims_to_follow_stops_the_others(
+    claim: Plan, ends: Ends, policy: str, gone: frozenset[NodeId]
+) -> None:
+    agreed = replace(charter(LAYERS), ends=ends, policy=policy)
+    world = World({node: profile(LAYERS) for node in NODES}, agreed, followed={B: claim}, gone=gone)
+
+    agreements = everyone(world)
+
+    for agreement in agreements.values():
+        assert all(agreements[other] == agreement for other in agreement.alive)
 
 
 @given(worlds(), st.lists(changes, max_size=3))

@@ -15,7 +15,7 @@ from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.founding import find_node, name_of
 from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.protocol.agreement.candidates import decoded
-from meshllm.protocol.agreement.groups import groups_in, groups_of, is_exact
+from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer
@@ -100,7 +100,13 @@ class RingDirectory:
             for each in state.memberships
             if each.group == group and each.is_loaded
         }
-        plans = [plan for each in loaded if (plan := decoded(each)) and is_formed(machine, plan)]
+        plans = [
+            plan
+            for each in loaded
+            if (plan := decoded(each))
+            and is_formed(machine, plan)
+            and self._is_by_charter(plan, group)
+        ]
         return max(plans, key=lambda plan: plan.precedence, default=None)
 
     def reason(self, model: str = "") -> str:
@@ -172,6 +178,20 @@ class RingDirectory:
         plan = self.plan_of(group)
         entry = plan.stages[0].node if plan else None
         return entry if entry in self._links.by_peer else None
+
+    def _is_by_charter(self, plan: Plan, group: GroupId) -> bool:
+        """Return whether a ring is one of its group, whose nodes alone decided on it."""
+        states, charter = self._machine.states, self._machine.charter
+        found = find_group(charter, group) if charter else None
+        if found is None:
+            return charter is None  # then this node follows no plan, and asks any
+        wanted, entry = found.charter, plan.stages[0].node
+        asked = wanted.shape.name, wanted.shape.layers, wanted.ends
+        return (
+            (plan.model, plan.layers, plan.ends) == asked
+            and (not wanted.entries or entry in wanted.entries)
+            and all(group in groups_in(states[stage.node]) for stage in plan.stages)
+        )
 
     def _in_ring(self, group: GroupId) -> RingMember | None:
         """Return this node in a ring in which it takes part, and has opened the model."""

@@ -8,11 +8,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised
 from meshllm.names import NodeId
-from meshllm.node.net.peer_address import Local, Machine, resolve, target
+from meshllm.node.net.peer_address import Local, Machine, is_looked_up, resolve, target
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
 from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.dial_limit import DialLimit
@@ -23,6 +24,7 @@ from meshllm.transport.contract import Transport
 STAGGER_S = 0.25  # s; RFC 8305, section 5
 DIAL_S = 10.0  # s for all addresses together
 MAX_TRIED = 16  # addresses, which a peer supplies
+MAX_NAMES = 4  # of them that are looked up
 
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class NodeDialer:
     machine: Machine | None = None
     """Recognises peers on this machine; None trusts no claim to be there."""
     limit: DialLimit = field(default_factory=DialLimit)
+    name_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(8, "names"))
+    """Where the names of hosts are looked up; nothing else waits for slow name servers."""
 
     async def dial(
         self,
@@ -89,8 +93,10 @@ class NodeDialer:
             LinkLost: all of them were tried too often.
         """
         known = [address for address in addresses if self._transport(address)][:MAX_TRIED]
+        names = [address for address in known if is_looked_up(address, local)]
+        known = [address for address in known if address not in names[MAX_NAMES:]]
         found = await asyncio.gather(
-            *(resolve(each, local) for each in known), return_exceptions=True
+            *(resolve(each, local, self.name_threads) for each in known), return_exceptions=True
         )
         places = [place for each in found if isinstance(each, list) for place in each][:MAX_TRIED]
         now = loop_time()

@@ -182,6 +182,7 @@ class MeshLinks:
         self._turn = asyncio.Lock()
         self._hinted: dict[NodeId, float] = {}
         self._redials: dict[asyncio.Task[None], NodeId] = {}
+        self._dialling = set[asyncio.Task[None]]()  # for the machine
         self._timer = DeadlineTimer(lambda: machine.deadline, self._expire)
         self._jobs = asyncio.TaskGroup()
 
@@ -207,7 +208,7 @@ class MeshLinks:
                     role = self._machine.links[peer].role
                     self._host.deliver_request(peer, message, is_client=role is Role.CLIENT)
                 case Dial(peer, addresses):
-                    self._begin(self._dial, peer, addresses, self.local_of(peer))
+                    self._dial_due(peer, addresses)
                 case Drop(peer, why, _, text):
                     logger.info("drop node %s: %s", short(peer), text or why.name.lower())
                     self._drop(peer, why)
@@ -283,6 +284,13 @@ class MeshLinks:
         self.act(self._machine.leave(loop_time()))
         await asyncio.gather(*(line.part(CloseReason.LEAVING) for line in lines))
 
+    def _dial_due(self, peer: NodeId, addresses: Sequence[str]) -> None:
+        """Dial a peer for the machine; later if there are too many: a member may invent them."""
+        if len(self._dialling) >= MAX_MEMBERS:
+            self._machine.refused(peer, loop_time())
+        else:
+            self._dialling.add(self._begin(self._dial, peer, addresses, self.local_of(peer)))
+
     def _may_dial(self, peer: NodeId) -> bool:
         """Return whether a peer may be linked; a saved or told address may be of a removed one."""
         machine = self._machine
@@ -335,6 +343,7 @@ class MeshLinks:
         finally:
             if task := asyncio.current_task():
                 self._redials.pop(task, None)  # from here on it is a link
+                self._dialling.discard(task)
         await self._carry(link, dialled=True)
 
     async def _dial_member(self, peer: NodeId, purpose: Purpose) -> SecureLink:

@@ -10,9 +10,10 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
@@ -25,6 +26,7 @@ from meshllm.protocol.membership.records import MACHINE_BYTES
 from meshllm.transport.half_open import groups
 
 MAX_RESOLVED = 4  # addresses tried of one name
+LOOK_UP_S = 3.0  # s; the other addresses of a peer wait for that
 HOSTS_S = 2.0  # s for which the list of interfaces is used
 _BY_NAME = {"wss"}  # schemes whose server proves its name, so that the name is dialled
 
@@ -111,21 +113,26 @@ def own_host(address: str) -> str | None:
     return None if not isinstance(host, Host) or urlsplit(address).username else str(host)
 
 
-async def resolve(address: str, local: Local) -> list[str]:
+def is_looked_up(address: str, local: Local) -> bool:
+    """Return whether a name server is asked for the host of an address."""
+    is_name = isinstance(_host(address), str) and bool(urlsplit(address).netloc)
+    return is_name and not local.has_all
+
+
+async def resolve(address: str, local: Local, threads: Executor) -> list[str]:
     """Return the addresses to dial for one: itself, or those that its name has.
 
+    Names are looked up in ``threads``: those of a peer's own name server may keep them busy.
+
     Raises:
-        OSError: the name has no address.
+        OSError: the name has no address, or not within `LOOK_UP_S`.
     """
-    host, own = _host(address), own_hosts()
-    if host is None:
-        return []
-    parts = urlsplit(address)
-    if local.has_all or not isinstance(host, str) or not parts.netloc:
+    if not is_looked_up(address, local):
         return list(permitted([address], local))
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, parts.port or 0, type=socket.SOCK_STREAM
-    )
+    parts, own, loop = urlsplit(address), own_hosts(), asyncio.get_running_loop()
+    look_up = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
+    async with asyncio.timeout(LOOK_UP_S):
+        found = await loop.run_in_executor(threads, look_up, parts.hostname, parts.port or 0)
     hosts = list(dict.fromkeys(ip_address(each[4][0]) for each in found))[:MAX_RESOLVED]
     if any(_is_local(each, own) for each in hosts):
         return []

@@ -46,6 +46,8 @@ from meshllm.transport.contract import (
 )
 
 MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
+MAX_EARLY = 256
+"""Messages that may overtake the end of a handshake, while one packet is sent again."""
 """Longest message of a secure link."""
 
 
@@ -252,6 +254,7 @@ async def _first(link: Link) -> tuple[Channel, Buffer] | None:
 
 async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:
     early: list[Buffer] = []
+    unread = 0  # bytes of them
     actions = dialer.start()
     while True:
         for action in actions:
@@ -267,10 +270,9 @@ async def _dial(link: Link, dialer: HandshakeDialer) -> SecureLink:
             _limit_unread(link, None)
         while (arrived := await link.receive())[0] is not Channel.CONTROL:
             early.append(arrived[1])
-            if (
-                dialer.state is not HandshakeState.PROVEN
-                or sum(map(len, early)) > MAX_MESSAGE_BYTES
-            ):
+            unread += len(arrived[1])
+            is_bounded = unread <= MAX_MESSAGE_BYTES and len(early) <= MAX_EARLY
+            if dialer.state is not HandshakeState.PROVEN or not is_bounded:
                 raise _early(arrived[1])
         actions = dialer.receive(bytes(arrived[1]))
 

@@ -11,6 +11,7 @@ from meshllm.errors import MeshError
 from meshllm.transport import contract
 
 MAX_BUFFERED = 16  # messages buffered of an idle link; a peer sends two before it is answered
+MAX_BUFFERED_BYTES = 64 << 10  # of these messages, which are short
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,15 @@ class IdleLink:
     async def watch(self, gone: Callable[[], None]) -> None:
         """Read ahead until the peer closes the link, or sends more than it may unanswered."""
         try:
-            while len(self._buffered) < MAX_BUFFERED:
+            while len(self._buffered) < MAX_BUFFERED and self._size <= MAX_BUFFERED_BYTES:
                 self._buffered.append(await self._link.receive())
         except MeshError as error:
             logger.debug("idle ring link lost: %s", error)
         gone()
+
+    @property
+    def _size(self) -> int:
+        return sum(len(message) for _, message in self._buffered)
 
     def stop_watching(self) -> None:
         """Stop reading ahead; `watch_ended` waits until that has ended."""

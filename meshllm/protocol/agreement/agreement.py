@@ -25,8 +25,8 @@ weights, which they fetch meanwhile; one that replaces a broken plan does not.
 
 The choice never depends on when a node computes it, and the best plan remains the best once it is
 followed: a given set of items never makes plans flap. The epoch of a new plan exceeds every known
-epoch, even those of departed nodes. Standbys are not part of a plan's bytes, because they may come
-and go without changing the ring.
+epoch, even those of departed nodes, unless it is absurd, see `followed_plans`. Standbys are not
+part of a plan's bytes, because they may come and go without changing the ring.
 
 In a mesh of several rings, see `division`, each node agrees on the plan of its own: a plan uses the
 nodes of one group, and is followed by them alone. Who is alive is a question of all links.
@@ -60,7 +60,7 @@ from meshllm.protocol.agreement.relaxation import (
     why_excluded,
 )
 from meshllm.protocol.planning.explain import standby_reasons
-from meshllm.protocol.planning.plan import Links, Offer, Plan, Standby
+from meshllm.protocol.planning.plan import Links, Offer, Plan, PlanStage, Standby
 from meshllm.protocol.planning.policies import POLICIES, SLACK
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
@@ -201,7 +201,8 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
     plans = [
         plan
         for stages in continuations(incumbent, usable, spare)
-        if not _fault(case, plan := replace(new, stages=stages))
+        if (plan := _with_stages(new, stages))
+        and not _fault(case, plan)
         and _satisfies(best, plan)
         and _gain(case, plan, new) <= GAIN
     ]
@@ -215,6 +216,14 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
 
     near = [each for each in zip(plans, costs, strict=True) if SLACK * each[1] <= most]
     return min(near, key=rank, default=(new, 0))[0]
+
+
+def _with_stages(plan: Plan, stages: tuple[PlanStage, ...]) -> Plan | None:
+    """Return a plan with other stages; None if they suit other ends, such as those of a liar."""
+    try:
+        return replace(plan, stages=stages)
+    except UserError:
+        return None
 
 
 def _takeover_time(problem: Problem, incumbent: Plan, plan: Plan) -> int:

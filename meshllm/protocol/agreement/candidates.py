@@ -17,6 +17,7 @@ from meshllm.protocol.membership.records import (
 )
 from meshllm.protocol.planning.plan import (
     MAX_EPOCH,
+    MAX_JUMP,
     MAX_SECONDS,
     Ends,
     Links,
@@ -90,10 +91,18 @@ class Candidates:
 
 
 def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
-    """Return the plan that each node follows, ignoring plans that no later epoch could replace."""
+    """Return the plan that each node follows.
+
+    Ignores plans whose epoch exceeds by more than `MAX_JUMP` that which half of the living nodes
+    exceed: no member uses up the epochs, and what one has used up is forgotten with it.
+    """
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
     plans = decode_plans(told.values())
-    return {node: plans[data] for node, data in told.items() if data in plans}
+    followed = {node: plans[data] for node, data in told.items() if data in plans}
+    alive = view.alive()
+    epochs = sorted(plan.epoch for node, plan in followed.items() if node in alive)
+    most = MAX_JUMP + (epochs[(len(epochs) - 1) // 2] if epochs else 0)
+    return {node: plan for node, plan in followed.items() if plan.epoch <= most}
 
 
 def decode_plans(encoded: Iterable[bytes]) -> dict[bytes, Plan]:

@@ -10,10 +10,12 @@ from collections.abc import Collection
 from blake3 import blake3
 
 from meshllm.names import NodeId
+from meshllm.protocol.membership.records import MAX_MEMBERS
 
 HIGHER_ID_DELAY = 1.0  # s that the higher id waits: a few round trips of the slowest path
 BACKOFF = 1.0  # s of backoff after the first failed dial
 MAX_BACKOFF = 30.0  # s
+MAX_COUNTED = 4 * MAX_MEMBERS  # peers with failed dials, the latest; a member may invent others
 DIAL_TIMEOUT = 30.0  # s after which a dial without a reported outcome counts as failed
 
 
@@ -39,7 +41,9 @@ class DialSchedule:
         """Return the peers to dial now, and count the attempts."""
         peers = [peer for peer, due in self._due.items() if due <= now]
         for peer in peers:
-            self._attempts[peer] = self._attempts.get(peer, 0) + 1
+            self._attempts[peer] = self._attempts.pop(peer, 0) + 1
+            if len(self._attempts) > MAX_COUNTED:
+                del self._attempts[next(iter(self._attempts))]
             self._due[peer] = now + DIAL_TIMEOUT
         return peers
 

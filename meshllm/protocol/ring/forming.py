@@ -23,7 +23,8 @@ it. Links are identified by numbers; those of a `Begin` belong to its job once t
 Races, and who wins:
 
 - A link of the previous rank may arrive at any time, even before this node knows the plan: the
-  latest one per node is kept, unless its plan is older than the one in force.
+  latest one per node is kept, unless its plan is older than the one in force. Of too many, the
+  oldest is closed, but not that of the previous rank: its node dials again.
 - The previous rank follows a later plan: that plan wins. This attempt ends; the link is kept.
 - A neighbour that has loaded, but is not linked for `LINK_S` of attempts, is reported as `missing`:
   a node that only claims to serve would keep the ring from forming.
@@ -45,6 +46,7 @@ from meshllm.protocol.session.messages import Hello
 ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with retries
 LINK_S = 30.0  # s; several attempts at each end, however they overlap
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
+MAX_ARRIVALS = 64  # waiting links; honest nodes have one for each plan that is to come
 MAX_HISTORY = 16  # states; those of two losses
 
 
@@ -228,9 +230,10 @@ class Forming:
         epoch = self.plan.epoch if self.plan else 0
         if hello.node != peer or hello.epoch < epoch:
             return [CloseLink(link)]
-        before = self._arrivals.get(peer)
+        before = self._arrivals.pop(peer, None)
         self._arrivals[peer] = _Arrival(hello.epoch, link)
-        return [*([CloseLink(before.link)] if before else []), *self._open_if_linked(now)]
+        replaced = [CloseLink(before.link)] if before else []
+        return [*replaced, *self._close_surplus(), *self._open_if_linked(now)]
 
     def gone(self, link: int, now: float) -> list[Action]:
         """Note that the peer closed an idle link."""
@@ -324,6 +327,14 @@ class Forming:
         """Close the waiting links for plans before this epoch."""
         old = [peer for peer, arrival in self._arrivals.items() if arrival.epoch < oldest]
         return [CloseLink(self._arrivals.pop(peer).link) for peer in old]
+
+    def _close_surplus(self) -> list[CloseLink]:
+        """Close the oldest waiting link if there are too many: a member may invent nodes."""
+        if len(self._arrivals) <= MAX_ARRIVALS:
+            return []
+        awaited = self._neighbour(-1) if self.plan else None
+        oldest = next(peer for peer in self._arrivals if peer != awaited)
+        return [CloseLink(self._arrivals.pop(oldest).link)]
 
     def _enter(self, state: FormingState, now: float) -> None:
         self.state, self._since = state, now

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from meshllm.names import NodeId
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.plan import MAX_JUMP, Plan
 
 PREPARE_S = 60.0  # s; a leaving node drains as long
 
@@ -115,8 +115,7 @@ class Handover:
     def look(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
         plan, followed = outlook.plan, outlook.followed
-        is_older = plan and followed and plan.precedence < followed.precedence
-        if plan == followed or is_older:  # a newer one will come
+        if plan == followed or _is_older(plan, followed):  # a newer one will come
             self.reset()
             return []
         wanted = plan, outlook.settle_s
@@ -142,3 +141,10 @@ class Handover:
     def _follow(self, plan: Plan | None) -> list[Prepare | Follow]:
         self.reset()
         return [Follow(plan)]
+
+
+def _is_older(plan: Plan | None, followed: Plan | None) -> bool:
+    """Return whether a plan is older than the followed one, unless the epoch of that is absurd."""
+    if plan is None or followed is None:
+        return False
+    return plan.precedence < followed.precedence and followed.epoch <= plan.epoch + MAX_JUMP

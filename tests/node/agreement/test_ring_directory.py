@@ -10,15 +10,16 @@ from typing import Any, cast
 import pytest
 
 from meshllm.errors import LinkLost
-from meshllm.names import FIRST_GROUP, GroupId, LossCause, RingEntry, short
+from meshllm.names import FIRST_GROUP, GroupId, LossCause, RingEntry, Span, short
 from meshllm.node.agreement.own_state import HANGS
 from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.groups import REFUSES, groups_of
 from meshllm.protocol.membership.records import Lifecycle, RingMembership, StateRecord
+from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.testing.clock import run_virtual
-from tests.builders.offers import C
+from tests.builders.offers import C, D
 from tests.builders.ring_places import (
     ALONE,
     ENTRY,
@@ -30,6 +31,9 @@ from tests.builders.ring_places import (
     text,
 )
 from tests.builders.snapshots import profile
+
+THEIRS = replace(ALONE, epoch=7, stages=(PlanStage(STAGE, Span(0, 4)),))
+ELSEWHERE = D
 
 
 def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -120,6 +124,37 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
         place.states[STAGE] = replace(loaded(replace(plan, model="other")), group=third)
         assert place.directory.serving_entries("other") == [RingEntry(STAGE, third)]
         assert place.directory.serving_entries() == [own]
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        replace(THEIRS, model="other"),
+        replace(THEIRS, stages=(PlanStage(STAGE, Span(0, 3)),)),
+        replace(THEIRS, ends=Ends.CLIENT, stages=(PlanStage(C, Span(0, 0)), *THEIRS.stages)),
+        replace(THEIRS, stages=(PlanStage(C, Span(0, 4)),)),
+        replace(THEIRS, stages=(PlanStage(STAGE, Span(0, 2)), PlanStage(ELSEWHERE, Span(2, 4)))),
+    ],
+    ids=["model", "layers", "ends", "entry", "group"],
+)
+def test_a_ring_that_the_charter_does_not_allow_is_not_asked(lie: Plan) -> None:
+    whole, second, third = several()
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = replace(whole, entries=(STAGE,))
+        place.alive.update({C, ELSEWHERE})
+        for node in (STAGE, C, ELSEWHERE):
+            place.links.by_peer[node] = None
+            place.states[node] = replace(loaded(THEIRS), group=second)
+        place.own.publish()
+        assert place.directory.serving_entries("tiny") == [RingEntry(STAGE, second)]
+        for node in (STAGE, C, ELSEWHERE):
+            group = third if node == ELSEWHERE else second
+            place.states[node] = replace(loaded(lie), group=group)
+        assert place.directory.serving_entries("tiny") == []
 
     run(story)
 

@@ -1,6 +1,7 @@
 """The first address to answer wins, and no link of the others is left."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, UserError
 from meshllm.names import NodeId
-from meshllm.node.net.dialer import DIAL_S, MAX_TRIED, STAGGER_S, NodeDialer
+from meshllm.node.net.dialer import DIAL_S, MAX_NAMES, MAX_TRIED, STAGGER_S, NodeDialer
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept
 from meshllm.protocol.membership.dial_limit import BURST
@@ -357,3 +358,21 @@ def test_an_address_that_cannot_be_dialled_is_no_error_of_the_user() -> None:
         assert not isinstance(raised.value, UserError)
 
     run(story)
+
+
+def test_only_some_names_of_a_peer_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set[str]()
+
+    def look_up(host: str, *_: object, **__: object) -> None:
+        asked.add(host)
+        raise OSError("unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    async def story(net: Net) -> None:
+        async with net.host("a"):
+            assert await net.reach(*(f"loopback://host-{at}:1" for at in range(9)), "a")
+
+    run(story)
+
+    assert asked == {f"host-{at}" for at in range(MAX_NAMES)}

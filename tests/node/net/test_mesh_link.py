@@ -14,6 +14,7 @@ from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
 from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
+from meshllm.protocol.membership.actions import Dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
 from meshllm.protocol.membership.read_budget import CLIENT_BYTES_PER_S
@@ -397,6 +398,30 @@ def test_hints_are_rate_limited(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
             a.links.hint(NodeId(number.to_bytes(32)), ["loopback:x"])
         await asyncio.sleep(1)
         assert len(dialled) == 1 + MAX_MEMBERS
+
+    run(story)
+
+
+def test_invented_peers_are_dialled_a_limited_number_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(town: Town) -> None:
+        a, dialled = await town.add("a"), list[tuple[str, ...]]()
+
+        async def dial(_: object, addresses: tuple[str, ...], *__: object, **___: object) -> None:
+            dialled.append(addresses)
+            await asyncio.sleep(10)
+            raise LinkLost("nobody is there")
+
+        monkeypatch.setattr(type(a.dialer), "dial", dial)
+        for number in range(MAX_MEMBERS + 9):
+            a.links.act([Dial(NodeId(number.to_bytes(32)), ("loopback:x",))])
+        await asyncio.sleep(9)
+        assert len(dialled) == MAX_MEMBERS
+        await asyncio.sleep(2)
+        a.links.act([Dial(NodeId(bytes(32)), ("loopback:y",))])
+        await asyncio.sleep(11)
+        assert dialled[MAX_MEMBERS:] == [("loopback:y",)]
 
     run(story)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from meshllm.node.net.peer_address import (
     is_literal,
     machine_secret,
     permitted,
-    resolve,
     target,
 )
 
+THREADS = ThreadPoolExecutor(1)
 ONE, OTHER = NodeId(b"1" * 32), NodeId(b"2" * 32)
 MESH = MeshId(b"m" * 16)
 OWN = frozenset({"127.0.0.1", "10.0.0.7", "fd00::7"})
@@ -35,6 +37,10 @@ NEVER = (
 )  # fmt: skip
 
 
+async def resolve(address: str, local: Local) -> list[str]:
+    return await peer_address.resolve(address, local, THREADS)
+
+
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_address, "own_hosts", lambda: OWN)
@@ -45,12 +51,12 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """A name server."""
     known: dict[str, list[str]] = {}
 
-    async def lookup(self: Any, host: str, port: int, **_: Any) -> list[Any]:
+    def lookup(host: str, port: int, **_: Any) -> list[Any]:
         if host not in known:
             raise socket.gaierror(8, "unknown")
         return [(0, 0, 0, "", (each, port)) for each in known[host]]
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
     return known
 
 
@@ -105,6 +111,21 @@ async def test_a_name_that_tls_proves_is_kept(names: dict[str, list[str]]) -> No
 async def test_an_unknown_name_is_an_error(names: dict[str, list[str]]) -> None:
     with pytest.raises(OSError, match="unknown"):
         await resolve("ws://nowhere:80", Local.NO)
+
+
+async def test_a_slow_name_server_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answers.wait(9)])
+    monkeypatch.setattr(peer_address, "LOOK_UP_S", 0.1)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+    slow = asyncio.create_task(resolve("ws://slow:80", Local.NO))
+    await asyncio.sleep(0.05)
+
+    assert await asyncio.to_thread(slow.done) is False
+    with pytest.raises(TimeoutError):
+        await slow
+    answers.set()
 
 
 async def test_what_has_no_host_is_not_resolved() -> None:

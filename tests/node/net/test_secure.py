@@ -9,6 +9,7 @@ import pytest
 from meshllm.errors import LinkLost, MeshError, NotAuthorised, PeerFault
 from meshllm.names import NodeId
 from meshllm.node.net.secure import (
+    MAX_EARLY,
     MAX_SECURE_BYTES,
     HandshakeClosed,
     SecureLink,
@@ -399,6 +400,20 @@ async def test_not_much_data_may_overtake_the_welcome() -> None:
         if one.statistics.messages_received < 2:
             return [arrived]
         return [(DATA, bytes(MAX_MESSAGE_BYTES)), (DATA, b"+"), arrived]
+
+    one.meddle = flood
+    outcome, _ = await asyncio.gather(dial(one), accept(other), return_exceptions=True)
+
+    assert isinstance(outcome, PeerFault)
+
+
+async def test_only_some_messages_may_overtake_the_welcome_even_if_empty() -> None:
+    one, other = await plain()
+
+    def flood(arrived: Arrived) -> list[Arrived]:
+        if one.statistics.messages_received < 2:
+            return [arrived]
+        return [*[(DATA, b"")] * (MAX_EARLY + 1), arrived]
 
     one.meddle = flood
     outcome, _ = await asyncio.gather(dial(one), accept(other), return_exceptions=True)

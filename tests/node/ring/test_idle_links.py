@@ -45,8 +45,8 @@ async def test_a_link_that_is_used_has_all_that_was_read_ahead() -> None:
         assert gone == []
 
 
-@pytest.mark.parametrize("sent", [0, MAX_BUFFERED])
-async def test_a_link_that_is_lost_or_floods_is_reported_and_closed(sent: int) -> None:
+@pytest.mark.parametrize(("sent", "size"), [(0, 0), (MAX_BUFFERED, 5), (1, 64 * 1024 + 1)])
+async def test_a_link_that_is_lost_or_floods_is_reported_and_closed(sent: int, size: int) -> None:
     gone = asyncio.Queue[int]()
     async with asyncio.TaskGroup() as tasks:
         links = IdleLinks(tasks, gone.put_nowait)
@@ -54,7 +54,7 @@ async def test_a_link_that_is_lost_or_floods_is_reported_and_closed(sent: int) -
         links.add(IdleLink(kept[0]))
         number = links.add(IdleLink(lost[0]))
         for _ in range(sent):
-            await lost[1].send([b"flood"])
+            await lost[1].send([bytes(size)])
         if not sent:
             await lost[1].close()
 

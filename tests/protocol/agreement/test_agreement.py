@@ -727,6 +727,39 @@ def test_an_unusable_plan_is_ignored(followed: bytes) -> None:
     assert planned(agree(view)).epoch == 1
 
 
+def test_no_member_uses_up_the_epochs() -> None:
+    profiles = {A: profile(4), B: profile(4), C: profile(4)}
+    lie = ring((C, 0, 1), (B, 1, 4), epoch=MAX_EPOCH - 1)
+    world = World(profiles, followed={A: ring((A, 0, 4)), B: ring((A, 0, 4)), C: lie})
+
+    assert world.agree().plan == ring((A, 0, 4))
+    assert (
+        planned(replace(world, gone={A}, followed={B: ring((A, 0, 4)), C: lie}).agree()).epoch == 6
+    )
+
+
+def test_a_mesh_that_followed_an_absurd_epoch_begins_anew_without_its_author() -> None:
+    lie = ring((A, 0, 4), epoch=MAX_EPOCH - 1)
+    world = World({A: profile(4), C: profile(4)}, followed={C: lie}, gone={C})
+
+    assert planned(world.agree()).epoch == 1
+
+
+@pytest.mark.parametrize("ends", Ends)
+def test_a_broken_plan_with_other_ends_is_replaced(ends: Ends) -> None:
+    lie = replace(ring((A, 0, 1), (B, 1, 2), (C, 2, 4)), ends=Ends.ENTRY)
+    if ends is Ends.ENTRY:
+        lie = Plan(
+            5, "tiny", Ends.CLIENT, (PlanStage(A, Span(0, 0)), *ring((B, 0, 2), (C, 2, 4)).stages)
+        )
+    world = World({A: profile(4), B: profile(4)}, replace(charter(), ends=ends), followed={A: lie})
+
+    agreement = world.agree()
+
+    assert planned(agreement).ends is ends
+    assert planned(agreement).epoch == 6
+
+
 def test_a_node_without_a_published_state_can_plan_alone() -> None:
     view = replace(ALONE.view(A), states={})
 

@@ -8,6 +8,7 @@ from meshllm.protocol.membership.redial import (
     DIAL_TIMEOUT,
     HIGHER_ID_DELAY,
     MAX_BACKOFF,
+    MAX_COUNTED,
     DialSchedule,
 )
 
@@ -81,3 +82,17 @@ def test_a_failed_dial_of_an_unwanted_peer_is_ignored() -> None:
     schedule.failed(HIGH, 10.0)
 
     assert schedule.deadline is None
+
+
+def test_only_the_latest_failed_dials_are_counted() -> None:
+    schedule = wanted(HIGH)
+    schedule.due(10.0)
+    schedule.failed(HIGH, 10.0)
+    schedule.due(20.0)  # twice: its backoff is longer than that of a new peer
+
+    for number in range(MAX_COUNTED):
+        schedule.want([NodeId(b"i" * 28 + number.to_bytes(4, "big"))], 20.0)
+        schedule.due(30.0)
+    schedule.want([HIGH], 30.0)
+
+    assert schedule.deadline == 30.0

@@ -12,6 +12,7 @@ from meshllm.protocol.ring.forming import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
     LINK_S,
+    MAX_ARRIVALS,
     MAX_HISTORY,
     AttemptEnded,
     Begin,
@@ -404,3 +405,16 @@ def test_the_latest_states_are_kept_with_their_times() -> None:
     for epoch in range(2, 2 + MAX_HISTORY):
         machine.follow(replace(RING, epoch=epoch), 4.0)
     assert [*machine.history] == [(states.LOADING, 4.0)] * MAX_HISTORY
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_of_too_many_waiting_links_the_oldest_is_closed_but_not_the_awaited(
+    *, follows: bool
+) -> None:
+    machine = dialing() if follows else Forming(A)
+    machine.arrived(C, hello(), 0, 0.0)
+    nodes = [NodeId(bytes([number]) * 32) for number in range(MAX_ARRIVALS)]
+
+    actions = [machine.arrived(node, hello(node), 1 + at, 0.0) for at, node in enumerate(nodes)]
+
+    assert actions == [[]] * (MAX_ARRIVALS - 1) + [[CloseLink(1 if follows else 0)]]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshllm.names import NodeId, Span
-from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
+from meshllm.protocol.planning.plan import MAX_JUMP, Ends, Plan, PlanStage
 from meshllm.protocol.ring.handover import (
     PREPARE_S,
     Follow,
@@ -49,6 +49,15 @@ def test_an_older_plan_is_not_followed() -> None:
 
     assert machine.look(Outlook(OLD, NEW, 0.0), 0.0) == []
     assert machine.state is HandoverState.FOLLOWING
+
+
+@pytest.mark.parametrize(("epoch", "follows"), [(MAX_JUMP + 1, False), (MAX_JUMP + 2, True)])
+def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, follows: bool) -> None:
+    machine = Handover()
+
+    actions = machine.look(Outlook(OLD, replace(NEW, epoch=epoch), 0.0), 0.0)
+
+    assert actions == [Follow(OLD)] * follows
 
 
 @pytest.mark.parametrize("followed", [None, OLD], ids=["none", "broken"])
