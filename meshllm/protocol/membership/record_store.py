@@ -14,7 +14,8 @@ could void each other.
 The store holds amendments of `MAX_AMENDERS` authors. A newer one evicts the oldest of those without
 a term in force. The terms of removed authors are not in force, whatever order they arrived in.
 
-Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node.
+Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node. Those
+of a member whose role is unknown are skipped, as a client's are: those who forward them are honest.
 """
 
 from math import inf
@@ -80,8 +81,8 @@ class RecordStore:
         if isinstance(record, Amendments) and not self._admits(item.author, record):
             return False
         if item.kind is not Kind.STATE:
-            credential = Credential.decode(item.credential)
-            if not self._is_accepted(item, credential, wall_s):
+            credential = _credential(item)
+            if credential is None or not self._is_accepted(item, credential, wall_s):
                 return False
             self._learn_from(item, credential)
         self.store.keep(item)
@@ -133,7 +134,10 @@ class RecordStore:
         Anyone can make keys and invite them, so that all who came through one guest of the founder
         share a limit.
         """
-        branch = _branch(Credential.decode(item.credential))
+        credential = _credential(item)
+        if credential is None:
+            return False
+        branch = _branch(credential)
         if branch is None:
             return len(self.removals) < MAX_REMOVALS
         others = [each for each in self._branches.values() if each is not None]
@@ -213,6 +217,14 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
             return Slot(Kind.REMOVAL, record.node), 0
         case _:
             assert_never(record)
+
+
+def _credential(item: Item) -> Credential | None:
+    """Return the credential of an item; None if it has a role of a later version."""
+    try:
+        return Credential.decode(item.credential)
+    except NotAuthorised:
+        return None
 
 
 def _branch(credential: Credential) -> NodeId | None:

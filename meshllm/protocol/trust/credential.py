@@ -29,6 +29,8 @@ _HEAD = Struct("<16s 16s")  # mesh, salt; the certificates follow
 _CERTIFICATE = Struct("<32s B Q 32s 64s")
 _LIMITS = Struct("<HQ")  # follow the certificates if the last one has any
 _REMOVAL = Struct("<32s 32s Q 64s")  # the spared members follow
+# A later version appends its fields after the limits, even of no client; and to a removal, fewer
+# bytes than a node id, since the spared members are not counted.
 
 MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size + _LIMITS.size
 
@@ -106,21 +108,28 @@ class Credential:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Decode a credential; raise `PeerFault` if it is malformed."""
+        """Decode a credential.
+
+        Raises:
+            NotAuthorised: it has a role of a later version.
+            PeerFault: it is malformed.
+        """
         count, trailing = divmod(len(data) - _HEAD.size, _CERTIFICATE.size)
-        if trailing not in {0, _LIMITS.size} or not 0 <= count <= MAX_CHAIN:
+        is_whole = not 0 < trailing < _LIMITS.size and count >= 0
+        if not is_whole or len(data) > MAX_CREDENTIAL_BYTES:
             raise PeerFault(f"Credential of {len(data)} bytes; {MAX_CREDENTIAL_BYTES} at most")
         end = len(data) - trailing
         mesh, salt = _HEAD.unpack_from(data)
         chain = []
         for subject, role, *rest in _CERTIFICATE.iter_unpack(data[_HEAD.size : end]):
             if role >= len(_ROLES):
-                raise PeerFault(f"Certificate with unknown role {role}")
+                raise NotAuthorised(
+                    f"Node `{short(subject)}` has role {role}, unknown to this version",
+                    hint="update meshllm",
+                )
             chain.append(Certificate(subject, _ROLES[role], *rest))
-        if trailing:
+        if trailing and chain and chain[-1].role is Role.CLIENT:
             limits = ClientLimits(*_LIMITS.unpack_from(data, end))
-            if limits == NO_LIMITS or not chain or chain[-1].role is not Role.CLIENT:
-                raise PeerFault("Limits of a member that is not a limited client")
             chain[-1] = replace(chain[-1], limits=limits)
         return cls(mesh, salt, tuple(chain))
 
@@ -145,11 +154,11 @@ class Removal:
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Decode a removal; raise `PeerFault` if it is malformed."""
-        count, trailing = divmod(len(data) - _REMOVAL.size, NODE_ID_BYTES)
-        if trailing or not 0 <= count <= MAX_SPARED:
+        count = (len(data) - _REMOVAL.size) // NODE_ID_BYTES
+        if not 0 <= count <= MAX_SPARED:
             raise PeerFault(f"Removal of {len(data)} bytes, with {MAX_SPARED} spared at most")
         node, issuer, at_s, signature = _REMOVAL.unpack_from(data)
-        places = range(_REMOVAL.size, len(data), NODE_ID_BYTES)
+        places = (_REMOVAL.size + number * NODE_ID_BYTES for number in range(count))
         spared = tuple(NodeId(data[place : place + NODE_ID_BYTES]) for place in places)
         return cls(node, issuer, at_s, spared, signature)
 

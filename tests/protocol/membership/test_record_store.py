@@ -16,7 +16,7 @@ from meshllm.protocol.membership.codec import BRANCH_REMOVALS, MAX_CARRIED
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.record_store import RecordStore, expires_at_s
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import Role, issue, remove
+from meshllm.protocol.trust.credential import Removal, Role, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -115,6 +115,30 @@ def test_a_forged_item_is_a_peer_fault(forge: Callable[[Item], Item]) -> None:
     with pytest.raises(PeerFault):
         records.take(forge(sign(LAST, PROFILE)), WALL)
     assert not records.store
+
+
+@pytest.mark.parametrize("record", [PROFILE, AMENDED, remove(LAST, MESH, MIDDLE.node, 0)])
+def test_items_of_a_member_whose_role_is_unknown_are_skipped(
+    record: Profile | Amendments | Removal,
+) -> None:
+    records, item = RecordStore(MESH), sign(LAST, record)
+    shown = bytearray(item.credential)
+    shown[64] = 7  # its role
+
+    assert not records.take(replace(item, credential=bytes(shown)).sign(LAST, MESH), WALL)
+    assert not records.store
+
+
+def test_fields_of_a_later_version_are_skipped_and_forwarded() -> None:
+    item = sign(FOUNDER, REMOVAL)
+    later = replace(
+        item, credential=item.credential + bytes(10) + b"more", payload=item.payload + b"more"
+    ).sign(FOUNDER, MESH)
+
+    records = stored(later)
+
+    assert records.removals == {MIDDLE.node: REMOVAL}
+    assert list(records.store.values()) == [later]
 
 
 def test_a_charter_is_accepted_from_the_founder_only() -> None:
