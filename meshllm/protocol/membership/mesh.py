@@ -194,7 +194,10 @@ class Mesh:
     def _publish_charter(self, wanted: Charter) -> list[Action]:
         records = self._replica.records
         actions = self._broadcast([wanted]) if records.base is None else []
-        changed = amend(wanted, records.charter or wanted, self.me, records.valid, records.founder)
+        said = records.valid
+        if own := records.amendments.get(self.me):  # void if another member invited it again
+            said.setdefault(self.me, replace(own, terms=()))
+        changed = amend(wanted, records.charter or wanted, self.me, said, records.founder)
         return [*actions, *(self._broadcast([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:

@@ -229,7 +229,7 @@ def check(
     for certificate in credential.chain:
         if role is not Role.NODE:
             raise NotAuthorised(f"Node `{short(holder)}` is a client and cannot invite")
-        if (removal := removals.get(holder)) and certificate.subject not in removal.spared:
+        if _ends(removals.get(holder), certificate):
             raise NotAuthorised(
                 f"Node `{short(certificate.subject)}` was invited by `{short(holder)}`,"
                 " which was removed"
@@ -247,9 +247,20 @@ def refuse_removed(node: NodeId, removals: Removals) -> None:
         raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
 
 
+def is_revoked(credential: Credential, node: NodeId, removals: Removals) -> bool:
+    """Return whether a removal ended the membership that a verified credential shows."""
+    links = credential.chain
+    return node in removals or any(_ends(removals.get(each.issuer), each) for each in links)
+
+
 def founder_of(credential: Credential, node: NodeId) -> NodeId:
     """Return the founder of the mesh in whose credential ``node`` is the subject."""
     return credential.chain[0].issuer if credential.chain else node
+
+
+def _ends(removal: Removal | None, certificate: Certificate) -> bool:
+    """Return whether the removal of its issuer revokes a certificate."""
+    return removal is not None and certificate.subject not in removal.spared
 
 
 def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: float) -> None:

@@ -887,6 +887,24 @@ def test_lasting_items_are_restored() -> None:
     assert mesh().author is None
 
 
+def test_who_was_invited_again_can_amend_the_charter_again() -> None:
+    """Its terms of before are void, as those of all whom a removed member invited."""
+    guest = issue(LAST, CREDENTIALS[LAST.node], CLIENT.node, Role.NODE)
+    before = Mesh(CLIENT, guest, 1, now=0.0, wall_s=WALL)
+    before.restore([sign(FOUNDER, CHARTER)], 0.0)
+    for members in (2, 3):
+        before.publish(charter=replace(CHARTER, members=members), now=0.0)
+    again = issue(FOUNDER, CREDENTIALS[FOUNDER.node], CLIENT.node, Role.NODE)
+    after = Mesh(CLIENT, again, 2, now=1.0, wall_s=WALL)
+    after.restore([*before.lasting, removal(LAST)], 1.0)
+    void = after.charter
+
+    after.publish(charter=replace(CHARTER, policy="throughput"), now=1.0)
+
+    assert void == CHARTER
+    assert after.charter == replace(CHARTER, policy="throughput")
+
+
 def test_saved_items_count_though_the_last_is_known_already() -> None:
     node, again = linked(LAST), mesh(LAST)
     node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), removal(CLIENT))), 1.2)
