@@ -57,8 +57,6 @@ class RecordStore:
         self.store = ItemStore()
         self.profiles: dict[NodeId, Profile] = {}
         self.states: dict[NodeId, StateRecord] = {}
-        self.charter: Charter | None = None
-        """The founder's charter with the terms in force."""
         self.base: Charter | None = None
         self.amendments: dict[NodeId, Amendments] = {}
         self._amenders: dict[NodeId, Credential] = {}  # of those authors, as shown with them
@@ -68,6 +66,14 @@ class RecordStore:
         self._branches: dict[NodeId, NodeId | None] = {}
         """By removed node, see `_branch`."""
         self._credentials: dict[NodeId, Credential] = {}
+        self._merged: Charter | None = None
+
+    @property
+    def charter(self) -> Charter | None:
+        """The founder's charter with the terms in force; merged once for all items of a message."""
+        if self._merged is None and self.base is not None:
+            self._merged = merge(self.base, self.valid, self.founder)
+        return self._merged
 
     def role(self, credential: Credential, node: NodeId, wall_s: float) -> Role | None:
         """Return the role of a node at this time of day; None if it is not a member."""
@@ -208,20 +214,13 @@ class RecordStore:
             case StateRecord():
                 self.states[subject] = record
             case Charter():
-                self.base = record
-                self._merge()
+                self.base, self._merged = record, None
             case Amendments():
-                self.amendments[subject] = record
-                self._merge()
+                self.amendments[subject], self._merged = record, None
             case Removal():
-                self.removals[subject] = record
-                self._merge()
+                self.removals[subject], self._merged = record, None
             case _:
                 assert_never(record)
-
-    def _merge(self) -> None:
-        if self.base is not None:
-            self.charter = merge(self.base, self.valid, self.founder)
 
 
 def expires_at_s(credential: Credential) -> float:

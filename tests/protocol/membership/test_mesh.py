@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId, short
+from meshllm.protocol.membership import record_store
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
@@ -17,7 +19,7 @@ from meshllm.protocol.membership.actions import (
     Parted,
     SendToPeer,
 )
-from meshllm.protocol.membership.charter import Amendments, Term, Yielding
+from meshllm.protocol.membership.charter import Amendments, Term, Yielding, merge
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     Bye,
@@ -885,6 +887,19 @@ def test_lasting_items_are_restored() -> None:
     assert again.removals == node.removals
     assert again.author == node.author == FOUNDER.node
     assert mesh().author is None
+
+
+def test_the_charter_is_merged_once_for_all_items_of_a_message() -> None:
+    node = linked(LAST)
+    said = [Amendments((Term("members", at, str(at)),), at) for at in (1, 2, 3)]
+    amended = tuple(sign(LAST, each) for each in said)
+
+    with patch.object(record_store, "merge", wraps=merge) as merged:
+        node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), *amended)), 1.2)
+
+    assert merged.call_count == 1
+    assert node.charter is not None
+    assert node.charter.members == 3
 
 
 def test_who_was_invited_again_can_amend_the_charter_again() -> None:
