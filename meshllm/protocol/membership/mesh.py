@@ -363,7 +363,8 @@ class Mesh:
     ) -> list[Action]:
         records = self._replica.records
         items, own = list(items), Amendments(())
-        if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
+        slot = Slot(Kind.AMENDMENTS, self.me)
+        if any(item.slot == slot and records.store.is_news(item) for item in items):
             own = effective_terms(self.me, records.valid, records.founder)
         before = {item.author: self._shown(item.author) for item in items}
         news, answers = self._replica.take(peer, contact, items, self._wall_s)

@@ -902,6 +902,18 @@ def test_the_charter_is_merged_once_for_all_items_of_a_message() -> None:
     assert node.charter.members == 3
 
 
+def test_an_own_item_that_returns_does_not_undo_what_another_changes() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 1.2)
+    node.publish(charter=replace(CHARTER, members=2), now=1.3)
+    *_, own = node.lasting
+
+    node.receive(LAST.node, Items((own, sign(LAST, Amendments((Term("members", 2, "3"),))))), 1.4)
+
+    assert node.charter is not None
+    assert node.charter.members == 3
+
+
 def test_who_was_invited_again_can_amend_the_charter_again() -> None:
     """Its terms of before are void, as those of all whom a removed member invited."""
     guest = issue(LAST, CREDENTIALS[LAST.node], CLIENT.node, Role.NODE)
