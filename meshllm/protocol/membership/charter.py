@@ -25,9 +25,10 @@ believe it of the founder only, as all earlier ones do.
 """
 
 from base64 import b85decode, b85encode
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from struct import Struct
 from typing import Any, Self
 
@@ -266,35 +267,35 @@ def merge(
 ) -> Charter:
     """Apply the terms in force to the founder's charter."""
     changes: dict[str, Any] = {}
-    shape, models = base.shape, {each.key: each for each in base.models}
+    shape, terms = base.shape, in_force(amendments, founder)
+    models: dict[ModelKey, Charter | str] = {each.key: each for each in base.models}
     unknown, said = list(base.unknown), amendments.get(founder) if founder else None
-    for name, (author, term) in sorted(in_force(amendments, founder).items()):
+    for name, (author, term) in sorted(terms.items()):
         if (why := _unknown(term)) is not None:
             unknown.append(f"node `{short(author)}` set {why}")
         elif (key := _key_in(name)) is not None:
-            models.pop(key, None)
-            if model := _read_model(term.text):
-                models[key] = model
+            models[key] = term.text
         elif name == "context":
             most = MAX_POSITION if founder in {None, author} else _founders("context", base, said)
             shape = replace(shape, context=min(int(term.text), most))
         else:
             changes[name] = _TERMS[name](term.text)
     merged = replace(base, **changes, shape=shape, unknown=tuple(unknown))
-    merged = replace(merged, yields=tuple(_yields(merged, base, amendments, founder)))
-    return replace(merged, models=_with_terms(merged, models.values()))
+    merged = replace(merged, yields=tuple(_yields(merged, base, terms, said)) if founder else ())
+    return replace(merged, models=_with_terms(merged, models))
 
 
 def _yields(
-    merged: Charter, base: Charter, amendments: Mapping[NodeId, Amendments], founder: NodeId | None
+    merged: Charter,
+    base: Charter,
+    terms: Mapping[str, tuple[NodeId, Term]],
+    said: Amendments | None,
 ) -> Iterator[Yielding]:
     """Yield the terms of members that yield, with the values of the founder."""
-    if founder is None:
-        return
-    for name, (author, _) in in_force(amendments, founder).items():
+    for name, (author, _) in terms.items():
         if name not in YIELDING:
             continue
-        wanted = _founders(name, base, amendments.get(founder))
+        wanted = _founders(name, base, said)
         if wanted != getattr(merged, name):
             yield Yielding(name, author, wanted)
 
@@ -307,13 +308,18 @@ def _founders(name: str, base: Charter, said: Amendments | None) -> Any:
     return base.shape.context if name == "context" else getattr(base, name)
 
 
-def _with_terms(charter: Charter, models: Iterable[Charter]) -> tuple[Charter, ...]:
-    """Return the further models in order, with the terms of the mesh that hold for all."""
+def _with_terms(charter: Charter, models: Mapping[ModelKey, Charter | str]) -> tuple[Charter, ...]:
+    """Return the further models in order, with the terms of the mesh that hold for all.
+
+    No more texts are read than models are served: members can describe thousands.
+    """
     terms = {name: getattr(charter, name) for name in _TERMS_OF_ALL}
     terms["unknown"] = charter.unknown
     terms["yields"] = tuple(each for each in charter.yields if each.name in _TERMS_OF_ALL)
-    others = (replace(each, **terms) for each in models if each.key != charter.key)
-    return tuple(sorted(others, key=lambda each: each.key)[: MAX_SERVED - 1])
+    described = (models[key] for key in sorted(models) if key != charter.key)
+    read = (_read_model(each) if isinstance(each, str) else each for each in described)
+    others = (replace(each, **terms) for each in read if each is not None)
+    return tuple(islice(others, MAX_SERVED - 1))
 
 
 def in_force(
@@ -406,7 +412,7 @@ def _can_be_said(term: Term) -> bool:
     return term.version < MAX_TERM_VERSION and len(term.text.encode()) <= MAX_TERM_BYTES
 
 
-@lru_cache(maxsize=4096)  # of all authors: models take 30 us each, and all are read at each change
+@lru_cache(maxsize=8192)  # twice those of all authors, as all are read at each change
 def _unknown(term: Term) -> str | None:
     """Return what this version does not know of a term; None if it knows all."""
     if _parser(term.name) is None:

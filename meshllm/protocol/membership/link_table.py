@@ -30,6 +30,7 @@ SILENCE = 3.0  # s; as on a link of the ring
 BEAT = 0.5  # s; six beats per SILENCE
 FRESH = 1.5  # s; three beats: a link active within it is not replaced by another
 ITEMS_PER_S = 100.0  # per peer; 64 nodes that each publish once a second, and some slack
+AMENDMENTS_COST = 10  # items; each may describe 32 models, which takes milliseconds to read
 MAX_CLIENTS = 64  # links of members in the role of a client
 PROBE_PAUSE = 0.1  # s between two beats ahead of time to one peer
 SUMMARY_PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_SUMMARY_PAUSE
@@ -129,10 +130,10 @@ class Contact:
         """Add the allowance of an interval."""
         self.allowance = min(MAX_SLOTS, self.allowance + seconds * ITEMS_PER_S)
 
-    def spend(self) -> bool:
-        """Use the allowance for one item; return whether there was any."""
-        is_allowed = self.allowance >= 1
-        self.allowance -= is_allowed
+    def spend(self, items: int = 1) -> bool:
+        """Use the allowance for so many items; return whether there was enough."""
+        is_allowed = self.allowance >= items
+        self.allowance -= items * is_allowed
         return is_allowed
 
     def _measure(self, beat: MeshBeat, now: float) -> None:

@@ -194,7 +194,10 @@ class Mesh:
     def _publish_charter(self, wanted: Charter) -> list[Action]:
         records = self._replica.records
         actions = self._broadcast([wanted]) if records.base is None else []
-        changed = amend(wanted, records.charter or wanted, self.me, records.valid, records.founder)
+        said = records.valid
+        if own := records.amendments.get(self.me):  # void if another member invited it again
+            said.setdefault(self.me, replace(own, terms=()))
+        changed = amend(wanted, records.charter or wanted, self.me, said, records.founder)
         return [*actions, *(self._broadcast([changed]) if changed else ())]
 
     def remove(self, removal: Removal, now: float) -> list[Action]:
@@ -360,7 +363,8 @@ class Mesh:
     ) -> list[Action]:
         records = self._replica.records
         items, own = list(items), Amendments(())
-        if any(item.kind is Kind.AMENDMENTS and item.author == self.me for item in items):
+        slot = Slot(Kind.AMENDMENTS, self.me)
+        if any(item.slot == slot and records.store.is_news(item) for item in items):
             own = effective_terms(self.me, records.valid, records.founder)
         before = {item.author: self._shown(item.author) for item in items}
         news, answers = self._replica.take(peer, contact, items, self._wall_s)

@@ -11,12 +11,17 @@ every key that ever was a node of the mesh. A former member has no link to publi
 grants it nothing; and acceptance does not depend on the order of arrival, as it would if removals
 could void each other.
 
-The store holds amendments of `MAX_AMENDERS` authors. A newer one evicts the oldest of those without
-a term in force. The terms of removed authors are not in force, whatever order they arrived in.
+The terms of removed authors, and of those whose inviters were removed, are not in force, whatever
+order they arrived in. The store holds amendments of `MAX_AMENDERS` authors. If there are more, the
+oldest without a term in force gives way, void ones first. If all have one, a new author with one
+gets a place of the branch with the most authors: anyone can make keys and invite them, but all who
+came through one guest of the founder are one branch. The founder always has a place.
 
-Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node.
+Items of unknown kinds are accepted by and about nodes with a profile, `MAX_CARRIED` per node. Those
+of a member whose role is unknown are skipped, as a client's are: those who forward them are honest.
 """
 
+from collections import Counter
 from math import inf
 from typing import TypeAlias, assert_never
 
@@ -32,7 +37,14 @@ from meshllm.protocol.membership.codec import (
 )
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, ItemStore, Kind, Slot
 from meshllm.protocol.membership.records import Profile, StateRecord
-from meshllm.protocol.trust.credential import Credential, Removal, Role, check, founder_of
+from meshllm.protocol.trust.credential import (
+    Credential,
+    Removal,
+    Role,
+    check,
+    founder_of,
+    is_revoked,
+)
 
 Record: TypeAlias = Profile | StateRecord | Charter | Amendments | Removal
 
@@ -45,16 +57,23 @@ class RecordStore:
         self.store = ItemStore()
         self.profiles: dict[NodeId, Profile] = {}
         self.states: dict[NodeId, StateRecord] = {}
-        self.charter: Charter | None = None
-        """The founder's charter with the terms in force."""
         self.base: Charter | None = None
         self.amendments: dict[NodeId, Amendments] = {}
+        self._amenders: dict[NodeId, Credential] = {}  # of those authors, as shown with them
         self.founder: NodeId | None = None
         """Known from the first credential."""
         self.removals: dict[NodeId, Removal] = {}
         self._branches: dict[NodeId, NodeId | None] = {}
         """By removed node, see `_branch`."""
         self._credentials: dict[NodeId, Credential] = {}
+        self._merged: Charter | None = None
+
+    @property
+    def charter(self) -> Charter | None:
+        """The founder's charter with the terms in force; merged once for all items of a message."""
+        if self._merged is None and self.base is not None:
+            self._merged = merge(self.base, self.valid, self.founder)
+        return self._merged
 
     def role(self, credential: Credential, node: NodeId, wall_s: float) -> Role | None:
         """Return the role of a node at this time of day; None if it is not a member."""
@@ -77,11 +96,11 @@ class RecordStore:
         if record is None:
             self.store.keep(item)
             return True
-        if isinstance(record, Amendments) and not self._admits(item.author, record):
-            return False
         if item.kind is not Kind.STATE:
-            credential = Credential.decode(item.credential)
-            if not self._is_accepted(item, credential, wall_s):
+            credential = _credential(item)
+            if credential is None or not self._is_accepted(item, credential, wall_s):
+                return False
+            if isinstance(record, Amendments) and not self._make_room(item, credential, record):
                 return False
             self._learn_from(item, credential)
         self.store.keep(item)
@@ -92,13 +111,18 @@ class RecordStore:
         self.founder = founder_of(credential, item.author)
         if item.kind is Kind.PROFILE:
             self._credentials[item.author] = credential
+        elif item.kind is Kind.AMENDMENTS:
+            self._amenders[item.author] = credential
         elif item.kind is Kind.REMOVAL:
             self._branches[item.subject] = _branch(credential)
 
     @property
     def valid(self) -> dict[NodeId, Amendments]:
-        """The amendments of authors that are not removed."""
-        return {node: at for node, at in self.amendments.items() if node not in self.removals}
+        """The amendments of authors that are not removed, and nor are their inviters."""
+        return {
+            node: at for node, at in self.amendments.items()
+            if not is_revoked(self._amenders[node], node, self.removals)
+        }  # fmt: skip
 
     def forget(self, node: NodeId) -> None:
         """Delete the items and records that describe a node."""
@@ -133,25 +157,43 @@ class RecordStore:
         Anyone can make keys and invite them, so that all who came through one guest of the founder
         share a limit.
         """
-        branch = _branch(Credential.decode(item.credential))
+        credential = _credential(item)
+        if credential is None:
+            return False
+        branch = _branch(credential)
         if branch is None:
             return len(self.removals) < MAX_REMOVALS
         others = [each for each in self._branches.values() if each is not None]
         is_crowded = others.count(branch) >= BRANCH_REMOVALS
         return not is_crowded and len(others) < MAX_REMOVALS - FOUNDER_REMOVALS
 
-    def _admits(self, author: NodeId, record: Amendments) -> bool:
-        """Return whether there is room for the amendments of an author."""
-        if author in self.amendments or len(self.amendments) < MAX_AMENDERS:
+    def _make_room(self, item: Item, credential: Credential, record: Amendments) -> bool:
+        """Evict another author's amendments if there are too many; return whether there is room."""
+        if item.author in self.amendments or len(self.amendments) < MAX_AMENDERS:
             return True
-        lowest = self._oldest_overruled()
-        return lowest is not None and record.newest > self.amendments[lowest].newest
+        evicted = self._giving_way(item.author, credential, record)
+        if evicted == item.author:
+            return False
+        for records in (self.amendments, self._amenders):
+            del records[evicted]
+        self.store.drop(Slot(Kind.AMENDMENTS, evicted))
+        return True
 
-    def _oldest_overruled(self) -> NodeId | None:
-        void = self.amendments.keys() - self.valid.keys()
-        authors = void.union(overruled(self.valid, self.founder))
-        ranked = ((self.amendments[node].newest, node) for node in authors)
-        return min(ranked, default=(0, None))[1]
+    def _giving_way(self, author: NodeId, credential: Credential, record: Amendments) -> NodeId:
+        """Return which author gives way to a new one; itself if it is refused."""
+        valid, known = self.valid, self.amendments | {author: record}
+        if not is_revoked(credential, author, self.removals):
+            valid[author] = record
+        needed = {self.founder, *(valid.keys() - overruled(valid, self.founder))}
+        if idle := known.keys() - needed:
+            return min(idle, key=lambda node: (node in valid, known[node].newest, node))
+        branches = {node: _branch(at) for node, at in self._amenders.items() if at.chain}
+        sizes = Counter(branches.values())
+        crowd = max(sizes, key=lambda branch: (sizes[branch], branch))
+        if credential.chain and sizes[crowd] <= sizes[_branch(credential)] + 1:
+            return author
+        crowded = (node for node, branch in branches.items() if branch == crowd)
+        return min(crowded, key=lambda node: (known[node].newest, node))
 
     def _is_accepted(self, item: Item, credential: Credential, wall_s: float) -> bool:
         if item.kind is Kind.PROFILE:
@@ -172,25 +214,13 @@ class RecordStore:
             case StateRecord():
                 self.states[subject] = record
             case Charter():
-                self.base = record
-                self._merge()
+                self.base, self._merged = record, None
             case Amendments():
-                if subject not in self.amendments and len(self.amendments) >= MAX_AMENDERS:
-                    lowest = self._oldest_overruled()
-                    assert lowest is not None, "take() accepts amendments only if there is room"
-                    del self.amendments[lowest]
-                    self.store.drop(Slot(Kind.AMENDMENTS, lowest))
-                self.amendments[subject] = record
-                self._merge()
+                self.amendments[subject], self._merged = record, None
             case Removal():
-                self.removals[subject] = record
-                self._merge()
+                self.removals[subject], self._merged = record, None
             case _:
                 assert_never(record)
-
-    def _merge(self) -> None:
-        if self.base is not None:
-            self.charter = merge(self.base, self.valid, self.founder)
 
 
 def expires_at_s(credential: Credential) -> float:
@@ -213,6 +243,14 @@ def slot_of(author: NodeId, record: Record) -> tuple[Slot, int | None]:
             return Slot(Kind.REMOVAL, record.node), 0
         case _:
             assert_never(record)
+
+
+def _credential(item: Item) -> Credential | None:
+    """Return the credential of an item; None if it has a role of a later version."""
+    try:
+        return Credential.decode(item.credential)
+    except NotAuthorised:
+        return None
 
 
 def _branch(credential: Credential) -> NodeId | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot, digest
-from meshllm.protocol.membership.link_table import Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
 from meshllm.protocol.trust.credential import Credential
@@ -84,7 +84,7 @@ class Replica:
             kept = store.get(item.slot)
             if kept is not None and kept.mark == item.mark:
                 continue
-            if not contact.spend():
+            if not contact.spend(AMENDMENTS_COST if item.kind is Kind.AMENDMENTS else 1):
                 break
             if item.author == self.me and item.kind in _OWN:
                 self._adopt_count(item)

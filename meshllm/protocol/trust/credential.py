@@ -29,6 +29,8 @@ _HEAD = Struct("<16s 16s")  # mesh, salt; the certificates follow
 _CERTIFICATE = Struct("<32s B Q 32s 64s")
 _LIMITS = Struct("<HQ")  # follow the certificates if the last one has any
 _REMOVAL = Struct("<32s 32s Q 64s")  # the spared members follow
+# A later version appends its fields after the limits, even of no client; and to a removal, fewer
+# bytes than a node id, since the spared members are not counted.
 
 MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size + _LIMITS.size
 
@@ -106,21 +108,28 @@ class Credential:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Decode a credential; raise `PeerFault` if it is malformed."""
+        """Decode a credential.
+
+        Raises:
+            NotAuthorised: it has a role of a later version.
+            PeerFault: it is malformed.
+        """
         count, trailing = divmod(len(data) - _HEAD.size, _CERTIFICATE.size)
-        if trailing not in {0, _LIMITS.size} or not 0 <= count <= MAX_CHAIN:
+        is_whole = not 0 < trailing < _LIMITS.size and count >= 0
+        if not is_whole or len(data) > MAX_CREDENTIAL_BYTES:
             raise PeerFault(f"Credential of {len(data)} bytes; {MAX_CREDENTIAL_BYTES} at most")
         end = len(data) - trailing
         mesh, salt = _HEAD.unpack_from(data)
         chain = []
         for subject, role, *rest in _CERTIFICATE.iter_unpack(data[_HEAD.size : end]):
             if role >= len(_ROLES):
-                raise PeerFault(f"Certificate with unknown role {role}")
+                raise NotAuthorised(
+                    f"Node `{short(subject)}` has role {role}, unknown to this version",
+                    hint="update meshllm",
+                )
             chain.append(Certificate(subject, _ROLES[role], *rest))
-        if trailing:
+        if trailing and chain and chain[-1].role is Role.CLIENT:
             limits = ClientLimits(*_LIMITS.unpack_from(data, end))
-            if limits == NO_LIMITS or not chain or chain[-1].role is not Role.CLIENT:
-                raise PeerFault("Limits of a member that is not a limited client")
             chain[-1] = replace(chain[-1], limits=limits)
         return cls(mesh, salt, tuple(chain))
 
@@ -145,11 +154,11 @@ class Removal:
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Decode a removal; raise `PeerFault` if it is malformed."""
-        count, trailing = divmod(len(data) - _REMOVAL.size, NODE_ID_BYTES)
-        if trailing or not 0 <= count <= MAX_SPARED:
+        count = (len(data) - _REMOVAL.size) // NODE_ID_BYTES
+        if not 0 <= count <= MAX_SPARED:
             raise PeerFault(f"Removal of {len(data)} bytes, with {MAX_SPARED} spared at most")
         node, issuer, at_s, signature = _REMOVAL.unpack_from(data)
-        places = range(_REMOVAL.size, len(data), NODE_ID_BYTES)
+        places = (_REMOVAL.size + number * NODE_ID_BYTES for number in range(count))
         spared = tuple(NodeId(data[place : place + NODE_ID_BYTES]) for place in places)
         return cls(node, issuer, at_s, spared, signature)
 
@@ -220,7 +229,7 @@ def check(
     for certificate in credential.chain:
         if role is not Role.NODE:
             raise NotAuthorised(f"Node `{short(holder)}` is a client and cannot invite")
-        if (removal := removals.get(holder)) and certificate.subject not in removal.spared:
+        if _ends(removals.get(holder), certificate):
             raise NotAuthorised(
                 f"Node `{short(certificate.subject)}` was invited by `{short(holder)}`,"
                 " which was removed"
@@ -238,9 +247,20 @@ def refuse_removed(node: NodeId, removals: Removals) -> None:
         raise NotAuthorised(f"Node `{short(node)}` is removed from the mesh")
 
 
+def is_revoked(credential: Credential, node: NodeId, removals: Removals) -> bool:
+    """Return whether a removal ended the membership that a verified credential shows."""
+    links = credential.chain
+    return node in removals or any(_ends(removals.get(each.issuer), each) for each in links)
+
+
 def founder_of(credential: Credential, node: NodeId) -> NodeId:
     """Return the founder of the mesh in whose credential ``node`` is the subject."""
     return credential.chain[0].issuer if credential.chain else node
+
+
+def _ends(removal: Removal | None, certificate: Certificate) -> bool:
+    """Return whether the removal of its issuer revokes a certificate."""
+    return removal is not None and certificate.subject not in removal.spared
 
 
 def _check_link(certificate: Certificate, issuer: NodeId, mesh: MeshId, now_s: float) -> None:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -310,6 +311,21 @@ def test_a_mesh_serves_no_more_models_than_all_can_agree_on() -> None:
 
     assert kept == tuple(sorted(most, key=lambda each: each.key)[: MAX_SERVED - 1])
     assert merge(most[0], {A: terms(term_of(most[0]))}).models == ()  # the first one
+
+
+def test_no_more_models_are_read_than_are_served() -> None:
+    said = {
+        NodeId(bytes([at]) * 32): terms(*(term_of(model(8 * at + part)) for part in range(8)))
+        for at in range(1, 9)
+    }
+    kept = merge(CHARTER, said, A).models  # reads what is unknown of each term, once
+
+    with patch.object(charter_module, "_read_model", wraps=charter_module._read_model) as read:
+        again = merge(CHARTER, said, A).models
+
+    assert len(kept) == MAX_SERVED - 1
+    assert again == kept
+    assert read.call_count == MAX_SERVED - 1
 
 
 def test_all_models_of_one_author_fit_into_an_item() -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 
 from meshllm.errors import PeerFault
 from meshllm.names import NodeId, short
+from meshllm.protocol.membership import record_store
 from meshllm.protocol.membership.actions import (
     Action,
     Changed,
@@ -17,7 +19,7 @@ from meshllm.protocol.membership.actions import (
     Parted,
     SendToPeer,
 )
-from meshllm.protocol.membership.charter import Amendments, Term, Yielding
+from meshllm.protocol.membership.charter import Amendments, Term, Yielding, merge
 from meshllm.protocol.membership.codec import (
     MAX_HELD_US,
     Bye,
@@ -885,6 +887,49 @@ def test_lasting_items_are_restored() -> None:
     assert again.removals == node.removals
     assert again.author == node.author == FOUNDER.node
     assert mesh().author is None
+
+
+def test_the_charter_is_merged_once_for_all_items_of_a_message() -> None:
+    node = linked(LAST)
+    said = [Amendments((Term("members", at, str(at)),), at) for at in (1, 2, 3)]
+    amended = tuple(sign(LAST, each) for each in said)
+
+    with patch.object(record_store, "merge", wraps=merge) as merged:
+        node.receive(LAST.node, Items((sign(FOUNDER, CHARTER), *amended)), 1.2)
+
+    assert merged.call_count == 1
+    assert node.charter is not None
+    assert node.charter.members == 3
+
+
+def test_an_own_item_that_returns_does_not_undo_what_another_changes() -> None:
+    node = linked(LAST)
+    node.receive(LAST.node, Items((sign(FOUNDER, CHARTER),)), 1.2)
+    node.publish(charter=replace(CHARTER, members=2), now=1.3)
+    *_, own = node.lasting
+
+    node.receive(LAST.node, Items((own, sign(LAST, Amendments((Term("members", 2, "3"),))))), 1.4)
+
+    assert node.charter is not None
+    assert node.charter.members == 3
+
+
+def test_who_was_invited_again_can_amend_the_charter_again() -> None:
+    """Its terms of before are void, as those of all whom a removed member invited."""
+    guest = issue(LAST, CREDENTIALS[LAST.node], CLIENT.node, Role.NODE)
+    before = Mesh(CLIENT, guest, 1, now=0.0, wall_s=WALL)
+    before.restore([sign(FOUNDER, CHARTER)], 0.0)
+    for members in (2, 3):
+        before.publish(charter=replace(CHARTER, members=members), now=0.0)
+    again = issue(FOUNDER, CREDENTIALS[FOUNDER.node], CLIENT.node, Role.NODE)
+    after = Mesh(CLIENT, again, 2, now=1.0, wall_s=WALL)
+    after.restore([*before.lasting, removal(LAST)], 1.0)
+    void = after.charter
+
+    after.publish(charter=replace(CHARTER, policy="throughput"), now=1.0)
+
+    assert void == CHARTER
+    assert after.charter == replace(CHARTER, policy="throughput")
 
 
 def test_saved_items_count_though_the_last_is_known_already() -> None:

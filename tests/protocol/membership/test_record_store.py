@@ -16,7 +16,7 @@ from meshllm.protocol.membership.codec import BRANCH_REMOVALS, MAX_CARRIED
 from meshllm.protocol.membership.gossip import Item, Kind, Slot, digest
 from meshllm.protocol.membership.record_store import RecordStore, expires_at_s
 from meshllm.protocol.membership.records import Profile
-from meshllm.protocol.trust.credential import Role, issue, remove
+from meshllm.protocol.trust.credential import Removal, Role, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -117,6 +117,30 @@ def test_a_forged_item_is_a_peer_fault(forge: Callable[[Item], Item]) -> None:
     assert not records.store
 
 
+@pytest.mark.parametrize("record", [PROFILE, AMENDED, remove(LAST, MESH, MIDDLE.node, 0)])
+def test_items_of_a_member_whose_role_is_unknown_are_skipped(
+    record: Profile | Amendments | Removal,
+) -> None:
+    records, item = RecordStore(MESH), sign(LAST, record)
+    shown = bytearray(item.credential)
+    shown[64] = 7  # its role
+
+    assert not records.take(replace(item, credential=bytes(shown)).sign(LAST, MESH), WALL)
+    assert not records.store
+
+
+def test_fields_of_a_later_version_are_skipped_and_forwarded() -> None:
+    item = sign(FOUNDER, REMOVAL)
+    later = replace(
+        item, credential=item.credential + bytes(10) + b"more", payload=item.payload + b"more"
+    ).sign(FOUNDER, MESH)
+
+    records = stored(later)
+
+    assert records.removals == {MIDDLE.node: REMOVAL}
+    assert list(records.store.values()) == [later]
+
+
 def test_a_charter_is_accepted_from_the_founder_only() -> None:
     records = stored(sign(FOUNDER, CHARTER))
 
@@ -134,19 +158,90 @@ def test_amendments_apply_before_and_after_the_charter_arrives() -> None:
 
 
 def test_amendments_are_bounded_and_the_oldest_overruled_one_is_evicted() -> None:
-    records = stored(sign(FOUNDER, CHARTER), sign(MIDDLE, AMENDED))
+    records = stored(sign(FOUNDER, CHARTER), sign(LAST, AMENDED))
     with patch.object(module, "MAX_AMENDERS", 1):
-        assert not records.take(sign(LAST, Amendments((Term("members", 1, "3"),))), WALL)
-        assert not records.take(sign(LAST, Amendments((Term("policy", 9, "auto"),))), WALL)
-        assert records.take(sign(MIDDLE, Amendments((Term("members", 2, "4"),), 2)), WALL)
+        assert not records.take(sign(MIDDLE, Amendments((Term("members", 1, "3"),))), WALL)
+        assert not records.take(sign(MIDDLE, Amendments((Term("policy", 9, "auto"),))), WALL)
+        assert records.take(sign(LAST, Amendments((Term("members", 2, "4"),), 2)), WALL)
+        assert records.take(sign(MIDDLE, Amendments((Term("members", 3, "3"),))), WALL)
     with patch.object(module, "MAX_AMENDERS", 2):
-        assert records.take(sign(LAST, Amendments((Term("members", 3, "3"),))), WALL)
-        assert not records.take(sign(FOUNDER, Amendments((Term("policy", 2, "auto"),))), WALL)
+        assert records.take(sign(LAST, Amendments((Term("members", 2, "4"),), 2)), WALL)
         assert records.take(sign(FOUNDER, Amendments((Term("members", 4, "5"),))), WALL)
+        assert not records.take(sign(LAST, Amendments((Term("members", 2, "4"),), 2)), WALL)
 
-    assert records.amendments.keys() == {LAST.node, FOUNDER.node}
-    assert Slot(Kind.AMENDMENTS, MIDDLE.node) not in records.store
+    assert records.amendments.keys() == {MIDDLE.node, FOUNDER.node}
+    assert Slot(Kind.AMENDMENTS, LAST.node) not in records.store
     assert records.charter == replace(CHARTER, members=5)
+
+
+MINTED = [NodeKey(bytes([number]) * 32) for number in range(100, 112)]
+GUESTS = {key.node: issue(MIDDLE, CREDENTIALS[MIDDLE.node], key.node, Role.NODE) for key in MINTED}
+
+
+def crowd(version: int = 1) -> list[Item]:
+    """Make items of a member that minted keys, each of which stops another model."""
+    with patch.dict(CREDENTIALS, GUESTS):
+        return [
+            sign(key, Amendments((Term(f"model.{number:016x}", version, ""),)))
+            for number, key in enumerate(MINTED)
+        ]
+
+
+@pytest.mark.parametrize("version", [1, MAX_STEP, 2 * MAX_STEP], ids=["low", "high", "absurd"])
+def test_a_member_and_its_guests_cannot_take_the_room_for_amendments(version: int) -> None:
+    records = stored(sign(FOUNDER, CHARTER))
+    by_last, by_founder = (Amendments((Term("members", at, "2"),)) for at in (1, 2))
+
+    with patch.object(module, "MAX_AMENDERS", 4):
+        for item in crowd(version):
+            records.take(item, WALL)
+        taken = records.take(sign(LAST, by_last), WALL), records.charter
+        for item in crowd(version):
+            records.take(item, WALL)
+        last = records.take(sign(FOUNDER, by_founder), WALL), records.charter
+
+    yields = (Yielding("members", LAST.node, CHARTER.members),)
+    assert taken == (True, replace(CHARTER, members=2, yields=yields))
+    assert last == (True, replace(CHARTER, members=2))
+    assert len(records.amendments) == 4
+
+
+def test_the_founder_has_a_place_among_as_many_branches_as_there_are_places() -> None:
+    records = stored(sign(FOUNDER, CHARTER), sign(MIDDLE, AMENDED))
+    policy = Amendments((Term("policy", 1, "throughput"),))
+
+    with patch.object(module, "MAX_AMENDERS", 1):
+        assert not records.take(sign(LAST, policy), WALL)
+        assert records.take(sign(FOUNDER, policy), WALL)
+
+    assert records.charter == replace(CHARTER, policy="throughput")
+
+
+def test_the_terms_of_those_whose_inviter_is_removed_are_void_in_any_order() -> None:
+    guest, other = MINTED[:2]
+    spared = remove(FOUNDER, MESH, MIDDLE.node, int(WALL), (other.node,))
+    with patch.dict(CREDENTIALS, GUESTS):
+        items = (
+            sign(FOUNDER, CHARTER),
+            sign(guest, Amendments((Term("members", 7, "64"),))),
+            sign(other, Amendments((Term("policy", 1, "throughput"),))),
+            sign(FOUNDER, spared),
+        )
+
+    charters = [stored(*order).charter for order in permutations(items)]
+
+    assert charters == [replace(CHARTER, policy="throughput")] * 24
+
+
+def test_a_removal_frees_the_room_that_minted_keys_took() -> None:
+    records = stored(sign(FOUNDER, CHARTER), *crowd(2 * MAX_STEP), sign(FOUNDER, REMOVAL))
+
+    with patch.object(module, "MAX_AMENDERS", len(MINTED)):
+        taken = records.take(sign(LAST, AMENDED), WALL)
+        again = [records.take(item, WALL) for item in crowd(2 * MAX_STEP)]
+
+    assert taken
+    assert not any(again)
 
 
 def test_an_absurd_version_does_not_freeze_a_term() -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import GroupId, NodeId
+from meshllm.protocol.membership.charter import Amendments, Term
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot
-from meshllm.protocol.membership.link_table import Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
 from meshllm.protocol.membership.records import (
     MAX_MEMBERS,
     MAX_PLAN_BYTES,
@@ -108,6 +109,17 @@ def test_items_beyond_the_allowance_are_ignored() -> None:
     news, _ = node.take(LAST.node, at, [sign(LAST, PROFILE), sign(LAST, STATE)], WALL)
 
     assert [item.kind for item in news] == [Kind.PROFILE]
+
+
+def test_amendments_take_more_of_the_allowance_as_they_take_longer_to_read() -> None:
+    node, at = replica(), contact()
+    at.allowance = 2 * AMENDMENTS_COST - 1
+    amended = Amendments((Term("members", 1, "2"),))
+
+    news, _ = node.take(LAST.node, at, [sign(key, amended) for key in (LAST, FOUNDER)], WALL)
+
+    assert [item.author for item in news] == [LAST.node]
+    assert at.allowance == AMENDMENTS_COST - 1
 
 
 def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:

@@ -201,9 +201,9 @@ def test_a_removal_round_trips(removal: Removal) -> None:
 def test_garbage_is_not_a_credential(data: bytes) -> None:
     try:
         credential = Credential.decode(data)
-    except PeerFault:
+    except (PeerFault, NotAuthorised):
         return
-    assert credential.encode() == data
+    assert data.startswith(credential.encode())
     refused(credential, A.node)
 
 
@@ -214,29 +214,42 @@ def test_garbage_is_not_a_removal(data: bytes) -> None:
         removal = Removal.decode(data)
     except PeerFault:
         return
-    assert removal.encode() == data
+    assert data.startswith(removal.encode())
     assert not removal.is_signed(MESH)
 
 
 def test_bytes_beyond_the_limits_are_refused() -> None:
     longest, most = OF_B.chain * (MAX_CHAIN + 1), (C.node,) * (MAX_SPARED + 1)
+    whole = len(FOUNDED.encode()), len(OF_B.encode())
+
+    for length in (*range(32), *(start + more for start in whole for more in range(1, 10))):
+        with pytest.raises(PeerFault, match=f"Credential of {length} bytes"):
+            Credential.decode(OF_C.encode()[:length])
+    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2234 at most"):
+        Credential.decode(replace(OF_B, chain=longest).encode())
+    with pytest.raises(PeerFault, match="256 spared at most"):
+        Removal.decode(Removal(A.node, B.node, 0, most, bytes(64)).encode())
+    with pytest.raises(PeerFault, match="Removal of 135 bytes"):
+        Removal.decode(bytes(135))
+
+
+def test_a_role_of_a_later_version_is_not_a_fault_of_who_forwards_it() -> None:
     role = bytearray(OF_B.encode())
     role[32 + 32] = 2
 
-    for length in range(len(OF_C.encode())):
-        if length not in {32, len(OF_B.encode())}:
-            with pytest.raises(PeerFault, match=f"Credential of {length} bytes|a limited client"):
-                Credential.decode(OF_C.encode()[:length])
-    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2234 at most"):
-        Credential.decode(replace(OF_B, chain=longest).encode())
-    with pytest.raises(PeerFault, match="unknown role 2"):
+    with pytest.raises(NotAuthorised, match="has role 2, unknown to this version") as caught:
         Credential.decode(bytes(role))
-    with pytest.raises(PeerFault, match="256 spared at most"):
-        Removal.decode(Removal(A.node, B.node, 0, most, bytes(64)).encode())
-    with pytest.raises(PeerFault, match="Removal of 137 bytes"):
-        Removal.decode(bytes(137))
-    with pytest.raises(PeerFault, match="Removal of 0 bytes"):
-        Removal.decode(b"")
+    assert caught.value.hint == "update meshllm"
+
+
+@pytest.mark.parametrize("more", [b"", b"?", b"?" * 31])
+def test_fields_of_a_later_version_are_skipped(more: bytes) -> None:
+    removal = remove(A, MESH, B.node, NOW, (C.node,))
+
+    for member in (FOUNDED, OF_B, CLIENT):
+        assert Credential.decode(member.encode() + bytes(10) + more) == member
+    assert Credential.decode(LIMITED.encode() + more) == LIMITED
+    assert Removal.decode(removal.encode() + more) == removal
 
 
 def test_a_removal_that_spares_as_many_as_it_may_is_read() -> None:
@@ -269,16 +282,3 @@ def test_limits_of_a_client_are_signed() -> None:
 def test_the_encoding_without_limits_is_that_of_earlier_versions() -> None:
     assert len(LIMITED.encode()) == len(CLIENT.encode()) + 10
     assert len(CLIENT.encode()) == 32 + 2 * 137
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        OF_B.encode() + b"\1" + bytes(9),  # of a node
-        FOUNDED.encode() + b"\1" + bytes(9),
-        CLIENT.encode() + bytes(10),  # none
-    ],
-)
-def test_limits_that_limit_no_client_are_refused(data: bytes) -> None:
-    with pytest.raises(PeerFault, match="not a limited client"):
-        Credential.decode(data)
