@@ -97,8 +97,8 @@ class ConnectionMachine(QuicConnection):
 
     @property
     def heard(self) -> int:
-        """Sum of the expected packet numbers; forged or replayed datagrams do not change it."""
-        return sum(space.expected_packet_number for space in self._spaces.values())
+        """Sum of the next packet numbers; forged or replayed datagrams do not change it."""
+        return sum(space.largest_received_packet + 1 for space in self._spaces.values())
 
     @property
     def round_trip_s(self) -> float | None:

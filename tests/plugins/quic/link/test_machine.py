@@ -93,3 +93,18 @@ def test_a_stream_that_lost_every_second_datagram_goes_on() -> None:
         take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", offset - 1, bytes(PIECE_BYTES)))
 
     assert not server.is_closing
+
+
+def test_every_new_datagram_is_heard_and_no_replayed_one() -> None:
+    client, server = connected()
+    heard = [server.heard]
+
+    for number in range(4):
+        client.send_ping(number)
+        ((datagram, _),) = client.datagrams_to_send(20.0 + number)
+        for _ in range(2):
+            server.receive_datagram(datagram, PEER, 20.0 + number)
+            heard.append(server.heard)
+
+    assert all(after > before for before, after in zip(heard[::2], heard[1::2], strict=False))
+    assert heard[1::2] == heard[2::2]
