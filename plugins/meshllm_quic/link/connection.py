@@ -286,6 +286,7 @@ class Connection:
         now = self._now()
         self._notice_suspension(at, now)
         if now >= self._open_by and not self.is_open:
+            self._decide(LinkLost(self._silence()))
             self.abort()
             return
         if self._round_end is not None and now >= self._round_end:
@@ -411,6 +412,10 @@ class Connection:
         self.path_driver.end()
         self._decide(LinkLost(self._why()))
         self._host.gone(self)
+
+    def _silence(self) -> str:
+        why = ": not registered at its relay" if self.is_unknown else ""
+        return f"No answer from `{self.link.address}` within {OPEN_S:g} s{why}"
 
     def _why(self) -> str:
         reason = self.machine.close_reason

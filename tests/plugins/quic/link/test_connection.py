@@ -402,6 +402,20 @@ async def test_a_handshake_times_out() -> None:
 
 
 @virtual
+async def test_a_dial_without_an_answer_says_so() -> None:
+    async with street() as here:
+        endpoint = await QuicTransport(here.near)._bind(None, 0)
+        nobody_there = endpoint.connect([Direct((here.far.hosts()[0], 1))], "there", None)
+        began = asyncio.get_running_loop().time()
+
+        with pytest.raises(LinkLost, match=r"^No answer from `there` within 5 s$"):
+            await nobody_there.wait_open()
+
+        assert asyncio.get_running_loop().time() - began == pytest.approx(OPEN_S, abs=0.1)
+        assert len(endpoint.table) == 0
+
+
+@virtual
 async def test_control_overtakes_waiting_data() -> None:
     async with street() as here:
         one, other = await here.meet()
