@@ -122,6 +122,11 @@ class Connection:
         if self._refusal is not None:
             raise self._refusal
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether the client has received anything from one of its routes."""
+        return not self._routes
+
     def take(self) -> None:
         """Note that the application has accepted the link."""
         self.link.take()
