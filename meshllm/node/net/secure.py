@@ -46,9 +46,9 @@ from meshllm.transport.contract import (
 )
 
 MAX_SECURE_BYTES = MAX_MESSAGE_BYTES - OVERHEAD_BYTES
+"""Longest message of a secure link."""
 MAX_EARLY = 256
 """Messages that may overtake the end of a handshake, while one packet is sent again."""
-"""Longest message of a secure link."""
 
 
 class AdmissionPolicy(Protocol):

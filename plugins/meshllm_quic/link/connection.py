@@ -122,6 +122,11 @@ class Connection:
         if self._refusal is not None:
             raise self._refusal
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether the client has received anything from one of its routes."""
+        return not self._routes
+
     def take(self) -> None:
         """Note that the application has accepted the link."""
         self.link.take()
@@ -286,6 +291,7 @@ class Connection:
         now = self._now()
         self._notice_suspension(at, now)
         if now >= self._open_by and not self.is_open:
+            self._decide(LinkLost(self._silence()))
             self.abort()
             return
         if self._round_end is not None and now >= self._round_end:
@@ -411,6 +417,10 @@ class Connection:
         self.path_driver.end()
         self._decide(LinkLost(self._why()))
         self._host.gone(self)
+
+    def _silence(self) -> str:
+        why = ": not registered at its relay" if self.is_unknown else ""
+        return f"No answer from `{self.link.address}` within {OPEN_S:g} s{why}"
 
     def _why(self) -> str:
         reason = self.machine.close_reason

@@ -1,10 +1,9 @@
 """Dialling: address resolution, relay registration and the QUIC handshake."""
 
 import asyncio
-from collections.abc import Sequence
 
 from meshllm.errors import LinkLost, PeerFault, UserError
-from meshllm_quic.link.connection import OPEN_S
+from meshllm_quic.link.connection import Connection
 from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.address import QuicAddress
@@ -31,23 +30,20 @@ async def dial(endpoint: Endpoint, network: DatagramNetwork, place: QuicAddress)
         routes: list[Route] = [Direct(address) for address in addresses]
     else:
         routes = await _via_relay(endpoint, place, place.key, addresses[0])
-    try:
-        return await _open(endpoint, place, routes)
-    except PeerFault:
-        if place.key is None or endpoint.known.pop(place.key, None) is None:
-            raise
-    return await dial(endpoint, network, place)  # another node now uses its remembered address
-
-
-async def _open(endpoint: Endpoint, place: QuicAddress, routes: Sequence[Route]) -> QuicLink:
     connection = endpoint.connect(routes, str(place), place.key)
     try:
-        async with asyncio.timeout(OPEN_S):
-            await connection.wait_open()
-    except TimeoutError:
-        connection.abort()
-        why = ": not registered at its relay" if connection.is_unknown else ""
-        raise LinkLost(f"No answer from `{place}` within {OPEN_S:g} s{why}") from None
+        return await _open(connection)
+    except (LinkLost, PeerFault):
+        if place.key is None or not connection.was_answered:
+            raise
+        if endpoint.known.pop(place.key, None) is None:
+            raise
+    return await dial(endpoint, network, place)  # somebody else has its remembered address
+
+
+async def _open(connection: Connection) -> QuicLink:
+    try:
+        await connection.wait_open()
     except asyncio.CancelledError:
         connection.abort()
         raise

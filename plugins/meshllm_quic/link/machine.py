@@ -7,6 +7,7 @@ each use is covered by a test. The extensions:
 - Flow control gives backpressure: aioquic enlarges its windows even if the application does not
   read; here the application grants every byte, by `grant`.
 - Only the client opens streams, exactly two: one per channel.
+- A stream that arrives in tiny pieces ends the connection: aioquic searches all of them, for each.
 """
 
 import logging
@@ -20,11 +21,13 @@ from aioquic.quic.connection import (
     Limit,
     NetworkAddress,
     QuicConnection,
+    QuicConnectionError,
+    QuicReceiveContext,
 )
-from aioquic.quic.packet import QuicFrameType
+from aioquic.quic.packet import QuicErrorCode, QuicFrameType
 from aioquic.quic.packet_builder import QuicPacketBuilder
 from aioquic.quic.recovery import QuicPacketSpace
-from aioquic.quic.stream import QuicStream
+from aioquic.quic.stream import QuicStream, QuicStreamReceiver
 from aioquic.tls import Epoch
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.x509 import InvalidVersion
@@ -38,6 +41,10 @@ STREAMS: Final = {Channel.CONTROL: 0, Channel.DATA: 4}
 """Client-initiated bidirectional streams, RFC 9000 section 2.1."""
 PEER: Final = ("peer", 0)
 """The only address that aioquic sees; the endpoint routes the datagrams."""
+MAX_PIECES = 256
+"""Ranges of a stream that may wait for what precedes them."""
+PIECE_BYTES = 1024
+"""A lost datagram leaves a hole of about so many bytes: as many more ranges may wait."""
 
 SILENT: Final = logging.Logger("meshllm_quic.silent", logging.CRITICAL + 1)
 """For the library, which would otherwise log the errors of unauthenticated peers."""
@@ -90,8 +97,8 @@ class ConnectionMachine(QuicConnection):
 
     @property
     def heard(self) -> int:
-        """Sum of the expected packet numbers; forged or replayed datagrams do not change it."""
-        return sum(space.expected_packet_number for space in self._spaces.values())
+        """Sum of the next packet numbers; forged or replayed datagrams do not change it."""
+        return sum(space.largest_received_packet + 1 for space in self._spaces.values())
 
     @property
     def round_trip_s(self) -> float | None:
@@ -185,6 +192,18 @@ class ConnectionMachine(QuicConnection):
         super()._initialize(peer_cid)
         self.tls._request_client_certificate = True
 
+    def _handle_crypto_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
+        super()._handle_crypto_frame(context, frame_type, buf)
+        stream = self._crypto_streams[context.epoch]
+        _check_pieces(stream.receiver, frame_type, MAX_PIECES)
+
+    def _handle_stream_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
+        super()._handle_stream_frame(context, frame_type, buf)
+        for stream in self._streams.values():
+            receiver = stream.receiver
+            waiting = receiver.highest_offset - receiver.starting_offset()
+            _check_pieces(receiver, frame_type, MAX_PIECES + waiting // PIECE_BYTES)
+
     def _write_connection_limits(self, builder: QuicPacketBuilder, space: QuicPacketSpace) -> None:
         """Announce granted credit; the method of aioquic grants more by itself."""
         limit: Limit = self._local_max_data
@@ -212,3 +231,13 @@ class ConnectionMachine(QuicConnection):
             buffer.push_uint_var(stream.stream_id or 0)
             buffer.push_uint_var(stream.max_stream_data_local)
             stream.max_stream_data_local_sent = stream.max_stream_data_local
+
+
+def _check_pieces(receiver: QuicStreamReceiver, frame_type: int, most: int) -> None:
+    """Refuse a stream in more than ``most`` pieces; RFC 9000 section 21.6."""
+    if len(receiver._ranges) > most:
+        raise QuicConnectionError(
+            error_code=QuicErrorCode.PROTOCOL_VIOLATION,
+            frame_type=frame_type,
+            reason_phrase="Too many pieces of a stream",
+        )

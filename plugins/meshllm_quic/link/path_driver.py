@@ -85,6 +85,7 @@ class PathDriver:
         self._key = b""
         self.is_authenticated = False
         """Whether the peer is authenticated."""
+        self._is_ended = False
         self._pending: CandidateOffer | None = None
         self._starting: asyncio.TimerHandle | None = None
         self._answered = float("-inf")
@@ -100,7 +101,7 @@ class PathDriver:
         if self._starting is not None:
             self._starting.cancel()
         self._starting = None
-        if is_authenticated and not self.is_authenticated:
+        if is_authenticated and not (self.is_authenticated or self._is_ended):
             self._starting = self._loop.call_later(GRACE_S, self._start)
 
     def receive_record(self, kind: int, body: bytes) -> None:
@@ -147,7 +148,8 @@ class PathDriver:
             self._do(self.paths.expire(now))
 
     def end(self) -> None:
-        """Stop."""
+        """Stop; the application may still note an authentication, which changes nothing."""
+        self._is_ended = True
         if self._starting is not None:
             self._starting.cancel()
         self.paths = None

@@ -294,7 +294,7 @@ class Paths:
         if candidate.answers < candidate.trust:
             return False
         here = self._here
-        if here is None:
+        if here is None or self._is_lost:
             return True
         is_measured = candidate.answers >= COMPARED and here.round_trip_s is not None
         return is_measured and candidate.cost_s + GAIN <= here.cost_s

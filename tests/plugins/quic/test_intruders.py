@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.events import ConnectionIdIssued
 
 from meshllm.errors import LinkLost
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Path
+from meshllm_quic.base.identity import Identity
 from meshllm_quic.link import dialer
 from meshllm_quic.link.connection import OPEN_S
 from meshllm_quic.link.link import QuicLink
@@ -161,6 +163,49 @@ async def test_an_outdated_direct_address_falls_back_to_the_relay() -> None:
             assert isinstance(link, QuicLink)
             assert link.peer_key == nodes.one.peer_key
             await link.close()
+
+
+class OtherProtocol(Identity):
+    """A server that speaks another protocol."""
+
+    def configure(self, *, is_client: bool) -> QuicConfiguration:
+        configuration = super().configure(is_client=is_client)
+        configuration.alpn_protocols = ["h3"]
+        return configuration
+
+
+@virtual
+async def test_a_direct_address_that_closes_the_connection_falls_back_to_the_relay() -> None:
+    async with relayed("none", "none") as nodes:
+        dialling, other = nodes.transports[0]._endpoint, QuicTransport(nodes.internet.host("else"))
+        assert dialling is not None
+        async with other.listen() as elsewhere:
+            assert other._endpoint is not None
+            other._endpoint.identity = OtherProtocol(b"o" * 32)
+            host, port = elsewhere.address.removeprefix("quic://").split(":")
+            dialling.known = {nodes.one.peer_key: (host, int(port))}
+
+            link = await nodes.transports[0].dial(nodes.address)
+
+            assert isinstance(link, QuicLink)
+            assert link.peer_key == nodes.one.peer_key
+            await link.close()
+
+
+@virtual
+async def test_a_silent_direct_address_and_relay_are_tried_once() -> None:
+    async with relayed("none", "none") as nodes:
+        dialling, now = nodes.transports[0]._endpoint, asyncio.get_running_loop().time
+        assert dialling is not None
+        dialling.known = {nodes.one.peer_key: ("21.0.0.98", 7700)}
+        nodes.hosts[1].stop()
+        nodes.relay.host.stop()
+        began = now()
+
+        with pytest.raises(LinkLost, match=r"No answer from `.*` within 5 s"):
+            await nodes.transports[0].dial(nodes.address)
+
+        assert now() - began == pytest.approx(OPEN_S, abs=0.1)
 
 
 def test_a_relay_that_does_not_answer_a_dial_is_dropped(

@@ -25,7 +25,7 @@ from meshllm.transport.contract import (
     Transport,
 )
 from meshllm_quic.base.identity import Identity
-from meshllm_quic.link import connection, dialer
+from meshllm_quic.link import connection
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.network import Receive, Refused
 from meshllm_quic.net.udp import UdpNetwork, UdpSocket
@@ -64,7 +64,7 @@ async def linked(
 
 
 async def test_quic_implements_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialer, "OPEN_S", 0.5)  # UDP does not report a closed port
+    monkeypatch.setattr(connection, "OPEN_S", 0.5)  # UDP does not report a closed port
 
     await check_transport(Local)
 

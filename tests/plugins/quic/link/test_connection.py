@@ -293,6 +293,22 @@ async def test_a_reset_stream_ends_the_link() -> None:
 
 
 @virtual
+async def test_a_peer_authenticated_after_the_end_gets_no_relay() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        other.limit_unread(UNAUTHENTICATED_WINDOW)
+        await asyncio.gather(one.close(), other.close())
+
+        other.limit_unread(None)
+        await asyncio.sleep(1.0)
+
+        assert len(endpoint.table) == 0
+        assert endpoint._members.total() == 0
+
+
+@virtual
 async def test_a_stream_that_the_peer_stops_can_still_be_closed() -> None:
     async with street() as here:
         stranger = await here.knock(somebody())
@@ -383,6 +399,20 @@ async def test_a_handshake_times_out() -> None:
         await asyncio.sleep(OPEN_S + 0.1)
 
         assert (during, len(endpoint.table)) == (1, 0)
+
+
+@virtual
+async def test_a_dial_without_an_answer_says_so() -> None:
+    async with street() as here:
+        endpoint = await QuicTransport(here.near)._bind(None, 0)
+        nobody_there = endpoint.connect([Direct((here.far.hosts()[0], 1))], "there", None)
+        began = asyncio.get_running_loop().time()
+
+        with pytest.raises(LinkLost, match=r"^No answer from `there` within 5 s$"):
+            await nobody_there.wait_open()
+
+        assert asyncio.get_running_loop().time() - began == pytest.approx(OPEN_S, abs=0.1)
+        assert len(endpoint.table) == 0
 
 
 @virtual

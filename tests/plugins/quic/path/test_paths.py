@@ -596,3 +596,17 @@ def test_both_sides_derive_the_same_path_id() -> None:
     assert side.paths.id == side.other.id
     assert len(side.paths.id) == 8
     assert side.paths.id not in KEY
+
+
+def test_without_a_relay_the_first_reply_replaces_a_route_that_timed_out() -> None:
+    side = Side(Direct(A))
+    side.offered(A)
+    now = side.run(START, START + 3, A)
+    now = side.run(now, now + HEARTBEAT + PATIENCE)
+    assert side.paths.route == Direct(A)
+
+    (probe,) = probes(side.paths.heard(B, now))
+    actions = side.answer(probe, now + 0.01)
+
+    assert actions == [RouteChanged()]
+    assert side.paths.route == Direct(B)

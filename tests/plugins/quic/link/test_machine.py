@@ -1,0 +1,110 @@
+"""Limits of the QUIC machine on what its peer sends."""
+
+import pytest
+from aioquic.buffer import encode_uint_var
+from aioquic.quic.connection import QuicConnectionError, QuicReceiveContext
+from aioquic.quic.packet import QuicFrameType
+from aioquic.tls import Epoch
+
+from meshllm.transport.contract import Channel
+from meshllm_quic.base.identity import Identity
+from meshllm_quic.link.machine import MAX_PIECES, PEER, PIECE_BYTES, ConnectionMachine
+
+CRYPTO = QuicFrameType.CRYPTO
+STREAM = QuicFrameType.STREAM_BASE | 6  # with offset and length
+
+
+def pair() -> tuple[ConnectionMachine, ConnectionMachine]:
+    """Return a client and a server that have exchanged the first datagram."""
+    client = ConnectionMachine(Identity(b"a" * 32).configure(is_client=True))
+    server = ConnectionMachine(
+        Identity(b"b" * 32).configure(is_client=False),
+        original_destination_connection_id=client.original_destination_connection_id,
+    )
+    client.connect(PEER, now=0.0)
+    pass_on(client, server, 0.0)
+    return client, server
+
+
+def pass_on(sender: ConnectionMachine, receiver: ConnectionMachine, now: float) -> int:
+    """Deliver what the sender has to send; return the number of datagrams."""
+    datagrams = sender.datagrams_to_send(now)
+    for datagram, _ in datagrams:
+        receiver.receive_datagram(datagram, PEER, now)
+    return len(datagrams)
+
+
+def connected() -> tuple[ConnectionMachine, ConnectionMachine]:
+    client, server = pair()
+    now = 0.0
+    while pass_on(server, client, now) + pass_on(client, server, now):
+        now += 0.05
+    return client, server
+
+
+def take(machine: ConnectionMachine, epoch: Epoch, frame: bytes) -> None:
+    path = machine._network_paths[0]
+    machine._payload_received(
+        QuicReceiveContext(
+            epoch=epoch,
+            host_cid=machine.host_cid,
+            network_path=path,
+            quic_logger_frames=None,
+            time=1.0,
+            version=machine._version,
+        ),
+        frame,
+    )
+
+
+def piece(kind: int, stream: bytes, offset: int, data: bytes) -> bytes:
+    head = encode_uint_var(kind) + stream + encode_uint_var(offset)
+    return head + encode_uint_var(len(data)) + data
+
+
+def test_a_handshake_in_single_bytes_is_refused() -> None:
+    _, server = pair()
+    first = server._crypto_streams[Epoch.INITIAL].receiver.starting_offset() + 1
+
+    for number in range(MAX_PIECES):
+        take(server, Epoch.INITIAL, piece(CRYPTO, b"", first + 2 * number, b"x"))
+    with pytest.raises(QuicConnectionError, match="Too many pieces"):
+        take(server, Epoch.INITIAL, piece(CRYPTO, b"", first + 2 * MAX_PIECES, b"x"))
+
+
+def test_a_stream_in_single_bytes_is_refused() -> None:
+    _, server = connected()
+
+    for number in range(MAX_PIECES):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * number, b"x"))
+    with pytest.raises(QuicConnectionError, match="Too many pieces"):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * MAX_PIECES, b"x"))
+
+
+def test_a_stream_that_lost_every_second_datagram_goes_on() -> None:
+    client, server = connected()
+    lost = 2 * MAX_PIECES
+    client.write(Channel.DATA, b"x")
+    pass_on(client, server, 10.0)
+    server.grant(Channel.DATA, (2 * lost + 1) * PIECE_BYTES)
+
+    for number in range(lost):
+        offset = (2 * number + 2) * PIECE_BYTES
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", offset - 1, bytes(PIECE_BYTES)))
+
+    assert not server.is_closing
+
+
+def test_every_new_datagram_is_heard_and_no_replayed_one() -> None:
+    client, server = connected()
+    heard = [server.heard]
+
+    for number in range(4):
+        client.send_ping(number)
+        ((datagram, _),) = client.datagrams_to_send(20.0 + number)
+        for _ in range(2):
+            server.receive_datagram(datagram, PEER, 20.0 + number)
+            heard.append(server.heard)
+
+    assert all(after > before for before, after in zip(heard[::2], heard[1::2], strict=False))
+    assert heard[1::2] == heard[2::2]
