@@ -278,6 +278,8 @@ class EntryNode:
             order, machine, self._runners, encoder, begin, speculator, start, key
         )
         self._sessions[session] = generation
+        if start.base and start.cache is None:
+            self._samples.submit_brief(session, generation.copy_base)
         if order.resume and start.base:  # another loss may come before the next token
             again = generation.resumable(start.base.chunks, start.base.length)
             generation.outputs.put_nowait(again)

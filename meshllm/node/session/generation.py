@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, assert_never
@@ -274,6 +275,12 @@ class Generation:
                 assert_never(action)
 
     # On the compute thread.
+
+    def copy_base(self) -> None:
+        """Copy the cache that it shares, before another generation takes that over."""
+        if not self.closed.is_set():
+            with suppress(CacheMiss):  # the first job starts again, without it
+                self._opened_cache()
 
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers.

@@ -481,6 +481,22 @@ async def test_a_prefix_that_another_rank_has_lost_is_forgotten() -> None:
         assert base not in entry.node._prefixes.caches
 
 
+async def test_a_shared_prefix_is_copied_before_another_takes_it_over() -> None:
+    async with running(keeps=True) as entry:
+        base = LONG * 3
+        await entry.read(entry.node.generate(order(*base, tokens=1)))
+        sharing = replace(order(*base, *range(20)), shares_prefix=True)
+        both = entry.node.generate(sharing), entry.node.generate(order(*base[:-3], 60))
+        begun = [asyncio.ensure_future(anext(each)) for each in both]
+        await asyncio.sleep(0)  # the second has fewer rows left, so it is computed first
+
+        for first in begun:
+            await entry.drive(first)
+        ends = [(await entry.read(outputs))[-1] for outputs in both]
+        reused = [end.measured.reused for end in ends if isinstance(end, Ended)]
+        assert reused == [len(base), len(base) - 3]
+
+
 async def test_a_prefix_that_cannot_be_copied_is_computed_again() -> None:
     async with running(ring=1, keeps=True) as entry:
         await entry.read(entry.node.generate(order(*LONG, *LONG, *LONG)))
