@@ -487,7 +487,7 @@ async def test_a_shared_prefix_is_copied_before_another_takes_it_over() -> None:
         await entry.read(entry.node.generate(order(*base, tokens=1)))
         sharing = replace(order(*base, *range(20)), shares_prefix=True)
         both = entry.node.generate(sharing), entry.node.generate(order(*base[:-3], 60))
-        begun = [asyncio.ensure_future(anext(each)) for each in both]
+        begun = [asyncio.ensure_future(anext(each, None)) for each in both]
         await asyncio.sleep(0)  # the second has fewer rows left, so it is computed first
 
         for first in begun:
