@@ -22,6 +22,7 @@ _KEYS = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENTION = {"full_attention", "sliding_attention"}
+_SEVERAL_KINDS = ("first_k_dense_replace", "mlp_only_layers", "full_attention_interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,9 @@ class Architecture:
                 f"The operators of `{name}` are unknown: its attention is latent or not described",
                 hint="measure it on its machines, and plan with `ring plan --nodes`",
             )
-        kinds = text.get("layer_types")
-        if text.get("first_k_dense_replace") or not set(map(str, kinds or ())) <= _ATTENTION:
+        kinds, sparse = text.get("layer_types") or [], text.get("decoder_sparse_step") or 1
+        is_alike = isinstance(kinds, list) and all(str(each) in _ATTENTION for each in kinds)
+        if not is_alike or sparse != 1 or any(text.get(key) for key in _SEVERAL_KINDS):
             raise UserError(
                 f"The operators of `{name}` are unknown: its layers are of several kinds",
                 hint="measure it on its machines, and plan with `ring plan --nodes`",

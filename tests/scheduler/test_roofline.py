@@ -55,8 +55,15 @@ def test_a_shared_expert_computes_every_row() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"first_k_dense_replace": 1}, {"layer_types": ["linear_attention", "full_attention"] * 12}],
-    ids=["dense first", "linear attention"],
+    [
+        {"first_k_dense_replace": 1},
+        {"mlp_only_layers": [0]},
+        {"decoder_sparse_step": 2},
+        {"full_attention_interval": 4},
+        {"layer_types": ["linear_attention", "full_attention"] * 12},
+        {"layer_types": 5},
+    ],
+    ids=str,
 )
 def test_layers_of_several_kinds_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="its layers are of several kinds"):

@@ -3,12 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from sys import getsizeof
 
+from meshllm.node.requests.held_bytes import size_of_turns
 from meshllm.request import Turn
 
 MAX_RESPONSES = 1024
-MAX_BYTES = 16 << 20  # of all of them
-TURN_BYTES = 256  # of a turn or a call besides its text, about
+MAX_BYTES = 32 << 20  # of memory, of all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,9 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Its bytes, about; texts that it shares with other responses count for each."""
-        texts = [turn["content"] for turn in self.turns]
-        texts += [call.arguments for turn in self.turns for call in turn.get("tool_calls", ())]
-        return len(self.body) + sum(map(len, texts)) + TURN_BYTES * len(texts)
+        """Its bytes of memory; what it shares with other responses counts for each."""
+        turns = chain(self.turns, *self.items.values())
+        return getsizeof(self.body) + size_of_turns(turns)
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class ResponseStore:
     """Keeps the latest responses; the oldest ones make room."""
 
     _kept: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    _of_items: dict[str, str] = field(default_factory=dict)  # the response of each item
     _bytes: int = 0
 
     def put(self, name: str, response: StoredResponse) -> None:
@@ -43,10 +45,10 @@ class ResponseStore:
         if response.size > MAX_BYTES:
             return
         self._kept[name] = response
+        self._of_items.update(dict.fromkeys(response.items, name))
         self._bytes += response.size
         while len(self._kept) > MAX_RESPONSES or self._bytes > MAX_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.size
+            self._forget(next(iter(self._kept)))
 
     def get(self, name: str, owner: str) -> StoredResponse | None:
         """Return a response to its owner; None if there is none."""
@@ -55,12 +57,18 @@ class ResponseStore:
 
     def item(self, name: str, owner: str) -> tuple[Turn, ...] | None:
         """Return the turns of an item of the output of a response; None if there is none."""
-        alike = (each.items.get(name) for each in self._kept.values() if each.owner == owner)
-        return next((turns for turns in alike if turns is not None), None)
+        found = self.get(self._of_items.get(name, ""), owner)
+        return found.items[name] if found else None
 
     def drop(self, name: str, owner: str) -> bool:
         """Forget a response of its owner; return whether there was one."""
         if self.get(name, owner) is None:
             return False
-        self._bytes -= self._kept.pop(name).size
+        self._forget(name)
         return True
+
+    def _forget(self, name: str) -> None:
+        response = self._kept.pop(name)
+        self._bytes -= response.size
+        for item in response.items:
+            self._of_items.pop(item, None)

@@ -123,15 +123,18 @@ class Responses:
             return (Turn(role="user", content=self.input),)
         if not self.input:
             raise WrongField("input", "`input` is empty")
-        found = list[Turn]()
+        found, referred = list[Turn](), set[str]()
         for place, each in enumerate(self.input):
-            where = f"input[{place}]"
+            where, name = f"input[{place}]", each.id or ""
             if each.type != "item_reference":
                 found += each.turns(where)
-            elif (turns := stored(each.id or "")) is not None:
+            elif name in referred:
+                raise WrongField(f"{where}.id", f"`{where}` refers to `{name[:100]}` again")
+            elif (turns := stored(name)) is not None:
                 found += turns
+                referred.add(name)
             else:
-                text = f"There is no item `{(each.id or '')[:100]}`: it is no longer kept"
+                text = f"There is no output item `{name[:100]}` of a response that is kept"
                 raise Refused(text, Failure(404, INVALID, "item_not_found", f"{where}.id"))
         return tuple(_joined(found))
 
@@ -440,17 +443,15 @@ async def _read(service: Service, request: Request) -> tuple[Responses, dict[str
 
 def _joined(turns: Iterable[Turn]) -> Iterator[Turn]:
     """Join calls to the turn of the assistant before them: an answer is one turn."""
-    last: Turn | None = None
+    joined = list[tuple[Turn, list[ToolCall]]]()
     for turn in turns:
-        calls = turn.get("tool_calls")
-        if last and last["role"] == "assistant" and calls and not turn["content"]:
-            last = {**last, "tool_calls": (*last.get("tool_calls", ()), *calls)}
-            continue
-        if last:
-            yield last
-        last = turn
-    if last:
-        yield last
+        calls = turn.get("tool_calls", ())
+        if joined and joined[-1][0]["role"] == "assistant" and calls and not turn["content"]:
+            joined[-1][1].extend(calls)
+        else:
+            joined.append((turn, list(calls)))
+    for turn, together in joined:
+        yield {**turn, "tool_calls": tuple(together)} if together else turn
 
 
 def _owner(request: Request) -> str:

@@ -218,8 +218,13 @@ def _save(conversation: Conversation, argument: str) -> str:
     content = {"schema": render.SCHEMA, "settings": settings, "turns": conversation.turns}
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     try:
-        with replacing(path.resolve()) as draft:  # a full disk keeps the earlier conversation
+        place = Path(os.path.realpath(path))  # a link stays a link
+        mode = place.stat().st_mode & 0o777 if place.exists() else 0o600
+        with replacing(place) as draft:  # a full disk keeps the earlier conversation
             draft.write(text.encode())
+            draft.flush()
+            os.fsync(draft.fileno())
+            os.fchmod(draft.fileno(), mode)
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)

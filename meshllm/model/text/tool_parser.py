@@ -26,7 +26,7 @@ _FIRST_KEY = re.compile(r'\s*\{\s*"([^"]*)"')
 _KEYS = {"name", "arguments", "parameters", "type", "function", "id"}
 _NAME_END = re.compile(r"[^\w-]", re.ASCII)
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?")
 _END_PARAMETER = "</parameter>"
 _BETWEEN = _SPACE + ",;"
 _MARKERS = (CLOSE, OPEN, CALLS, PYTHON_TAG)
@@ -315,7 +315,7 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
 
 def _value(text: str, schema: object) -> object:
     """Return the value of an XML parameter: a text, unless its schema has only other types."""
-    if not (kinds := _kinds(schema)) or kinds <= {"string", "null"}:
+    if not (kinds := _kinds(schema)) or "string" in kinds:
         return text
     try:
         return json.loads(text)

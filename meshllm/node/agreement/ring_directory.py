@@ -14,12 +14,12 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.founding import find_node, name_of
 from meshllm.node.net.mesh_link import MeshLinks
-from meshllm.protocol.agreement.candidates import decoded
+from meshllm.protocol.agreement.candidates import decoded, highest_epoch
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, ModelOffer
-from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.request import Backend
 
@@ -93,17 +93,19 @@ class RingDirectory:
     def plan_of(self, group: GroupId) -> Plan | None:
         """Return the plan that all nodes of another ring have loaded; None if there is none."""
         machine = self._machine
-        loaded = {
-            each.followed
+        members = [
+            each
             for node, state in machine.states.items()
             if node in machine.alive
             for each in state.memberships
-            if each.group == group and each.is_loaded
-        }
+            if each.group == group
+        ]
+        most = highest_epoch(decoded(each.followed) for each in members)
         plans = [
             plan
-            for each in loaded
+            for each in {each.followed for each in members if each.is_loaded}
             if (plan := decoded(each))
+            and plan.epoch <= most
             and is_formed(machine, plan)
             and self._is_by_charter(plan, group)
         ]
@@ -181,15 +183,17 @@ class RingDirectory:
 
     def _is_by_charter(self, plan: Plan, group: GroupId) -> bool:
         """Return whether a ring is one of its group, whose nodes alone decided on it."""
-        states, charter = self._machine.states, self._machine.charter
+        machine = self._machine
+        states, charter = machine.states, machine.charter
         found = find_group(charter, group) if charter else None
         if found is None:
             return charter is None  # then this node follows no plan, and asks any
         wanted, entry = found.charter, plan.stages[0].node
         asked = wanted.shape.name, wanted.shape.layers, wanted.ends
+        entries = (machine.author,) if wanted.ends is Ends.CLIENT else wanted.entries
         return (
             (plan.model, plan.layers, plan.ends) == asked
-            and (not wanted.entries or entry in wanted.entries)
+            and (not entries or entry in entries)
             and all(group in groups_in(states[stage.node]) for stage in plan.stages)
         )
 

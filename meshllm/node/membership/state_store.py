@@ -251,7 +251,7 @@ class StateStore:
         if (now := _stamp(path)) not in (stamp, None):
             try:
                 content = _read(path) or content
-            except (UserError, OSError) as error:
+            except (UserError, NotAuthorised, OSError) as error:
                 logger.warning("%s", error)
             self._held = now, content
 

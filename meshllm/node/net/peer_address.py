@@ -26,7 +26,7 @@ from meshllm.protocol.membership.records import MACHINE_BYTES
 from meshllm.transport.half_open import groups
 
 MAX_RESOLVED = 4  # addresses tried of one name
-LOOK_UP_S = 3.0  # s; the other addresses of a peer wait for that
+LOOK_UP_S = 8.0  # s; more than a resolver takes to ask its second server
 HOSTS_S = 2.0  # s for which the list of interfaces is used
 _BY_NAME = {"wss"}  # schemes whose server proves its name, so that the name is dialled
 

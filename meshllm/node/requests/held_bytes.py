@@ -1,13 +1,13 @@
 """Memory of the requests in progress, of which the owner has a share that others cannot fill."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from sys import getsizeof
 
 from meshllm.errors import Busy
 from meshllm.protocol.kv_cache.admission import Asker
-from meshllm.request import Request
+from meshllm.request import Request, Turn
 
 MAX_HELD_BYTES = 128 << 20  # of one asker: 32 of the longest requests, or 8,000 of 16 KiB
 ID_BYTES = getsizeof((1 << 16,)) - getsizeof(()) + getsizeof(1 << 16)  # of a token id in a tuple
@@ -50,11 +50,21 @@ def size_of(*requests: Request) -> int:
     return sum(map(getsizeof, parts.values())) + ID_BYTES * sum(map(len, ids.values()))
 
 
+def size_of_turns(turns: Iterable[Turn]) -> int:
+    """Return the bytes of memory that turns take; what several share counts once."""
+    parts = {id(part): part for part in _parts_of(turns)}
+    return sum(map(getsizeof, parts.values()))
+
+
 def _parts(request: Request) -> Iterator[object]:
     """Yield what takes memory but the token ids."""
     yield from (request, request.sampling, request.raw, request.schema, *request.stop)
     yield request.tools and request.tools.functions
-    for turn in request.turns:
-        yield from (turn, turn["content"])
+    yield from _parts_of(request.turns)
+
+
+def _parts_of(turns: Iterable[Turn]) -> Iterator[object]:
+    for turn in turns:
+        yield from (turn, turn["content"], turn.get("tool_call_id"))
         for call in turn.get("tool_calls", ()):
             yield from (call, call.name, call.arguments, call.id)

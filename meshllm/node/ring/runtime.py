@@ -316,8 +316,8 @@ class RingRuntime:
         try:
             for link in links:
                 await link.watch_ended()
-            if self.plan != plan:
-                return  # another one has closed links and layers
+            if self.plan != plan or len(links) < len(numbers) - numbers.count(None):
+                return  # another one has closed links or layers
             peers = self._peers(plan, links)
             node = self._rank(plan, Neighbours(*peers) if peers else None)
             reason = await self._run(plan, node) if node else LinkLost("A node withdrew its offer")

@@ -1,8 +1,8 @@
 """State of one generation on the entry: KV cache, token ids, outputs."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, assert_never
@@ -37,6 +37,8 @@ from meshllm.protocol.session.entry import Entry
 from meshllm.protocol.session.messages import Blob
 from meshllm.protocol.session.speculation import Speculator, Steps
 from meshllm.request import FinishReason, Prefilled, Resumable, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +280,14 @@ class Generation:
 
     def copy_base(self) -> None:
         """Copy the cache that it shares, before another generation takes that over."""
-        if not self.closed.is_set():
-            with suppress(CacheMiss):  # the first job starts again, without it
-                self._opened_cache()
+        if self.closed.is_set():
+            return
+        try:
+            self._opened_cache()
+        except CacheMiss:
+            pass  # the first job starts again, without it
+        except Exception:
+            logger.exception("a bug: the prefix of a prompt is not copied")  # it ends one session
 
     def embed(self, job: Embed, watch: Stopwatch) -> Blob | None:
         """Run tokens through the embedding and the local layers.

@@ -93,16 +93,23 @@ class Candidates:
 def followed_plans(view: MeshView) -> dict[NodeId, Plan]:
     """Return the plan that each node follows.
 
-    Ignores plans whose epoch exceeds by more than `MAX_JUMP` that which half of the living nodes
-    exceed: no member uses up the epochs, and what one has used up is forgotten with it.
+    Ignores plans with an absurd epoch: no member uses up the epochs, and what one has used up is
+    forgotten with it.
     """
     told = {node: at.followed for node, at in view.states.items() if node not in view.removed}
     plans = decode_plans(told.values())
     followed = {node: plans[data] for node, data in told.items() if data in plans}
-    alive = view.alive()
-    epochs = sorted(plan.epoch for node, plan in followed.items() if node in alive)
-    most = MAX_JUMP + (epochs[(len(epochs) - 1) // 2] if epochs else 0)
+    most = highest_epoch(followed.get(node) for node in view.alive())
     return {node: plan for node, plan in followed.items() if plan.epoch <= most}
+
+
+def highest_epoch(followed: Iterable[Plan | None]) -> int:
+    """Return the highest epoch that is not absurd, from the plans of all living nodes.
+
+    It exceeds by `MAX_JUMP` that which half of them exceed, 0 for a node without a plan.
+    """
+    epochs = sorted(plan.epoch if plan else 0 for plan in followed)
+    return MAX_JUMP + (epochs[(len(epochs) - 1) // 2] if epochs else 0)
 
 
 def decode_plans(encoded: Iterable[bytes]) -> dict[bytes, Plan]:

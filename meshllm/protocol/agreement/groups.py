@@ -1,10 +1,11 @@
 """Groups of nodes, one for each replica of each model of a mesh, and what they do."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey, NodeId, Quant
-from meshllm.protocol.agreement.candidates import MeshView, decode_plans
+from meshllm.protocol.agreement.candidates import MeshView, decode_plans, highest_epoch
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import (
     DIGEST_PART_BYTES,
@@ -73,9 +74,13 @@ def plans_in_force(view: MeshView) -> dict[GroupId, Plan]:
     takes_part = {
         (node, group) for node, state in view.states.items() for group in groups_in(state)
     }
+    of_group = defaultdict[GroupId, list[Plan | None]](list)
+    for (_, group), each in known.items():
+        of_group[group].append(plans.get(each.followed))
+    most = {group: highest_epoch(followed) for group, followed in of_group.items()}
     for (node, group), each in known.items():
         plan = plans.get(each.followed)
-        if plan is None or plan.rank(node) is None:
+        if plan is None or plan.rank(node) is None or plan.epoch > most[group]:
             continue
         if any((at.node, group) not in takes_part and at.node in view.states for at in plan.stages):
             continue

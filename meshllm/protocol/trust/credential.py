@@ -32,7 +32,8 @@ _REMOVAL = Struct("<32s 32s Q 64s")  # the spared members follow
 # A later version appends its fields after the limits, even of no client; and to a removal, fewer
 # bytes than a node id, since the spared members are not counted.
 
-MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size + _LIMITS.size
+MAX_LATER_BYTES = 64  # of such fields; with the limits they are shorter than a certificate
+MAX_CREDENTIAL_BYTES = _HEAD.size + MAX_CHAIN * _CERTIFICATE.size + _LIMITS.size + MAX_LATER_BYTES
 
 
 class Role(StrEnum):

@@ -1,7 +1,10 @@
+from dataclasses import replace
+from sys import getsizeof
+
 import pytest
 
 from meshllm.api.v1 import response_store
-from meshllm.api.v1.response_store import TURN_BYTES, ResponseStore, StoredResponse
+from meshllm.api.v1.response_store import ResponseStore, StoredResponse
 from meshllm.request import ToolCall, Turn
 
 
@@ -24,25 +27,33 @@ def test_a_response_is_its_owners() -> None:
 
 def test_the_oldest_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
-    monkeypatch.setattr(response_store, "MAX_BYTES", 10)
-    monkeypatch.setattr(response_store, "TURN_BYTES", 0)
+    size = stored("xx").size
+    monkeypatch.setattr(response_store, "MAX_BYTES", 4 * size)
     store = ResponseStore()
     for name in "abcd":
         store.put(name, stored("xx"))
 
     assert [bool(store.get(name, "me")) for name in "abcd"] == [False, True, True, True]
-    store.put("e", stored("x" * 9))
+    large = stored("x" * (5 * size // 2))
+    store.put("e", large)
     assert [bool(store.get(name, "me")) for name in "bcde"] == [False, False, False, True]
-    store.put("f", stored("x" * 11))
+    store.put("f", stored("x" * 4 * size))
     assert [bool(store.get(name, "me")) for name in "ef"] == [True, False]
-    assert store._bytes == 9
+    assert store._bytes == large.size
 
 
-def test_all_that_a_response_holds_counts() -> None:
-    call = ToolCall("f", '{"x": 1}', "call_1")
-    turn = Turn(role="assistant", content="é", tool_calls=(call,))
+@pytest.mark.parametrize("place", ["content", "tool_call_id", "name", "arguments", "id"])
+def test_all_that_a_response_holds_counts(place: str) -> None:
+    text = "é" * 1000
+    turn = Turn(role="assistant", content="")
+    if place in turn or place == "tool_call_id":
+        turn |= Turn(**{place: text})  # type: ignore[misc]
+    else:
+        turn["tool_calls"] = (replace(ToolCall("f", "{}"), **{place: text}),)
 
-    assert StoredResponse("", b"x" * 100, (turn, turn)).size == 100 + 2 * (1 + 8) + 4 * TURN_BYTES
+    kept, item = StoredResponse("", b"", (turn,)), StoredResponse("", b"", (), {"a": (turn,)})
+    assert min(kept.size, item.size) > getsizeof(text)
+    assert StoredResponse("", b"x" * 1000, ()).size > 1000
 
 
 def test_an_item_is_its_owners() -> None:

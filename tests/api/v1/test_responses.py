@@ -272,6 +272,14 @@ async def test_an_item_that_is_not_kept_is_not_found(client: httpx2.AsyncClient)
     assert (said.status_code, said.json()["error"]["param"]) == (404, "input[1].id")
 
 
+async def test_an_item_is_referred_to_once(client: httpx2.AsyncClient) -> None:
+    first = (await client.post(PATH, json=BODY)).json()
+    item = {"type": "item_reference", "id": first["output"][0]["id"]}
+    said = await client.post(PATH, json=BODY | {"input": [item, item]})
+
+    assert (said.status_code, said.json()["error"]["param"]) == (400, "input[1].id")
+
+
 async def test_a_request_of_codex_is_answered(client: httpx2.AsyncClient, door: FakeNode) -> None:
     tool = {
         "type": "function", "name": "shell", "description": "Runs a command", "strict": False,

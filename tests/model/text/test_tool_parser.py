@@ -70,7 +70,7 @@ def parsed(form: ToolFormat, parts: Sequence[str]) -> tuple[str, list[tuple[str,
             "<parameter=either>[5]</parameter><parameter=strange>5</parameter></function>"
             "</tool_call>",
             "",
-            [("g_2", '{"text": "5", "count": 5, "either": [5], "strange": "5"}')],
+            [("g_2", '{"text": "5", "count": 5, "either": "[5]", "strange": "5"}')],
         ),
         (
             XML,

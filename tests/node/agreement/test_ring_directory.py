@@ -133,7 +133,11 @@ def test_the_entries_of_all_rings_of_a_model_are_known() -> None:
     [
         replace(THEIRS, model="other"),
         replace(THEIRS, stages=(PlanStage(STAGE, Span(0, 3)),)),
-        replace(THEIRS, ends=Ends.CLIENT, stages=(PlanStage(C, Span(0, 0)), *THEIRS.stages)),
+        replace(
+            THEIRS,
+            ends=Ends.CLIENT,
+            stages=(PlanStage(STAGE, Span(0, 0)), PlanStage(C, Span(0, 4))),
+        ),
         replace(THEIRS, stages=(PlanStage(C, Span(0, 4)),)),
         replace(THEIRS, stages=(PlanStage(STAGE, Span(0, 2)), PlanStage(ELSEWHERE, Span(2, 4)))),
     ],

@@ -738,6 +738,13 @@ def test_no_member_uses_up_the_epochs() -> None:
     )
 
 
+def test_a_member_does_not_use_up_the_epochs_before_the_first_plan() -> None:
+    lie = ring((C, 0, 1), (B, 1, 4), epoch=MAX_EPOCH - 1)
+    world = World({A: profile(4), B: profile(4), C: profile(4)}, followed={C: lie})
+
+    assert planned(world.agree()).epoch == 1
+
+
 def test_a_mesh_that_followed_an_absurd_epoch_begins_anew_without_its_author() -> None:
     lie = ring((A, 0, 4), epoch=MAX_EPOCH - 1)
     world = World({A: profile(4), C: profile(4)}, followed={C: lie}, gone={C})

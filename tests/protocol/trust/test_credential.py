@@ -13,6 +13,7 @@ from meshllm.names import MeshId, NodeId
 from meshllm.protocol.trust.credential import (
     MAX_CHAIN,
     MAX_CREDENTIAL_BYTES,
+    MAX_LATER_BYTES,
     MAX_SPARED,
     NO_LIMITS,
     Certificate,
@@ -141,7 +142,8 @@ def test_the_length_of_a_chain_is_limited() -> None:
 
     assert check(credential, KEYS[MAX_CHAIN].node, MESH, NOW, {}) is Role.NODE
     client = issue(KEYS[MAX_CHAIN - 1], without_last(credential), B.node, Role.CLIENT, 0, LIMITS)
-    assert len(client.encode()) == MAX_CREDENTIAL_BYTES
+    assert len(client.encode()) + MAX_LATER_BYTES == MAX_CREDENTIAL_BYTES
+    Credential.decode(client.encode() + bytes(MAX_LATER_BYTES))
     with pytest.raises(NotAuthorised, match="16 invitations away"):
         issue(KEYS[MAX_CHAIN], credential, KEYS[-1].node, Role.NODE)
 
@@ -225,7 +227,7 @@ def test_bytes_beyond_the_limits_are_refused() -> None:
     for length in (*range(32), *(start + more for start in whole for more in range(1, 10))):
         with pytest.raises(PeerFault, match=f"Credential of {length} bytes"):
             Credential.decode(OF_C.encode()[:length])
-    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2234 at most"):
+    with pytest.raises(PeerFault, match="Credential of 2361 bytes; 2298 at most"):
         Credential.decode(replace(OF_B, chain=longest).encode())
     with pytest.raises(PeerFault, match="256 spared at most"):
         Removal.decode(Removal(A.node, B.node, 0, most, bytes(64)).encode())
