@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
+from meshllm.node.membership.state_store import StateStore
 from tests.processes.fleet import (
     ALONE,
     WAIT_S,
@@ -56,6 +57,8 @@ def test_a_state_folder_is_for_one_node(pair: Fleet) -> None:
 
 def test_a_copied_key_is_refused_while_its_owner_is_here(pair: Fleet) -> None:
     owner, twin = pair.node("guest"), pair.node("twin")
+    # else the twin knows no address
+    until(lambda: bool(StateStore.open(owner.state).peers), pair.told)
     left_out = shutil.ignore_patterns("door.sock", "lock")
     shutil.copytree(owner.state, twin.state, ignore=left_out)
 
