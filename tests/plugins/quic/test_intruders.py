@@ -23,7 +23,7 @@ from meshllm_quic.wire.routes import Direct
 from tests.plugins.quic.stranger import Stranger, damaged, somebody
 from tests.plugins.quic.street import PORT, street
 from tests.plugins.quic.world import PORT as RELAY_PORT
-from tests.plugins.quic.world import echo, relayed
+from tests.plugins.quic.world import Nodes, echo, relayed
 from tests.simulation.ears import ear, virtual
 
 
@@ -149,20 +149,27 @@ async def test_a_failed_dial_does_not_close_the_socket_of_another() -> None:
         await link.close()
 
 
+async def falls_back(nodes: Nodes, outdated: str) -> None:
+    """Dial a node whose remembered address is another's: its relay leads to it."""
+    dialling = nodes.transports[0]._endpoint
+    assert dialling is not None
+    host, port = outdated.removeprefix("quic://").split(":")
+    dialling.known = {nodes.one.peer_key: (host, int(port))}
+
+    link = await nodes.transports[0].dial(nodes.address)
+
+    assert isinstance(link, QuicLink)
+    assert link.peer_key == nodes.one.peer_key
+    await link.close()
+
+
 @virtual
 async def test_an_outdated_direct_address_falls_back_to_the_relay() -> None:
-    async with relayed("none", "none") as nodes:
-        dialling = nodes.transports[0]._endpoint
-        assert dialling is not None
-        async with QuicTransport(nodes.internet.host("else")).listen() as elsewhere:
-            host, port = elsewhere.address.removeprefix("quic://").split(":")
-            dialling.known = {nodes.one.peer_key: (host, int(port))}
-
-            link = await nodes.transports[0].dial(nodes.address)
-
-            assert isinstance(link, QuicLink)
-            assert link.peer_key == nodes.one.peer_key
-            await link.close()
+    async with (
+        relayed("none", "none") as nodes,
+        QuicTransport(nodes.internet.host("else")).listen() as elsewhere,
+    ):
+        await falls_back(nodes, elsewhere.address)
 
 
 class OtherProtocol(Identity):
@@ -177,19 +184,11 @@ class OtherProtocol(Identity):
 @virtual
 async def test_a_direct_address_that_closes_the_connection_falls_back_to_the_relay() -> None:
     async with relayed("none", "none") as nodes:
-        dialling, other = nodes.transports[0]._endpoint, QuicTransport(nodes.internet.host("else"))
-        assert dialling is not None
+        other = QuicTransport(nodes.internet.host("else"))
         async with other.listen() as elsewhere:
             assert other._endpoint is not None
             other._endpoint.identity = OtherProtocol(b"o" * 32)
-            host, port = elsewhere.address.removeprefix("quic://").split(":")
-            dialling.known = {nodes.one.peer_key: (host, int(port))}
-
-            link = await nodes.transports[0].dial(nodes.address)
-
-            assert isinstance(link, QuicLink)
-            assert link.peer_key == nodes.one.peer_key
-            await link.close()
+            await falls_back(nodes, elsewhere.address)
 
 
 @virtual

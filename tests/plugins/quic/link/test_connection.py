@@ -9,7 +9,7 @@ from aioquic.quic.events import StreamDataReceived
 
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.testing.clock import VirtualLoop
-from meshllm.transport.contract import Channel
+from meshllm.transport.contract import Channel, Link
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import (
     BROKEN,
@@ -27,7 +27,7 @@ from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER
 from meshllm_quic.wire.routes import Direct
 from tests.plugins.quic.stranger import Stranger, nobody, rsa_body, somebody
-from tests.plugins.quic.street import PORT, street
+from tests.plugins.quic.street import PORT, Street, street
 from tests.plugins.quic.world import echo, relayed
 from tests.simulation.ears import virtual
 from tests.simulation.wires import Line
@@ -40,6 +40,15 @@ async def nobody_came(listener: QuicListener) -> bool:
     except TimeoutError:
         return True
     return False
+
+
+async def greeted(here: Street) -> tuple[Stranger, Link]:
+    """Let a stranger greet on both streams; return it, and the link that is accepted."""
+    stranger = await here.knock(somebody())
+    for stream in (0, 4):
+        stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
+    await stranger.live(0.1)
+    return stranger, await anext(aiter(here.listener.links()))
 
 
 @pytest.mark.parametrize("who", [nobody, rsa_body])
@@ -247,11 +256,7 @@ async def test_an_unauthenticated_peer_fills_at_most_its_window() -> None:
 @virtual
 async def test_an_oversized_message_ends_the_link() -> None:
     async with street() as here:
-        stranger = await here.knock(somebody())
-        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
-        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0))
-        await stranger.live(0.1)
-        link = await anext(aiter(here.listener.links()))
+        stranger, link = await greeted(here)
         stranger.quic.send_stream_data(4, HEAD.pack(MESSAGE, 0xFFFFFFFF))
         await stranger.live(0.5)
 
@@ -265,11 +270,7 @@ async def test_an_oversized_message_ends_the_link() -> None:
 @virtual
 async def test_an_invalid_offer_ends_the_link(body: bytes) -> None:
     async with street() as here:
-        stranger = await here.knock(somebody())
-        stranger.quic.send_stream_data(0, HEAD.pack(HELLO, 0))
-        stranger.quic.send_stream_data(4, HEAD.pack(HELLO, 0))
-        await stranger.live(0.1)
-        link = await anext(aiter(here.listener.links()))
+        stranger, link = await greeted(here)
         stranger.quic.send_stream_data(0, HEAD.pack(OFFER, len(body)) + body)
         await stranger.live(0.5)
 
@@ -280,11 +281,7 @@ async def test_an_invalid_offer_ends_the_link(body: bytes) -> None:
 @virtual
 async def test_a_reset_stream_ends_the_link() -> None:
     async with street() as here:
-        stranger = await here.knock(somebody())
-        for stream in (0, 4):
-            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
-        await stranger.live(0.1)
-        link = await anext(aiter(here.listener.links()))
+        stranger, link = await greeted(here)
         stranger.quic.reset_stream(4, 0)
         await stranger.live(0.5)
 
@@ -311,11 +308,7 @@ async def test_a_peer_authenticated_after_the_end_gets_no_relay() -> None:
 @virtual
 async def test_a_stream_that_the_peer_stops_can_still_be_closed() -> None:
     async with street() as here:
-        stranger = await here.knock(somebody())
-        for stream in (0, 4):
-            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
-        await stranger.live(0.1)
-        link = await anext(aiter(here.listener.links()))
+        stranger, link = await greeted(here)
         await link.send([b"hello"], Channel.CONTROL)
         for stream in (0, 4):
             stranger.quic.stop_stream(stream, 0)
@@ -329,11 +322,7 @@ async def test_a_stream_that_the_peer_stops_can_still_be_closed() -> None:
 @virtual
 async def test_a_third_stream_is_refused_after_one_has_ended() -> None:
     async with street() as here:
-        stranger = await here.knock(somebody())
-        for stream in (0, 4):
-            stranger.quic.send_stream_data(stream, HEAD.pack(HELLO, 0))
-        await stranger.live(0.1)
-        link = await anext(aiter(here.listener.links()))
+        stranger, link = await greeted(here)
         closing = asyncio.create_task(link.close())
         await stranger.live(0.1)
         stranger.quic.send_stream_data(0, b"", end_stream=True)
