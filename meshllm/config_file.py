@@ -1,6 +1,5 @@
 """Writes the files that `meshllm.config` reads: validated first, replaced in one step."""
 
-import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -9,7 +8,7 @@ import tomli_w
 
 from meshllm.config import Scalar, check_file, keys, parse, read_file
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of, replacing
+from meshllm.local_files import hint_of, replace_text
 
 
 def put(path: Path, name: str, text: str) -> Scalar:
@@ -48,12 +47,7 @@ def write(path: Path, text: str) -> None:
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-        with replacing(path, prefix=f".{path.name}.") as draft:
-            draft.write(text.encode())
-            draft.flush()
-            os.fsync(draft.fileno())
-            os.fchmod(draft.fileno(), mode)
+        replace_text(path, text)
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}",

@@ -117,6 +117,21 @@ def replacing(path: Path, *, prefix: str = "tmp", suffix: str = "") -> Iterator[
             draft.unlink()
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file in one step, as UTF-8; it keeps its mode, and a link to it stays a link.
+
+    Raises:
+        OSError: it cannot be written; it is as it was.
+    """
+    place = Path(os.path.realpath(path))
+    mode = place.stat().st_mode & 0o777 if place.exists() else 0o600
+    with replacing(place, prefix=f".{place.name}.") as draft:
+        draft.write(text.encode())
+        draft.flush()
+        os.fsync(draft.fileno())
+        os.fchmod(draft.fileno(), mode)
+
+
 def try_lock(file: int) -> bool:
     """Lock an open file for this process until it is closed; return False if another one has it.
 

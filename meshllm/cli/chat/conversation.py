@@ -13,7 +13,7 @@ from meshllm.cli.shared.options import shown
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Scalar, Settings, change, check, current, expanded, keys, parse
 from meshllm.errors import UserError
-from meshllm.local_files import hint_of, read_regular, reason_of, replacing
+from meshllm.local_files import hint_of, read_regular, reason_of, replace_text
 from meshllm.request import MODEL_SAMPLING, Answer, Request, Sampling, Turn
 from meshllm.strict_json import parse as parse_json
 
@@ -218,13 +218,7 @@ def _save(conversation: Conversation, argument: str) -> str:
     content = {"schema": render.SCHEMA, "settings": settings, "turns": conversation.turns}
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     try:
-        place = Path(os.path.realpath(path))  # a link stays a link
-        mode = place.stat().st_mode & 0o777 if place.exists() else 0o600
-        with replacing(place) as draft:  # a full disk keeps the earlier conversation
-            draft.write(text.encode())
-            draft.flush()
-            os.fsync(draft.fileno())
-            os.fchmod(draft.fileno(), mode)
+        replace_text(path, text)  # a full disk keeps the earlier conversation
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)
