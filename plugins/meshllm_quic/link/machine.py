@@ -8,6 +8,7 @@ each use is covered by a test. The extensions:
   read; here the application grants every byte, by `grant`.
 - Only the client opens streams, exactly two: one per channel.
 - A stream that arrives in tiny pieces ends the connection: aioquic searches all of them, for each.
+- The keys are updated before they have encrypted more packets than is safe.
 """
 
 import logging
@@ -45,6 +46,8 @@ MAX_PIECES = 256
 """Ranges of a stream that may wait for what precedes them."""
 PIECE_BYTES = 1024
 """A lost datagram leaves a hole of about so many bytes: as many more ranges may wait."""
+KEY_PACKETS = 1 << 22
+"""Sent before the keys are updated; RFC 9001 section 6.6 allows 2**23 with AES-GCM."""
 
 SILENT: Final = logging.Logger("meshllm_quic.silent", logging.CRITICAL + 1)
 """For the library, which would otherwise log the errors of unauthenticated peers."""
@@ -62,6 +65,7 @@ class ConnectionMachine(QuicConnection):
     def __init__(self, configuration: QuicConfiguration, **roles: Any) -> None:
         super().__init__(configuration=configuration, **roles)
         self._logger.logger = SILENT
+        self._update_at = KEY_PACKETS
         is_server = not configuration.is_client
         for limit, streams in (
             (self._local_max_streams_bidi, len(STREAMS) if is_server else 0),
@@ -135,6 +139,9 @@ class ConnectionMachine(QuicConnection):
 
     def datagrams_to_send(self, now: float) -> list[tuple[bytes, NetworkAddress]]:
         """Return the datagrams to send; aioquic lets a peer replace each stream that has ended."""
+        if self._packet_number >= self._update_at:
+            self._update_at = self._packet_number + KEY_PACKETS
+            self.request_key_update()
         datagrams = super().datagrams_to_send(now)
         if not self._is_client:
             self._local_max_streams_bidi.value = len(STREAMS)

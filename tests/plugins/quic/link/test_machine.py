@@ -95,6 +95,38 @@ def test_a_stream_that_lost_every_second_datagram_goes_on() -> None:
     assert not server.is_closing
 
 
+@pytest.mark.parametrize("loses", [False, True])
+def test_both_ends_update_their_keys_and_what_is_in_flight_arrives(
+    loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm_quic.link.machine.KEY_PACKETS", 32)
+    client, server = connected()
+    phases, size, now, arrived = set[tuple[int, int]](), 200 * 1024, 10.0, 0
+    client.write(Channel.DATA, bytes(size))
+
+    while arrived < size and now < 100.0:
+        now += 0.05
+        crossing = server.datagrams_to_send(now)  # with the keys of before
+        sent = client.datagrams_to_send(now)
+        lost = sent[:1] if loses and int(now / 0.05) % 3 == 0 else []
+        for datagram, _ in sent[len(lost) :]:
+            server.receive_datagram(datagram, PEER, now)
+        for datagram, _ in crossing:
+            client.receive_datagram(datagram, PEER, now)
+        for machine in (client, server):
+            if (at := machine.get_timer()) is not None and at <= now:
+                machine.handle_timer(now)
+        arrived = server._streams[4].receiver.starting_offset()
+        server.grant(Channel.DATA, arrived + size)
+        one, other = (each._cryptos[Epoch.ONE_RTT] for each in (client, server))
+        phases.add((one.key_phase, other.key_phase))
+
+    assert arrived == size
+    assert phases >= {(0, 0), (1, 1)}
+    assert not client.is_closing
+    assert not server.is_closing
+
+
 def test_every_new_datagram_is_heard_and_no_replayed_one() -> None:
     client, server = connected()
     heard = [server.heard]
