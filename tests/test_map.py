@@ -70,3 +70,18 @@ def test_what_is_named_exists() -> None:
     lost = [name for name in named if not any((root / name).exists() for root in roots)]
 
     assert lost == []
+
+
+def test_names_are_in_the_files_that_are_named_with_them() -> None:
+    named = re.findall(r"`(\w+)`\s+(?:in|of)\s+`([\w/]+\.py)`", TEXT)
+    lost = [(name, path) for name, path in named if not defines(path, name)]
+
+    assert len(named) > 15
+    assert lost == []
+
+
+def defines(path: str, name: str) -> bool:
+    file = next(root / path for root in (ROOT, ROOT / "meshllm") if (root / path).exists())
+    return bool(
+        re.search(rf"(?m)^ *((async )?def |class )?{name}\b[(:\[ ]", file.read_text("utf-8"))
+    )
