@@ -27,7 +27,10 @@ class FusedProjections:
     def multiply(self, index: int, x: Tensor) -> Tensor:
         """Multiply ``x`` [..., K], of M rows, by the matrix of one of the modules: [M, N]."""
         if index in self._parts and self._same(x):
-            return self._parts.pop(index)  # the last one frees the memory
+            part = self._parts.pop(index)
+            if not self._parts:  # the last one frees the memory
+                self._x = None
+            return part
         product = self.matrix(x.reshape(-1, x.shape[-1]))
         if len(self.sizes) == 1:
             return product

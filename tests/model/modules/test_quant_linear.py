@@ -82,6 +82,7 @@ def test_the_last_call_frees_the_memory() -> None:
         module(x)
 
     assert not modules[0]._fused._parts
+    assert modules[0]._fused._x is None
 
 
 def test_a_single_module_caches_nothing() -> None:
