@@ -35,7 +35,7 @@ class SentRows:
         """Add rows, see `SessionCache.record`."""
         before = cache.sent_bytes
         cache.record(layer, start, rows)
-        if cache.sent_bytes != before:
+        if cache.sent_bytes != before or cache not in self._caches:  # as one that is a branch
             self.count(cache)
 
     def count(self, cache: "SessionCache") -> None:

@@ -115,6 +115,19 @@ def test_a_session_that_exceeds_the_bytes_loses_its_rows(empty: SessionCache) ->
     assert other.sent_bytes == 0
 
 
+def test_the_rows_of_a_branch_count(empty: SessionCache) -> None:
+    empty.record(3, 0, rows_of(0, 1))
+    sent = SentRows(int(empty.sent_bytes * 1.5))
+    first = SessionCache([])
+    sent.record(first, 3, 0, rows_of(0, 1))
+    branch = first.branch(1)
+
+    sent.record(branch, 3, 1, rows_of(1, 2))
+
+    assert branch.sent_bytes == 0
+    assert recorded(first, 0, 1) == [0]
+
+
 def test_rows_of_a_dropped_session_make_room(empty: SessionCache) -> None:
     empty.record(3, 0, rows_of(0, 1))
     sent = SentRows(empty.sent_bytes)
