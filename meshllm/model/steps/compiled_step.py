@@ -75,10 +75,28 @@ class _Plan:
     bindings: Sequence[_Binding]
 
 
+class ScoreBuffer:
+    """Memory for the attention scores of steps that run one at a time."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.empty(0, dtype=torch.float32)
+
+    @property
+    def bytes(self) -> int:
+        """The memory in use."""
+        return self._numbers.nbytes
+
+    def address(self, count: int) -> int:
+        """Return the address of so many float32 numbers, valid until the next call."""
+        if len(self._numbers) < count:
+            self._numbers = torch.empty(2 * count, dtype=torch.float32)
+        return self._numbers.data_ptr()
+
+
 class CompiledStep:
     """A compiled forward of a fixed number of rows."""
 
-    def __init__(self, recording: Trace, x: Tensor, threads: int) -> None:
+    def __init__(self, recording: Trace, x: Tensor, threads: int, scores: ScoreBuffer) -> None:
         """Compile the trace of a forward of rows ``x``, their positions, and caches."""
         self._threads = threads
         self._kind = x.shape, x.dtype
@@ -90,13 +108,13 @@ class CompiledStep:
         self._steps = [step for item in recording.items for step in self._lower(item)]
         self._inputs = tuple(self._whole(recording.sizes[at], at) for at in range(INPUTS))
         self._output = self._tensor(recording.output)
-        self._scores = torch.empty(0, dtype=torch.float32)
+        self._scores = scores
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     @property
     def bytes(self) -> int:
-        """The memory of the arena and of attention scores."""
-        return self._arena.nbytes + self._scores.nbytes
+        """The memory of the arena."""
+        return self._arena.nbytes
 
     def takes(self, x: Tensor) -> bool:
         """Return whether rows have the traced shape and dtype."""
@@ -141,14 +159,12 @@ class CompiledStep:
         """Extend the caches by the rows, and write the addresses into the calls."""
         seen = [caches[bound.session].layers[bound.layer].extend(bound.rows) for bound in bindings]
         room = room_for(max(seen, default=0))
-        most = max((bound.held for bound in bindings), default=0) * self._threads * room
-        if len(self._scores) < most:
-            self._scores = torch.empty(2 * most, dtype=torch.float32)
-        scores = self._scores.data_ptr()
+        held = max((bound.held for bound in bindings), default=0)
+        scores = self._scores.address(held * self._threads * room)
         for bound, count in zip(bindings, seen, strict=True):
             places = list[ctypes.c_int64 | int]()
-            held = caches[bound.session].layers[bound.layer].rows
-            for rows, call in zip(held, (bound.key, bound.value), strict=True):
+            cached = caches[bound.session].layers[bound.layer].rows
+            for rows, call in zip(cached, (bound.key, bound.value), strict=True):
                 address, used, size = rows.buffer.data_ptr(), rows.used, rows.buffer.element_size()
                 _, plane, line, _ = rows.buffer.stride()
                 call.given[TARGET] = [address + (used - bound.rows) * line * size, plane, line]

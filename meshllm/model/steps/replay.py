@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshllm.model.kernels import jit
 from meshllm.model.split.kv_cache import SpanCache
-from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps.compiled_step import CompiledStep, ScoreBuffer
 from meshllm.model.steps.trace import Tracer
 
 EAGER_STEPS = 4
@@ -66,11 +66,13 @@ class Replay:
     prepared: int = 0
     """Steps slower than later ones of as many rows: the first, traced and compared ones."""
     _states: dict[tuple[int, int], _State] = field(default_factory=dict[tuple[int, int], _State])
+    _scores: ScoreBuffer = field(default_factory=ScoreBuffer)
 
     @property
     def bytes(self) -> int:
-        """The memory of compiled steps."""
-        return sum(state.compiled.bytes for state in list(self._states.values()) if state.compiled)
+        """The memory of compiled steps; any thread may ask."""
+        compiled = [state.compiled for state in list(self._states.values())]
+        return self._scores.bytes + sum(each.bytes for each in compiled if each)
 
     def step(
         self,
@@ -143,7 +145,8 @@ class Replay:
             state.disable(x, "the forward depends on the cache length as a Python value")
             return output
         try:
-            state.compiled = CompiledStep(tracer.end(output), x, torch.get_num_threads())
+            threads = torch.get_num_threads()
+            state.compiled = CompiledStep(tracer.end(output), x, threads, self._scores)
         except Exception as reason:  # `NotReplayable`, or an operation that is not supported
             state.disable(x, f"{reason}")
         return output

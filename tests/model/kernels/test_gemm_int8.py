@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshllm.model.kernels import gemm_int8
 from meshllm.model.kernels.gemm_int8 import GROUP, OUTPUTS, dequantise, multiply
-from meshllm.model.steps.compiled_step import CompiledStep
+from meshllm.model.steps.compiled_step import CompiledStep, ScoreBuffer
 from meshllm.model.steps.trace import KernelCall, Tracer
 
 SHAPES = [(64, 1), (64, 77), (192, 576), (1024, 100)]
@@ -127,7 +127,7 @@ def test_a_product_is_traced_as_kernel_calls_only(inputs: int, rows: int) -> Non
     with Tracer([x[0], torch.zeros(1, rows)]) as tracer:
         recorded = multiply(x[0], blocks, scales)
     recording = tracer.end(recorded)
-    compiled = CompiledStep(recording, x[0], threads=1)
+    compiled = CompiledStep(recording, x[0], 1, ScoreBuffer())
 
     found = compiled.run(x[1], torch.zeros(1, rows), [], [])
 

@@ -281,7 +281,10 @@ def test_each_number_of_threads_has_its_trace(tmp_path: Path) -> None:
         for at in range(12):
             torch.set_num_threads(1 + at % 2)
             assert torch.equal(runner.step(ids(1, at), cache), runner.step(ids(1, at), other))
-        assert {(1, 1), (1, 2)} <= steps_of(runner).replay._states.keys()
+        replay = steps_of(runner).replay
+        assert {(1, 1), (1, 2)} <= replay._states.keys()
+        shared = {id(each.compiled._scores) for each in replay._states.values() if each.compiled}
+        assert shared == {id(replay._scores)}
     finally:
         torch.set_num_threads(threads)
 
