@@ -43,13 +43,18 @@ _FLASH = (
 )
 
 
+def takes_width(width: int) -> bool:
+    """Whether the width of a head is supported."""
+    return not width % _WIDE
+
+
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the shapes and dtypes are supported; the CPU must have `Code.dot`."""
     tensors, widths = (query, key, value), (key.shape[3], value.shape[3])
     return (
         all(each.is_cpu and each.dtype == torch.bfloat16 for each in tensors)
         and all(each.stride(3) == 1 for each in tensors)
-        and not any(width % _WIDE for width in widths)
+        and all(map(takes_width, widths))
         and 0 < query.shape[2] <= key.shape[2]
     )
 

@@ -68,10 +68,8 @@ def prefill_attention(
     Of the kernels for bfloat16, the fastest on this machine computes it, see `prefill_kernel`.
     """
     is_usual = query.is_cpu and query.dtype == torch.bfloat16
-    numbers = query.shape[1] * query.shape[3]
-    return _KERNELS[prefill_kernel(numbers) if is_usual else PrefillKernel.BLOCKS](
-        query, key, value, scale, window
-    )
+    kernel = prefill_kernel(*query.shape[1::2]) if is_usual else PrefillKernel.BLOCKS
+    return _KERNELS[kernel](query, key, value, scale, window)
 
 
 class PrefillKernel(StrEnum):
@@ -85,17 +83,23 @@ class PrefillKernel(StrEnum):
     """Products of blocks by torch, in float32 where the CPU multiplies no matrices."""
 
 
-def prefill_kernel(numbers: int) -> PrefillKernel:
-    """Return the kernel for prompts whose rows have so many numbers in all query heads."""
-    if numbers >= NARROW:
-        return fastest_prefill()
-    return PrefillKernel.OWN if _has_own() else PrefillKernel.BLOCKS
+def prefill_kernel(heads: int, width: int) -> PrefillKernel:
+    """Return the kernel for prompts, of a number of query heads and their width."""
+    is_ours = flash_attention.takes_width(width)
+    if heads * width >= NARROW:
+        return fastest_prefill(is_ours=is_ours)
+    return PrefillKernel.OWN if is_ours and _has_own() else PrefillKernel.BLOCKS
 
 
 @cache
-def fastest_prefill() -> PrefillKernel:
-    """Return the fastest kernel for prompts on this CPU, measured once per machine."""
-    return choose_prefill(measure_once((_RECORD, *PrefillKernel), "prompt", _measure))
+def fastest_prefill(*, is_ours: bool = True) -> PrefillKernel:
+    """Return the fastest kernel for prompts on this CPU, measured once per machine.
+
+    Unless ``is_ours``, it is one of torch's.
+    """
+    times = measure_once((_RECORD, *PrefillKernel), "prompt", _measure)
+    able = (each for each in times if is_ours or each != PrefillKernel.OWN)
+    return choose_prefill({each: times[each] for each in able})
 
 
 def choose_prefill(times: Mapping[str, float]) -> PrefillKernel:

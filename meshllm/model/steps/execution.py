@@ -124,17 +124,16 @@ def forecast(
 def own_attention(config: Any, dtype: torch.dtype) -> str:
     """Name the kernels of attention on this CPU, where that of steps is ours."""
     is_usual = dtype == torch.bfloat16
-    prompts = prefill_kernel(_query_numbers(config)) if is_usual else PrefillKernel.OWN
+    prompts = prefill_kernel(*_query_heads(config)) if is_usual else PrefillKernel.OWN
     return "own" if prompts is PrefillKernel.OWN else f"own, of prompts {prompts}"
 
 
-def _query_numbers(config: Any) -> int:
-    """Count the numbers of a row in all query heads; of the row where a config has no heads."""
+def _query_heads(config: Any) -> tuple[int, int]:
+    """Return the number of query heads and their width; one as wide as a row if there are none."""
     text = config.get_text_config(decoder=True)
     heads, width = (getattr(text, name, None) for name in ("num_attention_heads", "head_dim"))
-    if isinstance(heads, int) and isinstance(width, int):
-        return heads * width
-    return int(text.hidden_size)
+    count = heads if isinstance(heads, int) and heads > 0 else 1
+    return count, width if isinstance(width, int) else text.hidden_size // count
 
 
 def mixes(model: nn.Module) -> bool:

@@ -255,7 +255,7 @@ def test_a_bfloat16_chunk_is_rounded_once_without_matrix_instructions(has_matric
 
     with (
         patch.object(int8, "multiplies_matrices", lambda: has_matrices),
-        patch.object(attention, "prefill_kernel", lambda _: PrefillKernel.BLOCKS),
+        patch.object(attention, "prefill_kernel", lambda *_: PrefillKernel.BLOCKS),
     ):
         found = attention.prefill_attention(query, key, value, 0.125)
 
@@ -282,7 +282,7 @@ def test_a_bfloat16_chunk_is_attention_by_each_kernel(
     exact = reference(query.double(), key.double(), value.double(), window)
 
     with (
-        patch.object(attention, "prefill_kernel", lambda _: kernel),
+        patch.object(attention, "prefill_kernel", lambda *_: kernel),
         patch.object(attention, "FUSED_ROWS", 16),
     ):
         found = attention.prefill_attention(query, key, value, heads[2] ** -0.5, window)
@@ -345,7 +345,7 @@ def test_the_fused_kernel_gets_a_whole_prompt_or_the_keys_that_a_few_rows_see(
     spy = Mock(wraps=functional.scaled_dot_product_attention)
 
     with (
-        patch.object(attention, "prefill_kernel", lambda _: PrefillKernel.FUSED),
+        patch.object(attention, "prefill_kernel", lambda *_: PrefillKernel.FUSED),
         patch.object(attention, "FUSED_ROWS", 16),
         patch.object(functional, "scaled_dot_product_attention", spy),
     ):
@@ -356,14 +356,14 @@ def test_the_fused_kernel_gets_a_whole_prompt_or_the_keys_that_a_few_rows_see(
     assert {call.kwargs["attn_mask"] is None for call in spy.call_args_list} == {is_causal}
 
 
-def test_the_kernel_is_chosen_by_the_numbers_of_all_query_heads_of_bfloat16() -> None:
+def test_the_kernel_is_chosen_by_the_query_heads_of_bfloat16() -> None:
     chosen = Mock(return_value=PrefillKernel.BLOCKS)
 
     with patch.object(attention, "prefill_kernel", chosen):
         for dtype in (torch.bfloat16, torch.float32):
             attention.prefill_attention(*drawn((8, 2, 64), 3, 9, dtype), 0.2)
 
-    assert [call.args for call in chosen.call_args_list] == [(8 * 64,)]
+    assert [call.args for call in chosen.call_args_list] == [(8, 64)]
 
 
 def test_values_of_another_width_are_not_given_to_the_fused_kernel() -> None:
@@ -372,7 +372,7 @@ def test_values_of_another_width_are_not_given_to_the_fused_kernel() -> None:
     exact = reference(query.double(), key.double(), value.double())
 
     with (
-        patch.object(attention, "prefill_kernel", lambda _: PrefillKernel.FUSED),
+        patch.object(attention, "prefill_kernel", lambda *_: PrefillKernel.FUSED),
         patch.object(functional, "scaled_dot_product_attention", side_effect=AssertionError),
     ):
         found = attention.prefill_attention(query, key, value, 32**-0.5)
@@ -402,13 +402,27 @@ def test_kernels_of_narrow_models_are_not_measured(has_dot: bool) -> None:
         patch.object(attention, "has_bf16_dot", lambda: has_dot),
         patch.object(attention, "fastest_prefill", measured),
     ):
-        narrow = attention.prefill_kernel(attention.NARROW - 1)
+        narrow = attention.prefill_kernel(1, attention.NARROW // 2)
         count = measured.call_count
-        wide = attention.prefill_kernel(attention.NARROW)
+        wide = attention.prefill_kernel(8, attention.NARROW // 8)
 
     own = has_dot and jit.jit_available()
     assert narrow is (PrefillKernel.OWN if own else PrefillKernel.BLOCKS)
     assert (count, wide) == (0, PrefillKernel.FUSED)
+
+
+def test_heads_of_a_width_that_ours_does_not_take_get_the_fastest_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = {PrefillKernel.OWN: 1.0, PrefillKernel.FUSED: 2.0, PrefillKernel.BLOCKS: 3.0}
+    monkeypatch.setattr(attention, "measure_once", lambda *_: times)
+    attention.fastest_prefill.cache_clear()
+    try:
+        assert attention.prefill_kernel(32, 64) is PrefillKernel.OWN
+        assert attention.prefill_kernel(32, 80) is PrefillKernel.FUSED
+        assert attention.prefill_kernel(2, 80) is PrefillKernel.BLOCKS  # narrow: not measured
+    finally:
+        attention.fastest_prefill.cache_clear()
 
 
 @pytest.mark.parametrize("has_dot", [False, True])
@@ -451,7 +465,7 @@ def test_kernels_are_measured_on_one_thread_by_the_median_of_the_rounds_after_th
 def test_shapes_that_the_kernel_does_not_take_are_computed_too(kernel: PrefillKernel) -> None:
     query, key, value = drawn((6, 2, 24), 40, 90, torch.bfloat16)
 
-    with patch.object(attention, "prefill_kernel", lambda _: kernel):
+    with patch.object(attention, "prefill_kernel", lambda *_: kernel):
         found = attention.prefill_attention(query, key, value, 0.2)
 
     exact = reference(query.double(), key.double(), value.double(), None)
