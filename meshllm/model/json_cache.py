@@ -54,6 +54,14 @@ def store_cached(folder: Path, value: Any, *key: str | float) -> None:
         log.info("cannot write `%s`: %s", record, error)
 
 
+@cache
+def model_code() -> str:
+    """Hash the code of `meshllm.model`, for keys of what was tested: a checkout has one version."""
+    root = Path(__file__).parent
+    files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
+    return blake3(repr(sorted(files)).encode()).hexdigest(16)
+
+
 @contextmanager
 def locked(folder: Path, *key: str | float) -> Iterator[None]:
     """Hold the lock of a key; call `load_cached` again inside: another process may have stored it.

@@ -19,12 +19,11 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
-import meshllm
 from meshllm.config import cache_path
 from meshllm.errors import ModelError
 from meshllm.model.files.loader import list_weights, open_file
 from meshllm.model.files.source import Source, stored_dtype
-from meshllm.model.json_cache import load_cached, locked, store_cached
+from meshllm.model.json_cache import load_cached, locked, model_code, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.parity import cases
 from meshllm.model.parity.cases import RingSession, Session, WholeSession
@@ -258,6 +257,6 @@ def _measure_like(config: PreTrainedConfig, table: FamilyTable, depth: Depth) ->
 
 
 def _key(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return the cache key of a verdict: versions, processor, and every switch of the model."""
-    versions = meshllm.__version__, transformers.__version__, torch.__version__
+    """Return the cache key of a verdict: code, versions, processor, and every switch of a model."""
+    versions = model_code(), transformers.__version__, torch.__version__
     return *versions, *machine(), json.dumps(config.to_dict(), sort_keys=True, default=str)

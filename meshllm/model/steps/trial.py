@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import transformers
-from blake3 import blake3
 from torch import Tensor, nn
 
 from meshllm.model.device import CPU, name_of, to_device, to_host
-from meshllm.model.json_cache import load_cached, store_cached
+from meshllm.model.json_cache import load_cached, model_code, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
 from meshllm.model.pauses import pause
@@ -111,20 +109,12 @@ def trial_key(config: Any, device: torch.device, *what: str | float) -> tuple[st
         *what,
         json.dumps(config.to_dict(), sort_keys=True, default=str),
         torch.get_num_threads(),
-        _code(),
+        model_code(),
         transformers.__version__,
         torch.__version__,
         name_of(device),
         *machine(),
     )
-
-
-@cache
-def _code() -> str:
-    """Hash the code that is tested: in a checkout it changes without a new version."""
-    root = Path(__file__).parents[1]
-    files = [(str(each.relative_to(root)), each.read_bytes()) for each in root.rglob("*.py")]
-    return blake3(repr(sorted(files)).encode()).hexdigest(16)
 
 
 @torch.inference_mode()
@@ -182,9 +172,12 @@ def _kinds(shard: Shard) -> set[str]:
     kinds = {_kind(shard.layer(index), caches[index]) for index in layers}
     inner = {id(each) for index in layers for each in shard.layer(index).parameters()}
     ends = [
-        (name, *each.shape, str(each.dtype))
-        for name, each in shard.model.named_parameters()
-        if id(each) not in inner and not each.is_meta
+        (name, *traits, *(str(each.dtype) for each in own))
+        for (name, module), (_, *traits) in zip(
+            shard.model.named_modules(), _traits(shard.model), strict=True
+        )
+        if (own := [*module.parameters(recurse=False)])
+        and not any(id(each) in inner or each.is_meta for each in own)
     ]
     return {*kinds, str(ends)} if ends else kinds
 

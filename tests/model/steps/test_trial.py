@@ -155,11 +155,14 @@ def test_a_passed_trial_is_cached_per_kind_of_layer_and_machine(
     assert trial(whole, Stepped(whole, 1.1)) == ""  # cached: not tested again
     assert trial(part, Stepped(part, 1.1)) == ""  # no layer of another kind
     assert trial(front, Stepped(front, 1.1)).startswith(bad)  # other ends
+    setattr(whole.model.lm_head, "kernel", "another")  # noqa: B010 -- as that of another choice
+    assert trial(whole, Stepped(whole, 1.1)).startswith(bad)
+    delattr(whole.model.lm_head, "kernel")
     norm = part.layer(3).get_submodule("input_layernorm")
     setattr(norm, "is_strange", True)  # noqa: B010 -- a kind of its own
     assert trial(part, Stepped(part, 1.1)).startswith(bad)
     assert trial(whole, Stepped(whole, 1.1), TRIED + 1).startswith(bad)
-    for name, other in (("_code", "other code"), ("machine", ("another",))):
+    for name, other in (("model_code", "other code"), ("machine", ("another",))):
         with monkeypatch.context() as patch:
             patch.setattr(f"meshllm.model.steps.trial.{name}", lambda other=other: other)
             assert trial(whole, Stepped(whole, 1.1)).startswith(bad), name
