@@ -11,6 +11,7 @@ from meshllm.protocol.ring.handover import Follow, Handover, HandoverState, Prep
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 LOST_S = 0.1  # s; all links of a node are lost, and an answer waits: it may dial again meanwhile
 GATHER_S = 30.0  # s that the first ring waits for the requested number of members
+KEEP_S = 20.0  # s that layers and caches are kept if there is no plan without a node that is lost
 END_S = 10.0  # s that a ring serves its sessions after the mesh has stopped to serve its model
 
 
@@ -68,6 +69,8 @@ class PlanFollower:
             return END_S if self._has_sessions() else SETTLE_S
         if agreement.lacking:
             return GATHER_S
+        if agreement.plan is None and self._member.plan is not None:
+            return KEEP_S
         return LOST_S if agreement.has_lost(self._member.plan) else SETTLE_S
 
     def _look_due(self, due: float) -> None:

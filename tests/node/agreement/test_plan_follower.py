@@ -8,7 +8,14 @@ from typing import Any, cast
 import pytest
 
 from meshllm.names import Span
-from meshllm.node.agreement.plan_follower import END_S, GATHER_S, LOST_S, SETTLE_S, PlanFollower
+from meshllm.node.agreement.plan_follower import (
+    END_S,
+    GATHER_S,
+    KEEP_S,
+    LOST_S,
+    SETTLE_S,
+    PlanFollower,
+)
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.handover import HandoverState, Outlook
 from tests.builders.offers import A
@@ -26,7 +33,7 @@ class SettlingNode:
         self.planner = SimpleNamespace(agreement=self.agreement)
         self.has_sessions, self.looks = False, list[Outlook]()
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=self._time))
-        member = SimpleNamespace(
+        self.member = member = SimpleNamespace(
             runtime=SimpleNamespace(follow=self.followed.append), plan=None, outlook=self._outlook
         )
         self.follower = PlanFollower(
@@ -37,7 +44,7 @@ class SettlingNode:
             cast("Any", self._call_later),
         )
 
-    def agree(self, plan: Plan) -> None:
+    def agree(self, plan: Plan | None) -> None:
         self.agreement.plan = plan
         self.follower.look()
 
@@ -93,6 +100,8 @@ def test_how_long_a_plan_settles_depends_on_what_is_waited_for(
     node.agree(PLANS[0])
     node.agreement.has_lost = lambda _: True
     node.agree(PLANS[0])
+    node.member.plan = PLANS[0]
+    node.agree(None)  # it needs the node that is lost, which may come back
     node.agreement.lacking = 1
     node.agree(PLANS[0])
     node.planner.agreement = None  # the model is served no more
@@ -100,4 +109,5 @@ def test_how_long_a_plan_settles_depends_on_what_is_waited_for(
     node.has_sessions = True
     node.follower.look()
 
-    assert [each.settle_s for each in node.looks] == [SETTLE_S, LOST_S, GATHER_S, SETTLE_S, END_S]
+    waited = [SETTLE_S, LOST_S, KEEP_S, GATHER_S, SETTLE_S, END_S]
+    assert [each.settle_s for each in node.looks] == waited
