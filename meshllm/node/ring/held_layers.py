@@ -93,6 +93,8 @@ class HeldLayers:
     async def load(self, plan: Plan, budget: KvBudget | None) -> None:
         """Load the span of the plan in force; keep those caches that fit into the budget.
 
+        Without a budget, as a node of the plan has left, all are kept: another plan will follow.
+
         Raises:
             MeshError: it cannot be loaded; all caches are dropped, to free memory for the next try.
         """
@@ -102,11 +104,12 @@ class HeldLayers:
         self._foreseen = None, False
         self._drop_span()
         received, self._begun, self._lent = self._take_received(), {}, 0
-        store = self.store = self.store if budget else None
+        store = self.store
         try:
             if store and budget:
-                store.move(plan, self._me, budget)
-            room, has = budget.rooms[0].total if budget else 0, self._has_caches
+                store.move(plan, self._me, budget, loop_time())
+            used = store.prefixes.index.budget if store else budget
+            room, has = used.rooms[0].total if used else 0, self._has_caches
             self.span = await self._model.hold(plan, self._me, room, has_caches=has)
             if store:
                 await self._model.worker.run(store.regroup, self.span.layers, received)
@@ -118,12 +121,13 @@ class HeldLayers:
 
     def caches(self, plan: Plan, budget: KvBudget, before: Plan | None) -> SessionStore:
         """Return the caches of the plan in force; ``before`` is the plan before it."""
+        now = loop_time()
         if self.store is None:
-            self.store = SessionStore.empty(plan, budget, self._model, self._me, before)
+            self.store = SessionStore.empty(plan, budget, self._model, self._me, before, now)
             if self.span:
-                self.store.add(self._begun, self.span.span, loop_time())
+                self.store.add(self._begun, self.span.span, now)
             self._begun = {}
-        self.store.move(plan, self._me, budget)
+        self.store.move(plan, self._me, budget, now)
         if (lent := self._lent + self._lent_rows) and not budget.lend(lent, self._take_back):
             self._take_back()
         return self.store

@@ -84,7 +84,8 @@ class RingRuntime:
         self._model = model
         self._host = host
         self._machine = Forming(me)
-        self._before: Plan | None = None  # the plan before the one in force
+        self._formed: Plan | None = None  # the latest that all its nodes had loaded
+        self._before: Plan | None = None  # the same when the one in force was followed
         self._opened: Plan | None = None  # of the ring in which this node served last
         self._replaced: Plan | None = None  # of the ring that was lost before the open one
         self._slowdown = Slowdown()
@@ -168,7 +169,7 @@ class RingRuntime:
         """Serve this plan from now on."""
         if plan != self.plan:
             self._entry = self.stage = None  # they belong to the last plan, and are about to end
-            self._before = self.plan or self._before
+            self._before = self._formed
             if plan and plan.rank(self._me) is None:
                 self._opened = None  # the plans that follow may lose other nodes than it did
             if plan and plan.rank(self._me) is not None:
@@ -191,6 +192,8 @@ class RingRuntime:
 
     def formed(self, *, is_formed: bool) -> None:
         """Update whether all nodes of the plan in force have loaded."""
+        if is_formed:
+            self._formed = self.plan
         self._act(self._machine.formed(loop_time(), is_formed=is_formed))
 
     def resize(self) -> None:

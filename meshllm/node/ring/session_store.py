@@ -11,7 +11,7 @@ from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import NodeId, SessionId, Span
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.kv_cache.budget import KvBudget
-from meshllm.protocol.kv_cache.prefix_index import prefix_index_for
+from meshllm.protocol.kv_cache.prefix_index import RESUME_S, prefix_index_for
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
 from meshllm.protocol.planning.plan import Plan
 
@@ -29,10 +29,18 @@ class SessionStore:
     """The plan that it was moved to last."""
     prefixes: PrefixCache[SessionCache]
     """Its index and caches, and on the entry the texts."""
+    moved_s: float = 0.0
+    """When that was, on the driver's clock."""
 
     @classmethod
     def empty(
-        cls, plan: Plan, budget: KvBudget, model: ModelRuntime, me: NodeId, before: Plan | None
+        cls,
+        plan: Plan,
+        budget: KvBudget,
+        model: ModelRuntime,
+        me: NodeId,
+        before: Plan | None,
+        now: float,
     ) -> Self:
         """Keep nothing yet: the span of this node is new to it, and what moved ``before``."""
         index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
@@ -40,15 +48,19 @@ class SessionStore:
         own = plan.stages[plan.rank(me) or 0].span
         moved = _moved(before, plan) if before and before.layers == plan.layers else ()
         prefixes.lose({*moved, *range(own.start, own.stop)})
-        return cls(plan, prefixes)
+        return cls(plan, prefixes, now)
 
-    def move(self, plan: Plan, me: NodeId, budget: KvBudget) -> None:
+    def move(self, plan: Plan, me: NodeId, budget: KvBudget, now: float) -> None:
         """Count what is kept in the budget of another plan, and note the layers that it moves.
 
         What does not fit is evicted. An entry that becomes a stage keeps its caches without the
         texts. A stage that becomes the entry has caches only for those who know their keys, see
         `PrefixCache.resume`.
         """
+        if plan != self.plan:
+            if now > self.moved_s + RESUME_S:  # else a session of the ring before may go on
+                self.prefixes.settle()
+            self.moved_s = now
         if plan.stages[0].node != self.plan.stages[0].node:
             self.prefixes.change_entry(is_entry=plan.rank(me) == 0)
         self.prefixes.lose(_moved(self.plan, plan))

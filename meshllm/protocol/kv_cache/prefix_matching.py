@@ -41,7 +41,7 @@ class PrefixCache(Generic[Cache]):
         """The kept caches."""
         self._texts: dict[SessionId, _Text] = {}  # the newest last
         self._lost: dict[SessionId, frozenset[int]] = {}  # layers of which a cache has nothing
-        self._moved = frozenset[int]()  # layers that changed nodes last
+        self._moved = frozenset[int]()  # layers that have changed nodes, see `settle`
 
     def find(
         self,
@@ -181,8 +181,12 @@ class PrefixCache(Generic[Cache]):
 
     def lose(self, layers: Collection[int]) -> None:
         """Note that the caches of these layers are lost, as another node holds them from now on."""
-        self._moved, was_lost = frozenset(layers) or self._moved, self._lost
+        was_lost, self._moved = self._lost, self._moved.union(layers)
         self._lost = {each: was_lost.get(each, frozenset()).union(layers) for each in self.caches}
+
+    def settle(self) -> None:
+        """Forget which layers have changed nodes: no session of a ring before may go on."""
+        self._moved = frozenset()
 
     def change_entry(self, *, is_entry: bool) -> None:
         """Keep the caches, but as those of no owner; texts are for an entry only."""

@@ -48,7 +48,7 @@ def test_the_owner_keeps_its_share_until_another_node_is_the_entry(
     index.put(OWN, 1, BLOCK, 0.0, is_own=True)
     index.put(OTHERS, 1, BLOCK, 0.0)
 
-    store.move(plan_of(2, *after), ME, budget)
+    store.move(plan_of(2, *after), ME, budget, 1.0)
 
     assert index.put(NEW, 1, BLOCK, 1.0) == [OTHERS if is_kept else OWN]
 
@@ -64,11 +64,25 @@ def test_a_node_that_has_nothing_knows_which_layers_are_lost(
     model = cast("ModelRuntime", SimpleNamespace(prefix_bytes=None, max_crop=None, resumes=True))
     plan, earlier = plan_of(2, ME, THIRD), plan_of(1, *before) if before else None
 
-    store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier)
+    store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier, 0.0)
 
     found = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
     assert found is not None
     assert found[0].lost == moved
+
+
+@pytest.mark.parametrize(("later_s", "moved"), [(1.0, (Span(0, 4),)), (61.0, None)])
+def test_what_two_changes_of_plan_moved_is_lost_unless_they_are_far_apart(
+    later_s: float, moved: tuple[Span, ...] | None
+) -> None:
+    model = cast("ModelRuntime", SimpleNamespace(prefix_bytes=None, max_crop=None, resumes=True))
+    budget, first = KvBudget([room(2)]), plan_of(1, OTHER, THIRD)
+    store = SessionStore.empty(plan_of(2, ME, THIRD), budget, model, ME, first, 0.0)
+
+    store.move(plan_of(3, ME, OTHER), ME, budget, later_s)
+
+    found = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
+    assert (found[0].lost if found else None) == moved
 
 
 def test_what_the_model_cannot_take_over_is_computed_again(

@@ -336,6 +336,55 @@ def test_two_losses_recompute_what_each_of_them_took(world: World, rows: Rows, n
     run_virtual(main())
 
 
+def test_an_entry_from_nothing_knows_what_was_lost_before_the_ring_between_opened(
+    world: World, rows: Rows
+) -> None:
+    between = plan_of((A, "0:3"), (C, "3:6"), epoch=2)
+    after = plan_of((D, "0:3"), (C, "3:6"), epoch=3)
+
+    async def main() -> None:
+        async with ring_of_three(world, D) as (places, undisturbed):
+            rows.clear()
+            ingress, left = Ingress(), places[2:]
+
+            def lose_two() -> None:
+                for place in left:
+                    place.runtime.follow(between)
+                    place.runtime.follow(after)
+
+            await ingress.ask(places[0], lose_two)
+            await until(partial(at_work, *left))
+            await ingress.ask(places[3])
+
+            assert ingress.answer == undisturbed
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in (4, 5))
+
+    run_virtual(main())
+
+
+def test_caches_outlive_a_plan_of_which_a_node_has_left(
+    world: World, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    between = plan_of((A, "0:3"), (C, "3:6"), epoch=2)
+
+    async def main() -> None:
+        async with ring_of_three(world) as (places, undisturbed):
+            rows.clear()
+            ingress, entry = Ingress(), places[0]
+            with monkeypatch.context() as patch:
+                patch.setattr(entry, "rooms", lambda _: None)
+                await ingress.ask(entry, lambda: entry.runtime.follow(between))
+                await until(lambda: entry.told[-1][0])
+            entry.runtime.follow(plan_of((A, "0:6"), epoch=3))
+            await until(partial(at_work, entry))
+            await ingress.ask(entry)
+
+            assert ingress.answer == undisturbed
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in (0, 1))
+
+    run_virtual(main())
+
+
 def test_no_prompt_continues_from_an_answer_whose_tokens_were_only_claimed(world: World) -> None:
     plan = TAKEOVERS["the one behind, for the entry"][0]
 
