@@ -280,9 +280,6 @@ class EntryNode:
         self._sessions[session] = generation
         if start.base and start.cache is None:
             self._samples.submit_brief(session, generation.copy_base)
-        if order.resume and start.base:  # another loss may come before the next token
-            again = generation.resumable(start.base.chunks, start.base.length)
-            generation.outputs.put_nowait(again)
         self._act(session, machine.open(now, start.base))
         return generation
 
@@ -413,6 +410,7 @@ class EntryNode:
                 is_lost=self._lost is not None,
                 is_claimed=base is not None and base.is_claimed,
                 scope=generation.scope,
+                base=base.session if base and base.whole else None,
             )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:

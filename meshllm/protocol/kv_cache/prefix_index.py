@@ -99,6 +99,7 @@ class PrefixIndex:
         self.resumes = resumes
         """Whether sessions of a lost ring can go on with their caches."""
         self._items: dict[SessionId, _Item] = {}  # the latest used last
+        self._names: dict[SessionId, SessionId] = {}  # of them, by the session that they resumed
 
     @property
     def keeps(self) -> bool:
@@ -160,9 +161,22 @@ class PrefixIndex:
         del self._items[session]
         if whole:
             self.budget.drop(session)
+            self._forget_names(session)
         else:
             self._items[session] = replace(item, used=now)
         return item.capacity
+
+    def name(self, session: SessionId, base: SessionId | None) -> None:
+        """Let a session be resumed by the name of the one whose cache it took over, too.
+
+        A ring may be lost before the `Resume` has reached all ranks; the others know no other name.
+        """
+        if base is not None and session in self._items:
+            self._names[base] = session
+
+    def name_of(self, session: SessionId) -> SessionId:
+        """Return the session that is kept by this name, or as what continued it; else itself."""
+        return session if session in self._items else self._names.get(session, session)
 
     def holds(self, session: SessionId) -> bool:
         """Return whether a session is kept."""
@@ -202,8 +216,12 @@ class PrefixIndex:
         share = set(own[-(self._most // OWN_SHARE) :])
         return sorted(self._items, key=share.__contains__)
 
+    def _forget_names(self, session: SessionId) -> None:
+        self._names = {base: name for base, name in self._names.items() if name != session}
+
     def _drop(self, session: SessionId) -> None:
         del self._items[session]
+        self._forget_names(session)
         self.budget.drop(session)
 
     def _exceeds(self, size: int) -> bool:

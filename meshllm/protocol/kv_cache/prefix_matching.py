@@ -87,16 +87,17 @@ class PrefixCache(Generic[Cache]):
         None if the cache is gone or too short, or holds other tokens. A rank that was not the entry
         knows neither the tokens nor how they were computed: the hit is claimed, and ``chunks`` say.
         """
-        text, length = self._texts.get(session), len(tokens)
+        name, length = self.index.name_of(session), len(tokens)
+        text = self._texts.get(name)
         if not tokens or (text and text.tokens[:length] != array("i", tokens)):
             return None
-        capacity = self.index.take(session, length, now, whole=True)
-        if not capacity or session not in self.caches:  # as a stage, it may have had no cache yet
+        capacity = self.index.take(name, length, now, whole=True)
+        if not capacity or name not in self.caches:  # as a stage, it may have had no cache yet
             return None
         self._drop(self.index.make_room())
         held = text.chunks if text else chunks
-        hit, cache = self._hit(session, length, capacity, held, whole=True)
-        return replace(hit, is_claimed=text is None), cache
+        hit, cache = self._hit(name, length, capacity, held, whole=True)
+        return replace(hit, session=session, is_claimed=text is None), cache
 
     def resume_empty(
         self, session: SessionId, length: int, chunks: Sequence[Chunk], span: Span
@@ -106,13 +107,13 @@ class PrefixCache(Generic[Cache]):
         Its layers are computed again, like the other ones that have moved, and no others. None if
         the entry should have a cache, or none can be resumed. The cache is what was handed over.
         """
-        own = range(span.start, span.stop)
+        own, name = range(span.start, span.stop), self.index.name_of(session)
         is_new = bool(own) and self._moved.issuperset(own)
-        if not (length and is_new and self.index.resumes) or session in self._texts:
+        if not (length and is_new and self.index.resumes) or name in self._texts:
             return None
         held, lost = tuple(crop_chunks(chunks, length)), spans_of(self._moved)
-        begun = self.caches.get(session) if self.index.take(session, 0, 0.0, whole=True) else None
-        self._drop([session])
+        begun = self.caches.get(name) if self.index.take(name, 0, 0.0, whole=True) else None
+        self._drop([name])
         return PrefixHit(session, length, True, length, held, lost, is_claimed=True), begun
 
     def keep_begun(
@@ -162,11 +163,13 @@ class PrefixCache(Generic[Cache]):
         is_lost: bool = False,
         is_claimed: bool = False,
         scope: PrefixScope = OWN,
+        base: SessionId | None = None,
     ) -> None:
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
-        was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost.
+        was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost; whoever
+        has the name of the ``base`` that it took over may resume it, too.
         ``is_claimed``: the cache may hold other tokens, so that no prompt may match them. Others
         of the ``scope`` may.
         """
@@ -177,6 +180,7 @@ class PrefixCache(Generic[Cache]):
             self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks), scope)
         is_own = is_owners(scope) and not is_lost  # the other ranks got no Close that says so
         gone = self.index.put(session, len(tokens), capacity, now, is_own=is_own, is_lost=is_lost)
+        self.index.name(session, base if is_lost else None)
         self._drop(gone)
 
     def lose(self, layers: Collection[int]) -> None:
@@ -203,8 +207,9 @@ class PrefixCache(Generic[Cache]):
 
     def forget(self, session: SessionId) -> None:
         """Drop a text whose cache another rank has lost."""
-        if self.index.take(session, 0, 0.0, whole=True):
-            self._drop([session])
+        name = self.index.name_of(session)
+        if self.index.take(name, 0, 0.0, whole=True):
+            self._drop([name])
 
     def expire(self, now: float) -> None:
         """Drop the texts that were not used in a while."""

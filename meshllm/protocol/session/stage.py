@@ -150,6 +150,7 @@ class _SessionState:
     feeds_lost: bool = False  # the layer after this rank's last is lost
     has_missed: bool = False  # its cache is gone, and cannot be refilled any more
     settled: int = 0  # positions that no draft may take back
+    base: SessionId | None = None  # the session whose cache it took over
     ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
 
     def grow(self, data: Data) -> None:
@@ -366,7 +367,8 @@ class Stage:
         return None
 
     def _resume(self, resume: Resume, now: float) -> list[Action]:
-        session, base, length = resume.session, resume.base, resume.length
+        session, length = resume.session, resume.length
+        base = self._index.name_of(resume.base)
         if resume.epoch != self.epoch or session in self._closed or session in self._sessions:
             return []
         if len(self._sessions) >= self._max_sessions or length > self._context:
@@ -385,29 +387,32 @@ class Stage:
                 self.budget.release(session)
                 return [Free(each) for each in (*gone, base)]
         capacity = capacity if whole else length
-        self._sessions[session] = _SessionState(
+        self._sessions[session] = state = _SessionState(
             now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost, settled=length
         )
+        state.base = resume.base if whole else None
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
     def _lowered(self, resume: Resume) -> Resume:
         """Lower the positions that lost layers hold to those of the ones here."""
         if not resume.held or not any(map(self._span.overlaps, resume.lost)):
             return resume
-        return replace(resume, held=min(resume.held, self._held(resume.base)))
+        return replace(resume, held=min(resume.held, self._held(self._index.name_of(resume.base))))
 
     def _resume_empty(self, resume: Resume, now: float, *, feeds_lost: bool) -> list[Action]:
         """Start a session whose first positions are computed again, as all layers here are new.
 
         What another node has handed over of them is kept as fewer positions of the base.
         """
-        session, base, length = resume.session, resume.base, resume.length
+        session, length = resume.session, resume.length
+        base = self._index.name_of(resume.base)
         is_begun = self._index.take(base, 0, now, whole=True) > 0
         if not self.budget.reserve(session, length):
             return [Free(base)] if is_begun else []
-        self._sessions[session] = _SessionState(
+        self._sessions[session] = state = _SessionState(
             now, kv_len=length, capacity=length, feeds_lost=feeds_lost, settled=length
         )
+        state.base = resume.base
         begin = [Adopt(session, base, length, whole=True)] if is_begun else []
         return [*map(Free, self._index.make_room()), *begin]
 
@@ -488,6 +493,7 @@ class Stage:
         length = keep if keep <= state.kv_len else 0
         capacity = state.capacity
         gone = self._index.put(session, length, capacity, now, is_own=is_own, is_lost=is_lost)
+        self._index.name(session, state.base if is_lost else None)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:

@@ -1,5 +1,6 @@
 """After a loss only the lost layers are computed again, and the text does not change."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -18,7 +19,9 @@ from meshllm.names import NodeId
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
+from meshllm.protocol.session.messages import Resume, SessionMessage
 from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import Action, Stage
 from meshllm.request import Prefilled, Resumable, Sampling
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A, B, C, D
@@ -333,6 +336,44 @@ def test_two_losses_recompute_what_each_of_them_took(world: World, rows: Rows, n
             held = 2 * len(PROMPT) + 3 * BEFORE
             assert all(rows[layer] <= TOKENS + held + 2 * IN_FLIGHT for layer in {*range(6)} - kept)
 
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_a_loss_before_all_ranks_have_resumed_recomputes_no_more(
+    world: World, rows: Rows, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    between, after = (plan_of((A, "0:3"), (C, "3:6"), epoch=epoch) for epoch in (2, 3))
+    receive = Stage.receive
+
+    def received(stage: Stage, message: SessionMessage, now: float) -> list[Action]:
+        """Lose all messages of the ring between, the Resume perhaps not."""
+        if stage.epoch == between.epoch and not (reached and isinstance(message, Resume)):
+            return []
+        return receive(stage, message, now)
+
+    async def main() -> None:
+        async with ring_of_three(world) as (places, undisturbed):
+            rows.clear()
+            ingress, entry, left = Ingress(), places[0], (places[0], places[2])
+
+            def follow(plan: Plan) -> None:
+                for place in left:
+                    place.runtime.follow(plan)
+
+            await ingress.ask(entry, lambda: follow(between))
+            await until(partial(at_work, *left))
+            asking = asyncio.ensure_future(ingress.ask(entry))
+            await asyncio.sleep(0.5)
+            follow(after)
+            await asking
+            await until(partial(at_work, *left))
+            await ingress.ask(entry)
+
+            assert ingress.answer == undisturbed
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in (0, 1, 4, 5))
+
+    monkeypatch.setattr(Stage, "receive", received)
     run_virtual(main())
 
 

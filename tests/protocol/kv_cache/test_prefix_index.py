@@ -33,6 +33,23 @@ def test_the_most_recently_used_stays() -> None:
     assert index.take(A, 4, 4.0, whole=True)
 
 
+def test_a_session_has_the_name_of_the_one_that_it_took_over_while_it_is_kept() -> None:
+    index = shelf_of(2)
+    index.put(B, 4, 4, 0.0, is_lost=True)
+
+    index.name(B, A)
+    index.name(B, None)
+    index.name(C, A)  # not kept
+    assert [index.name_of(each) for each in (A, B, C)] == [B, B, C]
+
+    assert index.take(B, 4, 1.0, whole=True)
+    assert index.name_of(A) == A
+    index.put(B, 4, 4, 2.0, is_lost=True)
+    index.name(B, A)
+    index.clear()
+    assert index.name_of(A) == A
+
+
 def test_nothing_is_evicted_for_a_session_that_does_not_fit() -> None:
     index = shelf_of(1)
     index.put(A, 10, 10, 0.0)
