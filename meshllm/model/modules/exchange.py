@@ -13,7 +13,7 @@ from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
 from meshllm.model.modules.linear_onednn import pack
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
 from meshllm.model.modules.quant_linear import QuantLinear
-from meshllm.model.modules.quantize import quantise
+from meshllm.model.modules.quantise import quantise
 from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
 
