@@ -38,8 +38,8 @@ from meshllm.node.session.resume import (
     start_from,
 )
 from meshllm.node.session.ring_link import Neighbours
+from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
-from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting
