@@ -70,8 +70,9 @@ class GenerationRequest:
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)
     """The latest one of that ring."""
-    is_last: Callable[[int], bool]
-    """Called once per token, in order, on the compute thread: whether it ends the answer."""
+    take_token: Callable[[int], bool]
+    """Takes the next token, once each and in order, on the compute thread; returns whether it ends
+    the answer."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
     forced: tuple[int, ...] = field(default=(), kw_only=True)
     """The first tokens of the answer, whatever sampling gives; they are part of the prompt for
@@ -79,7 +80,7 @@ class GenerationRequest:
     grammar: Constraint | None = field(default=None, kw_only=True)
     """What the answer may continue with after the given tokens."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
-    """Called before ``is_last``, with the logits [V] from which the token was sampled."""
+    """Called before ``take_token``, with the logits [V] from which the token was sampled."""
     on_rows: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
     """Takes the rows [T, D] after the final norm, in order and once each, from that of the last
     token of the prompt on; nothing is sampled then."""
@@ -419,7 +420,7 @@ class Generation:
                 grammar.take([token])
             tokens.append(token)
             self._history.append(token)
-            is_last = self._order.is_last(token)
+            is_last = self._order.take_token(token)
             if is_last or token != guess:
                 break
         return tuple(tokens), is_last
