@@ -99,7 +99,7 @@ class EntryConfig:
     """Of the jobs of this rank."""
     is_handed_over: bool = False
     """Whether the ring before this one was prepared to end, so that caches may be handed over."""
-    on_repeated: Callable[[int], None] | None = None
+    on_recomputed: Callable[[int], None] | None = None
     """Called with the number of rows of an earlier ring that all layers have computed again."""
 
 
@@ -487,8 +487,8 @@ class EntryNode:
             case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
-                if (rows := generation.repeated(job)) and self._config.on_repeated:
-                    self._config.on_repeated(rows)
+                if (rows := generation.recomputed_rows(job)) and self._config.on_recomputed:
+                    self._config.on_recomputed(rows)
                 if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
                 self._act(session, generation.machine.computed(blob, loop_time()))

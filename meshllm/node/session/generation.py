@@ -232,7 +232,7 @@ class Generation:
         """Tokens of the prompt, and of the answer that were given."""
         return len(self._order.known)
 
-    def repeated(self, job: Embed) -> int:
+    def recomputed_rows(self, job: Embed) -> int:
         """Return how many rows of a job were computed before the loss of an earlier ring."""
         order, end = self._order, job.pos + len(job.tokens)
         if job.refills or not (order.given or order.resume):
