@@ -19,6 +19,7 @@ from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder
+from meshllm.node.session.continued_cache import CacheMiss, Start, start_from
 from meshllm.node.session.generation import (
     Ended,
     EntryRunners,
@@ -28,15 +29,7 @@ from meshllm.node.session.generation import (
     Picked,
     PrefetchedStep,
 )
-from meshllm.node.session.resume import (
-    CacheMiss,
-    ResumeKey,
-    Start,
-    new_key,
-    read_resumable,
-    session_of,
-    start_from,
-)
+from meshllm.node.session.resume import ResumeKey, new_key, read_resumable, session_of
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest

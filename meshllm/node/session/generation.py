@@ -19,14 +19,8 @@ from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
-from meshllm.node.session.resume import (
-    CacheMiss,
-    ResumeKey,
-    Start,
-    crop_cache,
-    refill,
-    resumable,
-)
+from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, refill
+from meshllm.node.session.resume import ResumeKey, resumable
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
 from meshllm.protocol.kv_cache.prefix_index import Chunk
