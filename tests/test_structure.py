@@ -183,12 +183,12 @@ PLANTS: dict[str, tuple[Rule, str, str]] = {
     "a module that a room keeps": (
         unlisted_imports,
         "meshllm.node.planted",
-        "from meshllm.node.session import turns",
+        "from meshllm.node.session import sample_batch",
     ),
     "a name of a module that a room keeps": (
         unlisted_imports,
         "meshllm.node.ring.planted",
-        "from meshllm.node.session.turns import Turns",
+        "from meshllm.node.session.sample_batch import SampleJob",
     ),
     "a name that a package keeps": (
         unlisted_imports,
@@ -268,7 +268,7 @@ def test_a_planted_handler_of_everything_is_found(caught: str) -> None:
 
 def test_a_room_uses_what_it_keeps() -> None:
     planted = Module(
-        ast.parse("from meshllm.node.session.turns import Turns"), "meshllm.node.session"
+        ast.parse("from meshllm.node.session.sample_batch import SampleJob"), "meshllm.node.session"
     )
 
     found = [*unlisted_imports({**modules(), "meshllm.node.session.planted": planted})]

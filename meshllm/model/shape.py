@@ -22,7 +22,7 @@ from meshllm.names import Quant, Span
 from meshllm.strict_json import build
 
 WEIGHTS = "*.safetensors"
-CHUNK = 1024  # rows of a prefill chunk, as a rule
+WORKSPACE_ROWS = 1024  # rows of a prefill chunk, as a rule
 STEP = 32  # rows of a step, as a rule
 BLOCK = 256  # rows; buffers grow by whole blocks
 SLACK = 64  # tokens kept beyond a sliding window, so that as many can be cropped
@@ -132,7 +132,7 @@ def workspace_bytes(shape: ModelShape) -> int:
     """
     row = 2 * max(shape.layer_bytes) // shape.hidden_size + 8 * shape.hidden_size
     mask = min(shape.context, MOST_ROWS) * shape.itemsize
-    return CHUNK * (row + mask) + STEP * shape.vocab_size * 4
+    return WORKSPACE_ROWS * (row + mask) + STEP * shape.vocab_size * 4
 
 
 def process_memory() -> int:

@@ -13,7 +13,7 @@ async def ask(
     ring: LocalRing, prompt: Sequence[int], tokens: int
 ) -> tuple[list[int], GenerationTimes]:
     """Generate ``tokens`` tokens; return them and the measured times."""
-    order = GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    order = GenerationRequest(tuple(prompt), Sampling(), tokens, take_token=lambda _: False)
     text: list[int] = []
     async with aclosing(ring.entry.generate(order)) as outputs:
         async for output in outputs:

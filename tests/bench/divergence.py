@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from meshllm.bench.ring_table import DIMENSIONS
-from meshllm.model.modules.quantize import quantise
+from meshllm.model.modules.quantise import quantise
 from meshllm.model.split.skeleton import quiet
 from meshllm.names import Quant
 from tests.bench.quality import KINDS, WIRE, send_quantised

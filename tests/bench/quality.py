@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshllm.model.modules.quantize import quantise
+from meshllm.model.modules.quantise import quantise
 from meshllm.model.split.skeleton import quiet
 from meshllm.model.wire.payload import from_payload, to_payload
 from meshllm.names import Quant

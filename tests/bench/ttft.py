@@ -29,7 +29,7 @@ from meshllm.bench.ring_table import DIMENSIONS, random_model
 from meshllm.model.capacity import shape_of
 from meshllm.model.files.source import Source, open_folder
 from meshllm.model.timing import measure_speed
-from meshllm.model.wire.int8 import packed_size
+from meshllm.model.wire.int8_rows import encoded_size
 from meshllm.names import Quant, WireMode
 from meshllm.node.options import InferenceConfig
 from meshllm.node.ring.local_ring import LocalRing, RingOptions, open_local_ring
@@ -127,7 +127,7 @@ async def _open(
     shape = plan_shape(shape_of(source))
     times = ring_times(ring.plan, offers, Links({}, way), shape)
     if wire is WireMode.INT8:
-        times = replace(times, row_bytes=packed_size((shape.hidden_size,)))
+        times = replace(times, row_bytes=encoded_size((shape.hidden_size,)))
     if wire is WireMode.EXACT and pays(CHUNK_ROWS * times.row_bytes, way.bytes_per_s):
         times = replace(times, row_bytes=round(PACKED * times.row_bytes))
     return Contestant(wire, ring, times)

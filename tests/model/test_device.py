@@ -258,15 +258,15 @@ def test_all_of_a_part_is_on_its_device(
 
 
 def test_only_the_cpu_has_another_layout(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[object] = []
+    replaced: list[object] = []
     monkeypatch.setattr(
-        "meshllm.model.modules.exchange.pack", lambda model, **_: packed.append(model)
+        "meshllm.model.modules.exchange.replace_linears", lambda model, **_: replaced.append(model)
     )
 
     load(source, GPU)
     load(source, CPU)
 
-    assert len(packed) == len(PARTS)
+    assert len(replaced) == len(PARTS)
 
 
 # Memory and speed

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import combinations
 
 from meshllm.node.node import MeshNode
-from meshllm.protocol.ring.handover import HandoverState
+from meshllm.protocol.ring.plan_change import PlanChangeState
 from tests.simulation.machines import Process
 from tests.simulation.mesh_world import member
 from tests.simulation.toy import LAYERS
@@ -46,8 +46,8 @@ class Checks:
             return False
         if any(world.running[each].process.is_paused for each in (one, other)):
             return False
-        handovers = [nodes[each].service.first.follower.progress for each in (one, other)]
-        if handovers == [HandoverState.PREPARING] * 2:  # the rings of both serve meanwhile
+        changes = [nodes[each].service.first.follower.progress for each in (one, other)]
+        if changes == [PlanChangeState.PREPARING] * 2:  # the rings of both serve meanwhile
             return False
         hears = [nodes[b].me in nodes[a].links.by_peer for a, b in ((one, other), (other, one))]
         return all(hears) and world.network.is_open(one, other)

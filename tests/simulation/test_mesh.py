@@ -259,7 +259,7 @@ def test_a_partition_merges_the_charter_terms_of_both_halves() -> None:
         ("meshllm.protocol.membership.gossip.Item.precedence", (0, 0, 0, 0, b"", b""), 0),
         ("meshllm.protocol.membership.sync.Replica._adopt_count", lambda *_: None, 28),
         ("meshllm.protocol.membership.link_table.SILENCE", 1e9, 3),
-        ("meshllm.protocol.membership.redial.DialSchedule.want", lambda *_: None, 129),
+        ("meshllm.protocol.membership.dial_schedule.DialSchedule.want", lambda *_: None, 129),
         (
             "meshllm.protocol.membership.charter.in_force",
             lambda at, _=None: in_force(newest(at)),

@@ -14,7 +14,7 @@ import pytest
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.weights import WeightSupply
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.ring.handover import Follow, Handover, Outlook, Prepare
+from meshllm.protocol.ring.plan_change import Follow, Outlook, PlanChange, Prepare
 from meshllm.request import Piece, Request, Sampling
 from tests.simulation import toy
 from tests.simulation.machines import Machines, Process, process_here
@@ -241,15 +241,15 @@ def test_answers_go_on_while_the_layers_of_a_leaving_node_are_fetched() -> None:
 
 def test_answers_pause_if_the_next_ring_is_not_prepared() -> None:
     """A mutant: this test of the simulation can fail."""
-    with patch.object(Handover, "look", follow_at_once):
+    with patch.object(PlanChange, "look", follow_at_once):
         assert moved(leave).took_s >= LOAD_S
 
 
-LOOK = Handover.look
+LOOK = PlanChange.look
 
 
-def follow_at_once(handover: Handover, outlook: Outlook, now: float) -> list[Prepare | Follow]:
-    return LOOK(handover, replace(outlook, is_whole=False), now)
+def follow_at_once(change: PlanChange, outlook: Outlook, now: float) -> list[Prepare | Follow]:
+    return LOOK(change, replace(outlook, is_whole=False), now)
 
 
 def test_a_misplaced_or_repeated_layer_changes_the_text() -> None:

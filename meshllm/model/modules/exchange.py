@@ -10,10 +10,10 @@ from torch import nn
 from meshllm.model.device import CPU
 from meshllm.model.modules import int8
 from meshllm.model.modules.linear_bf16 import MOST_ROWS, CompiledLinear
-from meshllm.model.modules.linear_onednn import pack
+from meshllm.model.modules.linear_onednn import replace_linears
 from meshllm.model.modules.linear_padded import find_min_rows, pad_linears, unpad_linears
 from meshllm.model.modules.quant_linear import QuantLinear
-from meshllm.model.modules.quantize import quantise
+from meshllm.model.modules.quantise import quantise
 from meshllm.model.modules.rms_norm import fuse_rms_norms, unfuse_rms_norms
 from meshllm.names import Quant
 
@@ -52,7 +52,7 @@ def exchange_modules(  # noqa: PLR0913 -- keyword options
         quantise(model, quant, skip=skip, digests=digests, cache=cache, mapped=mapped)
         fuse_rms_norms(model)
     elif mapped:
-        pack(model, skip=skip, exact=exact)
+        replace_linears(model, skip=skip, exact=exact)
     return ""
 
 

@@ -54,7 +54,7 @@ class PackedLinear(nn.Linear):
 
 
 @torch.inference_mode()
-def pack(model: nn.Module, skip: Collection[str] = (), *, exact: bool = False) -> None:
+def replace_linears(model: nn.Module, skip: Collection[str] = (), *, exact: bool = False) -> None:
     """Replace the linear modules whose packed copies are faster; none in or under ``skip``.
 
     Unless steps are to be ``exact``, those that have a compiled form are left to it.

@@ -1,7 +1,7 @@
 """Encodes tensors as bytes and decodes them.
 
 The codes are those of the wire: 1 float32, 2 bfloat16, 3 float16, in C order, little endian; 4, 5,
-6 the same types as int8, see `meshllm.model.wire.int8`; and 7, 8, 9 the same types compressed
+6 the same types as int8, see `meshllm.model.wire.int8_rows`; and 7, 8, 9 the same types compressed
 without loss, see `meshllm.model.wire.lossless`.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.model.wire.int8 import pack, packed_size, unpack
+from meshllm.model.wire.int8_rows import decode_rows, encode_rows, encoded_size
 from meshllm.model.wire.lossless import deflate, inflate
 
 _CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -54,7 +54,7 @@ def to_payload(
         )
     own = hidden.detach().cpu()
     if int8:
-        code, own = code + _INT8, pack(own)
+        code, own = code + _INT8, encode_rows(own)
     data: Any = own.contiguous().view(-1).view(torch.uint8).numpy()
     payload = memoryview(data)
     if packed and not int8 and (fewer := deflate(payload, hidden.itemsize)) is not None:
@@ -82,7 +82,7 @@ def from_payload(
     elif memoryview(payload).readonly:
         payload = bytearray(payload)
     if encoding == _INT8:
-        return unpack(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
+        return decode_rows(torch.frombuffer(payload, dtype=torch.uint8), shape, dtype)
     flat = torch.frombuffer(payload, dtype=dtype)
     if flat.data_ptr() % dtype.itemsize:
         flat = torch.frombuffer(bytearray(payload), dtype=dtype)
@@ -91,5 +91,5 @@ def from_payload(
 
 def _sizes(shape: tuple[int, ...], dtype: torch.dtype, encoding: int) -> range:
     count = prod(shape)
-    size = packed_size(shape) if encoding == _INT8 else count * dtype.itemsize
+    size = encoded_size(shape) if encoding == _INT8 else count * dtype.itemsize
     return range(size - count + 1, size) if encoding == _LOSSLESS else range(size, size + 1)

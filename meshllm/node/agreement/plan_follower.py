@@ -1,4 +1,4 @@
-"""Follows what is agreed on for one ring, once it has settled; see `Handover`."""
+"""Follows what is agreed on for one ring, once it has settled; see `PlanChange`."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from meshllm.node.agreement.own_state import OwnState
 from meshllm.node.agreement.planner import Planner
 from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
-from meshllm.protocol.ring.handover import Follow, Handover, HandoverState, Prepare
+from meshllm.protocol.ring.plan_change import Follow, PlanChange, PlanChangeState, Prepare
 
 SETTLE_S = 0.5  # s; a heartbeat: in that time both ends report that a link is up or lost
 LOST_S = 0.1  # s; all links of a node are lost, and an answer waits: it may dial again meanwhile
@@ -16,7 +16,7 @@ END_S = 10.0  # s that a ring serves its sessions after the mesh has stopped to 
 
 
 class PlanFollower:
-    """Drives the `Handover` of a node in one ring."""
+    """Drives the `PlanChange` of a node in one ring."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class PlanFollower:
         self._planner = planner
         self._has_sessions = has_sessions
         self._call_later = call_later
-        self._handover = Handover()
+        self._change = PlanChange()
         self._due: float | None = None  # when a timer for it fires
 
     @property
-    def progress(self) -> HandoverState:
+    def progress(self) -> PlanChangeState:
         """The progress towards the plan that was agreed on."""
-        return self._handover.state
+        return self._change.state
 
     def reset(self) -> None:
         """Begin again, in another ring or with another runtime."""
-        self._handover.reset()
+        self._change.reset()
 
     def look(self) -> None:
         """Follow the plan that was agreed on, or prepare for it."""
@@ -50,14 +50,14 @@ class PlanFollower:
         if (runtime := self._member.runtime) is None:
             return
         outlook = self._member.outlook(agreement.plan if agreement else None, self._settle_s())
-        for action in self._handover.look(outlook, now):
+        for action in self._change.look(outlook, now):
             match action:
                 case Prepare(plan):
                     runtime.prepare(plan, is_urgent=True)
                 case Follow(plan):
                     runtime.follow(plan)
                     self._state.publish()
-        due = self._handover.deadline
+        due = self._change.deadline
         if due is not None and due != self._due:
             self._due = due
             self._call_later(due - now, self._look_due, due)

@@ -36,8 +36,8 @@ from meshllm.protocol.membership.records import RingMembership
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
-from meshllm.protocol.ring.handover import Outlook
 from meshllm.protocol.ring.interruption import RecomputedRows
+from meshllm.protocol.ring.plan_change import Outlook
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.ring.model_runtime import ModelRuntime

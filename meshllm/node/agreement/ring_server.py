@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 Whenever the records of the mesh change, the agreement is computed again off the event loop. Once it
-has been stable for a while, the ring runtime prepares for its plan, and follows it, see `Handover`.
-A model that is not here is fetched from other nodes.
+has been stable for a while, the ring runtime prepares for its plan, and follows it, see
+`PlanChange`. A model that is not here is fetched from other nodes.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from meshllm.protocol.agreement.division import ring_of
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.ring.handover import HandoverState
+from meshllm.protocol.ring.plan_change import PlanChangeState
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.preparation import Preparation
@@ -274,7 +274,7 @@ class RingServer:
         runtime = self.member.runtime
         # Else no memory is free for it.
         is_free = not (self.is_further or self.offer.shared_bytes)
-        if runtime and is_free and self.follower.progress is not HandoverState.PREPARING:
+        if runtime and is_free and self.follower.progress is not PlanChangeState.PREPARING:
             runtime.prepare(plan)
 
     async def _watch_ring(self) -> None:

@@ -152,7 +152,7 @@ class Batcher(Generic[Job]):
             self._run_batch(loop, batch)
         elif alone:
             results = [attempt(alone.function)] * len(alone.callbacks)
-            report = self._report if alone.is_brief else self._report_chunk
+            report = self._report if alone.is_brief else self._report_results
             loop.call_soon_threadsafe(report, alone.callbacks, results)
 
     def _next(self) -> tuple[Sequence[_BatchedJob[Job]], _LoneJob | None]:
@@ -205,7 +205,8 @@ class Batcher(Generic[Job]):
 
     # On the event loop.
 
-    def _report_chunk(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
+    def _report_results(self, callbacks: Sequence[Callback], results: Sequence[Any]) -> None:
+        """Report what a job that is not brief gave, then add the turns that waited for that."""
         self._report(callbacks, results)
         with self._lock:
             held, self._held, self._is_reporting = self._held, 0, False

@@ -20,7 +20,7 @@ from meshllm.node.session.entry import EntryNode
 from meshllm.node.session.stage import StageNode
 from meshllm.protocol.planning.chunking import RankTimes, RingTimes
 from meshllm.protocol.planning.plan import Plan
-from meshllm.protocol.ring.handover import PREPARE_S
+from meshllm.protocol.ring.plan_change import PREPARE_S
 from meshllm.protocol.session.messages import KvOffer
 from meshllm.protocol.session.stage import MAX_REFILL_ROWS
 from meshllm.transport.contract import Link

@@ -165,7 +165,7 @@ class LocalRing:
         self, prompt: Sequence[int], sampling: Sampling, max_tokens: int
     ) -> AsyncGenerator[int, None]:
         """Yield ``max_tokens`` token ids after a prompt of token ids; end tokens do not end it."""
-        order = GenerationRequest(tuple(prompt), sampling, max_tokens, is_last=lambda _: False)
+        order = GenerationRequest(tuple(prompt), sampling, max_tokens, take_token=lambda _: False)
         async with aclosing(self.entry.generate(order)) as outputs:
             async for output in outputs:
                 if isinstance(output, Token):

@@ -439,7 +439,7 @@ class RingRuntime:
                 max_chunk=model.max_rows,
                 limits=self._held.limits,
                 is_handed_over=self._held.is_handed_over,
-                on_repeated=partial(self._held.note_recomputed, plan.layers),
+                on_recomputed=partial(self._held.note_recomputed, plan.layers),
             )
             return EntryNode(span.entry, config, model.worker, neighbours)
         assert span.runner is not None and neighbours is not None  # noqa: PT018 -- not the entry

@@ -85,7 +85,7 @@ async def embed(
         wanted[:known],
         Sampling(),
         max_tokens=len(wanted) - known + 1,
-        is_last=bool,
+        take_token=bool,
         forced=wanted[known:],
         on_rows=pool.take,
         asker=scope[0],

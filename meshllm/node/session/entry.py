@@ -19,6 +19,7 @@ from meshllm.node.compute.batcher import Batcher
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder
+from meshllm.node.session.continued_cache import CacheMiss, Start, start_from
 from meshllm.node.session.generation import (
     Ended,
     EntryRunners,
@@ -28,18 +29,10 @@ from meshllm.node.session.generation import (
     Picked,
     PrefetchedStep,
 )
-from meshllm.node.session.resume import (
-    CacheMiss,
-    ResumeKey,
-    Start,
-    new_key,
-    read_resumable,
-    session_of,
-    start_from,
-)
+from meshllm.node.session.resume import ResumeKey, new_key, read_resumable, session_of
 from meshllm.node.session.ring_link import Neighbours
+from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
-from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.wire import fault_code
 from meshllm.node.timer import DeadlineTimer, loop_time
 from meshllm.protocol.drafting.drafter import Drafting
@@ -99,7 +92,7 @@ class EntryConfig:
     """Of the jobs of this rank."""
     is_handed_over: bool = False
     """Whether the ring before this one was prepared to end, so that caches may be handed over."""
-    on_repeated: Callable[[int], None] | None = None
+    on_recomputed: Callable[[int], None] | None = None
     """Called with the number of rows of an earlier ring that all layers have computed again."""
 
 
@@ -485,8 +478,8 @@ class EntryNode:
             case Exception():  # the supervisor: a bug ends its session only
                 self._fail(session, generation, result)
             case blob:
-                if (rows := generation.repeated(job)) and self._config.on_repeated:
-                    self._config.on_repeated(rows)
+                if (rows := generation.recomputed_rows(job)) and self._config.on_recomputed:
+                    self._config.on_recomputed(rows)
                 if job.pos >= generation.known_tokens:
                     generation.gauge.computed(watch.spent)
                 self._act(session, generation.machine.computed(blob, loop_time()))

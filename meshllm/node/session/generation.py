@@ -19,14 +19,8 @@ from meshllm.names import NodeId
 from meshllm.node.compute.gauge import Gauge, GenerationTimes
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.activation_codec import SessionEncoder
-from meshllm.node.session.resume import (
-    CacheMiss,
-    ResumeKey,
-    Start,
-    crop_cache,
-    refill,
-    resumable,
-)
+from meshllm.node.session.continued_cache import CacheMiss, Start, crop_cache, refill
+from meshllm.node.session.resume import ResumeKey, resumable
 from meshllm.node.session.split_head import LogitsRequest
 from meshllm.node.session.wire import error_of, opened_rows
 from meshllm.protocol.kv_cache.prefix_index import Chunk
@@ -70,8 +64,9 @@ class GenerationRequest:
     """Tokens of the answer that an earlier ring sampled; they are prefilled with the prompt."""
     resume: Resumable | None = field(default=None, kw_only=True)
     """The latest one of that ring."""
-    is_last: Callable[[int], bool]
-    """Called once per token, in order, on the compute thread: whether it ends the answer."""
+    take_token: Callable[[int], bool]
+    """Takes the next token, once each and in order, on the compute thread; returns whether it ends
+    the answer."""
     logit_bias: tuple[tuple[int, float], ...] = field(default=(), kw_only=True)
     forced: tuple[int, ...] = field(default=(), kw_only=True)
     """The first tokens of the answer, whatever sampling gives; they are part of the prompt for
@@ -79,7 +74,7 @@ class GenerationRequest:
     grammar: Constraint | None = field(default=None, kw_only=True)
     """What the answer may continue with after the given tokens."""
     on_logits: Callable[[Tensor, int], None] | None = field(default=None, kw_only=True)
-    """Called before ``is_last``, with the logits [V] from which the token was sampled."""
+    """Called before ``take_token``, with the logits [V] from which the token was sampled."""
     on_rows: Callable[[Tensor], None] | None = field(default=None, kw_only=True)
     """Takes the rows [T, D] after the final norm, in order and once each, from that of the last
     token of the prompt on; nothing is sampled then."""
@@ -231,7 +226,7 @@ class Generation:
         """Tokens of the prompt, and of the answer that were given."""
         return len(self._order.known)
 
-    def repeated(self, job: Embed) -> int:
+    def recomputed_rows(self, job: Embed) -> int:
         """Return how many rows of a job were computed before the loss of an earlier ring."""
         order, end = self._order, job.pos + len(job.tokens)
         if job.refills or not (order.given or order.resume):
@@ -419,7 +414,7 @@ class Generation:
                 grammar.take([token])
             tokens.append(token)
             self._history.append(token)
-            is_last = self._order.is_last(token)
+            is_last = self._order.take_token(token)
             if is_last or token != guess:
                 break
         return tuple(tokens), is_last

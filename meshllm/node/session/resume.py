@@ -1,18 +1,13 @@
-"""KV caches that a session continues from: taken over, copied or new."""
+"""Keys of sessions, and what an ingress is told to resume one."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from os import urandom
 from typing import NewType
 
 from blake3 import blake3
-from torch import Tensor
 
-from meshllm.errors import ModelError
-from meshllm.model.split.session_cache import SessionCache
-from meshllm.model.steps.runner import SpanRunner
 from meshllm.names import SESSION_ID_BYTES, SessionId
-from meshllm.protocol.kv_cache.prefix_index import Chunk, PrefixHit, add_chunk, crop_chunks
+from meshllm.protocol.kv_cache.prefix_index import Chunk, add_chunk, crop_chunks
 from meshllm.request import Resumable
 from meshllm.strict_json import WrongField
 
@@ -21,58 +16,6 @@ ResumeKey = NewType("ResumeKey", bytes)
 none of them can ask for what another one's session would say next."""
 
 _KEY_BYTES = 16
-
-
-class CacheMiss(Exception):
-    """A cache lacks the positions that a job continues from."""
-
-
-def crop_cache(cache: SessionCache, length: int) -> None:
-    """Crop a cache; raise `CacheMiss` if it is shorter, or cannot be cropped that far."""
-    try:
-        cache.crop(length)
-    except ModelError as error:
-        raise CacheMiss(str(error)) from None
-
-
-def refill(
-    layers: SpanRunner,
-    x: Tensor | None,
-    cache: SessionCache,
-    places: range,
-    *,
-    is_step: bool,
-    is_sent: bool,
-) -> Tensor | None:
-    """Run rows only in the layers that lack them; raise `CacheMiss` if their input is unknown.
-
-    See `SpanRunner.refill`.
-    """
-    try:
-        return layers.refill(x, cache, places, is_step=is_step, is_sent=is_sent)
-    except ModelError as error:
-        raise CacheMiss(str(error)) from None
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The cache that a generation begins with."""
-
-    base: PrefixHit | None
-    cache: SessionCache | None
-    """Taken over from the base; it may hold more."""
-    make: Callable[[], SessionCache]
-    """Called on the compute thread if none is taken over."""
-
-
-def start_from(
-    found: tuple[PrefixHit, SessionCache] | None, new_cache: Callable[[], SessionCache]
-) -> Start:
-    """Begin with a prefix cache hit, or with an empty cache."""
-    if found is None:
-        return Start(None, None, new_cache)
-    base, cache = found
-    return Start(base, cache if base.whole else None, lambda: cache.branch(base.length))
 
 
 def new_key() -> ResumeKey:

@@ -20,7 +20,7 @@ from meshllm.node.compute.batcher import Batcher, attempt, map_valid
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.compute.worker import Worker
 from meshllm.node.session.activation_codec import ActivationEncoder, SessionEncoder
-from meshllm.node.session.resume import CacheMiss, crop_cache, refill
+from meshllm.node.session.continued_cache import CacheMiss, crop_cache, refill
 from meshllm.node.session.ring_link import Neighbours
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
 from meshllm.node.timer import DeadlineTimer, loop_time

@@ -282,7 +282,7 @@ class _Transcript:
         top = tuple(self._told(*each) for each in likeliest)
         self._scored.append(TokenLogprobs(self._told(token, own), top))
 
-    def is_last(self, token: int) -> bool:
+    def take_token(self, token: int) -> bool:
         """Take a token; return whether it ends the answer."""
         if self.forced:
             self.forced -= 1
@@ -321,7 +321,7 @@ def _order(request: Request, prompt: tuple[int, ...], transcript: _Transcript) -
         prompt,
         request.sampling,
         len(forced) + request.max_tokens,
-        transcript.is_last,
+        transcript.take_token,
         given=given,
         forced=forced,
         resume=request.resume,

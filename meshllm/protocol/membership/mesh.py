@@ -19,9 +19,10 @@ host refuses the beat, which ends a link over UDP too. If an item of our own ret
 count than we remember, an earlier run of this node signed it; we sign another one above it.
 
 `link_table` decides which of two links to a peer is kept, `record_store` which items are accepted,
-`redial` when to dial. Clients have links but take no part in the gossip, but that each node sends
-them all removals: a client refuses removed members, and knows of its own removal. It is also told a
-few other nodes (`fallbacks`), of which it believes only where they may be: they prove who they are.
+`dial_schedule` when to dial. Clients have links but take no part in the gossip, but that each node
+sends them all removals: a client refuses removed members, and knows of its own removal. It is also
+told a few other nodes (`fallbacks`), of which it believes only where they may be: they prove who
+they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,11 +54,11 @@ from meshllm.protocol.membership.codec import (
     Want,
     batches,
 )
+from meshllm.protocol.membership.dial_schedule import DialSchedule
 from meshllm.protocol.membership.gossip import WHOLE_MESH, Item, Kind, Slot, compare, summarise
 from meshllm.protocol.membership.link_table import BEAT, Contact, LinkTable, republish_delay
 from meshllm.protocol.membership.record_store import Record, expires_at_s
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, Profile, StateRecord
-from meshllm.protocol.membership.redial import DialSchedule
 from meshllm.protocol.membership.sync import Replica
 from meshllm.protocol.trust.credential import NO_LIMITS, Credential, Removal, Role
 from meshllm.protocol.trust.fallbacks import Fallback, fallbacks_for

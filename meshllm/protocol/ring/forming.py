@@ -45,7 +45,7 @@ from meshllm.protocol.session.messages import Hello
 
 ARRIVE_S = 2 * SILENCE  # s; the previous rank has loaded too, and dials with retries
 LINK_S = 30.0  # s; several attempts at each end, however they overlap
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 2.0  # s; backoff between two attempts
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0  # s; between two attempts
 MAX_ARRIVALS = 64  # waiting links; honest nodes have one for each plan that is to come
 MAX_HISTORY = 16  # states; those of two losses
 
@@ -148,7 +148,7 @@ class Forming:
         self._arrivals: dict[NodeId, _Arrival] = {}
         self._dialled: int | None = None
         self._job_links: list[int] = []  # links of a Begin whose job may not have started
-        self._pause = FIRST_PAUSE_S / 2  # doubled before each backoff
+        self._backoff_s = FIRST_BACKOFF_S / 2  # doubled before each
         self._since = 0.0  # when the state was entered
         self.history = deque[tuple[FormingState, float]](maxlen=MAX_HISTORY)
         """The latest states and when they were entered, oldest first."""
@@ -157,7 +157,7 @@ class Forming:
         """Put another plan in force."""
         if plan == self.plan:
             return []
-        self.plan, self._is_formed, self._pause = plan, False, FIRST_PAUSE_S / 2
+        self.plan, self._is_formed, self._backoff_s = plan, False, FIRST_BACKOFF_S / 2
         self._missing = None
         self._latest = plan.epoch if plan else self._latest
         oldest = plan.epoch if plan else self._latest + 1
@@ -251,7 +251,7 @@ class Forming:
         self._job_links, self._closed_since = [], now
         if now - self._since <= SILENCE:
             return self._back_off(reason, now)
-        self._pause = FIRST_PAUSE_S / 2
+        self._backoff_s = FIRST_BACKOFF_S / 2
         self._enter(FormingState.WAITING, now)
         return [AttemptEnded(reason), *self._close_links(), *self._attempt(now)]
 
@@ -267,7 +267,7 @@ class Forming:
             case FormingState.HALF:
                 return self._since + ARRIVE_S
             case FormingState.BACKOFF:
-                return self._since + self._pause
+                return self._since + self._backoff_s
             case _:
                 return None
 
@@ -314,7 +314,7 @@ class Forming:
         return self.plan.stages[(rank + distance) % len(self.plan.stages)].node
 
     def _back_off(self, reason: str, now: float) -> list[Action]:
-        self._pause = min(self._pause * 2, LAST_PAUSE_S)
+        self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         self._enter(FormingState.BACKOFF, now)
         return [AttemptEnded(reason), *self._close_links()]
 

@@ -152,7 +152,7 @@ class Entry:
         return self._task.ring == 1
 
     @property
-    def replayed(self) -> range:
+    def given_steps(self) -> range:
         """Positions of decode steps of an earlier ring, which are computed as such again."""
         prompt = len(self._task.prompt)
         return range(prompt - self._task.given, prompt)
@@ -342,7 +342,7 @@ class Entry:
         is_step = pos >= max(known - 1, len(self._task.prompt))
         guesses = self._steps[0] if is_step and self._steps else ()
         tokens = (*self._tokens[pos : pos + self._rows_from(pos)], *guesses)
-        room = self._room(is_step=is_step or pos in self.replayed)
+        room = self._room(is_step=is_step or pos in self.given_steps)
         if self._job or not tokens or len(self._flight) >= room:
             return []
         if guesses:
@@ -351,7 +351,7 @@ class Entry:
         self.capacity = max(self.capacity, self._injected)
         guessed = len(tokens) - 1 if is_step else 0
         is_known = pos < len(self._task.prompt) or len(tokens) > 1 + guessed
-        is_step = not is_known or pos in self.replayed
+        is_step = not is_known or pos in self.given_steps
         self._chunks = add_chunk(self._chunks, pos, self._injected, is_step=is_step)
         self._job = Embed(self._gen, pos, tokens, guessed, is_step)
         return [self._job]
@@ -385,10 +385,12 @@ class Entry:
 
     def _rows_from(self, pos: int) -> int:
         """Return how many known tokens the next Embed may take."""
-        if pos in self.replayed:
+        if pos in self.given_steps:
             return max(1, min(MAX_STEP_ROWS, len(self._tokens) - 1 - pos))
-        before = self.replayed.start - pos
-        return min(self._pace.chunk, before) if self.replayed and before > 0 else self._pace.chunk
+        before = self.given_steps.start - pos
+        if self.given_steps and before > 0:
+            return min(self._pace.chunk, before)
+        return self._pace.chunk
 
     def _keep_flight(self, flying: tuple[int, ...] | None) -> list[Action]:
         """Keep the steps in flight if they may be right; else inject from the last token on."""

@@ -14,7 +14,7 @@ class Pace:
     """Pacing of one generation on a ring."""
 
     chunk: int = 256
-    """Rows of a prefill chunk; 128 to 256 is best on CPUs."""
+    """Rows of a prefill chunk."""
     window: int = 4
     """Chunks in flight: one per stage keeps a ring of 4 busy."""
     patience_s: float = MOST_PATIENCE_S

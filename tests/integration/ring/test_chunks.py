@@ -22,7 +22,7 @@ from meshllm.testing.models import tiny_model
 
 
 def order(prompt: list[int], tokens: int) -> GenerationRequest:
-    return GenerationRequest(tuple(prompt), Sampling(), tokens, is_last=lambda _: False)
+    return GenerationRequest(tuple(prompt), Sampling(), tokens, take_token=lambda _: False)
 
 
 async def answer(ring: LocalRing, asked: GenerationRequest) -> list[int]:

@@ -65,7 +65,7 @@ async def answers(source: Source, options: RingOptions, shape: Shape = NEAR) -> 
     found = []
     async with open_local_ring(source, options, LoopbackTransport(shape)) as ring:
         for sampling in (GREEDY, SAMPLED, GREEDY):
-            order = GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+            order = GenerationRequest(PROMPT, sampling, TOKENS, take_token=lambda _: False)
             outputs = [output async for output in ring.entry.generate(order)]
             ended = outputs[-1]
             assert isinstance(ended, Ended)
@@ -117,7 +117,7 @@ def test_nobody_is_drafted_the_answers_of_others(source: Source) -> None:
         async with open_local_ring(source, options, LoopbackTransport(FAR)) as ring:
             for scope in scopes:
                 order = GenerationRequest(
-                    PROMPT, SAMPLED, TOKENS, is_last=lambda _: False, scope=scope
+                    PROMPT, SAMPLED, TOKENS, take_token=lambda _: False, scope=scope
                 )
                 *_, ended = [output async for output in ring.entry.generate(order)]
                 assert isinstance(ended, Ended)

@@ -57,7 +57,7 @@ async def ask(
         tuple(prompt),
         Sampling(),
         tokens,
-        is_last=lambda _: False,
+        take_token=lambda _: False,
         resume=resume,
         asker=scope[0],
         scope=scope[1],
@@ -198,7 +198,7 @@ async def test_a_cache_miss_on_one_rank_does_not_change_the_text(llama: Path) ->
 async def test_a_cancelled_answer_can_be_continued(llama: Path) -> None:
     async with ring_of(llama, 3) as ring:
         outputs = ring.entry.generate(
-            GenerationRequest(PROMPT, Sampling(), 50, is_last=lambda _: False)
+            GenerationRequest(PROMPT, Sampling(), 50, take_token=lambda _: False)
         )
         seen = [each.id async for each in _first(outputs, 3)]
         await outputs.aclose()
@@ -298,12 +298,12 @@ async def test_a_stop_during_the_next_step_does_not_corrupt_the_cache(
         for _ in range(2):
             seen: list[int] = []
 
-            def is_last(token: int, seen: list[int] = seen) -> bool:
+            def take_token(token: int, seen: list[int] = seen) -> bool:
                 seen.append(token)
                 return len(seen) == 3
 
             async for _output in ring.entry.generate(
-                GenerationRequest(tuple(text), Sampling(), 50, is_last)
+                GenerationRequest(tuple(text), Sampling(), 50, take_token)
             ):
                 pass
             text += [*seen, *MORE]
@@ -323,7 +323,7 @@ async def test_a_cancel_before_the_first_row_keeps_the_loop_free(
             return branch(cache, length)
 
         monkeypatch.setattr(SpanCache, "branch", watched)
-        order = GenerationRequest((*PROMPT[:20], *MORE), Sampling(), 5, is_last=lambda _: False)
+        order = GenerationRequest((*PROMPT[:20], *MORE), Sampling(), 5, take_token=lambda _: False)
         key = ResumeKey(b"c" * 16)
         task = ring.entry._task(session_of(key), order)
         generation = ring.entry._open(task, order, key, 0.0)

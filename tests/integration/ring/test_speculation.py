@@ -74,7 +74,7 @@ async def told(ring: LocalRing, order: GenerationRequest) -> tuple[list[int], En
 
 
 def ordered(sampling: Sampling) -> GenerationRequest:
-    return GenerationRequest(PROMPT, sampling, TOKENS, is_last=lambda _: False)
+    return GenerationRequest(PROMPT, sampling, TOKENS, take_token=lambda _: False)
 
 
 async def answer(
@@ -188,13 +188,13 @@ def test_an_answer_ends_where_it_does_without_drafts(bfloat16: Source, nodes: in
     places = (0, 1, 7, 20)
     seen: dict[int, list[int]] = {place: [] for place in places}
 
-    def is_last(place: int, token: int) -> bool:
+    def take_token(place: int, token: int) -> bool:
         seen[place].append(token)
         return len(seen[place]) > place
 
     async def all_answers() -> list[tuple[list[int], Ended]]:
         async with opened(bfloat16, Oracle((*PROMPT, *text), 1.0), nodes) as ring:
-            ends = [partial(is_last, place) for place in places]
+            ends = [partial(take_token, place) for place in places]
             orders = [GenerationRequest(PROMPT, SAMPLINGS[0], TOKENS, each) for each in ends]
             return [await told(ring, order) for order in orders]
 

@@ -117,9 +117,9 @@ def is_over(count: Iterator[int], _: int) -> bool:
 def ordered(
     sampling: Sampling = GREEDY,
     prompt: Sequence[int] = PROMPT,
-    is_last: Callable[[int], bool] = lambda _: False,
+    take_token: Callable[[int], bool] = lambda _: False,
 ) -> GenerationRequest:
-    return GenerationRequest(tuple(prompt), sampling, TOKENS, is_last)
+    return GenerationRequest(tuple(prompt), sampling, TOKENS, take_token)
 
 
 async def answers(
@@ -183,7 +183,7 @@ def test_a_session_continues_after_steps_in_flight(source: Source, texts: list[l
     text = texts[0]
     for place in (20, 33):
         count = iter(range(place))
-        ends = ordered(is_last=partial(is_over, count))
+        ends = ordered(take_token=partial(is_over, count))
         first, second = run_virtual(
             answers(
                 source,

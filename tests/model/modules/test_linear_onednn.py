@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshllm.model.modules import linear_onednn as module
-from meshllm.model.modules.linear_onednn import PackedLinear, pack, same_bits
+from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears, same_bits
 from meshllm.model.modules.probe import probe_matrix
 from meshllm.model.steps.load import load_shard
 from meshllm.names import Span
@@ -94,7 +94,7 @@ def test_a_faster_copy_replaces_the_module_and_keeps_its_weights() -> None:
     model = nn.Sequential(linear(), nn.ReLU(), linear(bias=True))
     names = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
 
-    pack(model)
+    replace_linears(model)
 
     assert [type(part) for part in model] == [PackedLinear, nn.ReLU, PackedLinear]
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == names
@@ -104,7 +104,7 @@ def test_a_faster_copy_replaces_the_module_and_keeps_its_weights() -> None:
 def test_skipped_modules_are_not_replaced() -> None:
     model = nn.ModuleDict({"head": linear(), "header": linear(), "ends": nn.Sequential(linear())})
 
-    pack(model, skip={"head", "ends"})
+    replace_linears(model, skip={"head", "ends"})
 
     assert type(model["head"]) is nn.Linear
     assert type(model["header"]) is PackedLinear
@@ -116,7 +116,7 @@ def test_a_module_with_a_hook_is_not_replaced() -> None:
     model = nn.Sequential(linear())
     model[0].register_forward_hook(lambda *_: None)
 
-    pack(model)
+    replace_linears(model)
 
     assert type(model[0]) is nn.Linear
 
@@ -128,7 +128,7 @@ def test_small_float32_and_meta_matrices_are_not_replaced(
     monkeypatch.setattr(module, "_gains", lambda _: True)
     model = nn.Sequential(other)
 
-    pack(model)
+    replace_linears(model)
 
     assert model[0] is other
 
@@ -141,7 +141,7 @@ def test_other_bits_or_no_speedup_leave_the_plain_module(
     monkeypatch.setattr(module, reason, lambda *_: False)
     model = nn.Sequential(linear())
 
-    pack(model)
+    replace_linears(model)
 
     assert type(model[0]) is nn.Linear
 
@@ -157,7 +157,7 @@ def test_a_matrix_too_large_for_a_probe_is_tried_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "PackedLinear", refuse)
     plain = linear()
 
-    pack(nn.Sequential(plain))
+    replace_linears(nn.Sequential(plain))
 
     assert tried == [plain]
 
@@ -171,7 +171,7 @@ def test_a_cpu_without_the_kernel_keeps_the_plain_module(
     monkeypatch.setattr(module, "PackedLinear", refuse)
     model = nn.Sequential(linear())
 
-    pack(model)
+    replace_linears(model)
 
     assert type(model[0]) is nn.Linear
 

@@ -12,7 +12,7 @@ from meshllm.model.modules import linear_bf16
 from meshllm.model.modules import linear_padded as module
 from meshllm.model.modules.kernel_choice import LinearKernel
 from meshllm.model.modules.linear_bf16 import CompiledLinear
-from meshllm.model.modules.linear_onednn import PackedLinear, pack
+from meshllm.model.modules.linear_onednn import PackedLinear, replace_linears
 from meshllm.model.modules.linear_padded import (
     PaddedLinear,
     find_min_rows,
@@ -104,7 +104,7 @@ def test_a_packed_copy_needs_the_minimum_of_its_matrix(
     monkeypatch.setattr(linear_bf16, "choose_kernel", lambda _: LinearKernel.TORCH)
     model = model_of(2048, 512, dtype)
     floors = find_min_rows(model, dtype, COUNTS)
-    pack(model)
+    replace_linears(model)
     if floors is None or not isinstance(model.get_submodule("0"), PackedLinear):
         pytest.skip("no such copy, or no such kernel, on this CPU")
     pad_linears(model, floors)

@@ -17,7 +17,7 @@ from meshllm.node.agreement.plan_follower import (
     PlanFollower,
 )
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
-from meshllm.protocol.ring.handover import HandoverState, Outlook
+from meshllm.protocol.ring.plan_change import Outlook, PlanChangeState
 from tests.builders.offers import A
 
 PLANS = [Plan(epoch, "toy", Ends.ENTRY, (PlanStage(A, Span(0, 4)),)) for epoch in range(1, 4)]
@@ -68,7 +68,7 @@ class SettlingNode:
 def test_a_timer_that_fires_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
     node = SettlingNode(monkeypatch)
     node.agree(PLANS[0])
-    assert node.follower.progress is HandoverState.SETTLING
+    assert node.follower.progress is PlanChangeState.SETTLING
 
     node.fire(100.0 + SETTLE_S - 1e-9)
     assert node.followed == []

@@ -9,7 +9,7 @@ from meshllm.errors import ModelError
 from meshllm.names import LossCause, NodeId, short
 from meshllm.protocol.membership.records import Lifecycle, StateRecord
 from meshllm.protocol.planning.chunking import ring_times
-from meshllm.protocol.ring.handover import Outlook
+from meshllm.protocol.ring.plan_change import Outlook
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C
 from tests.builders.ring_places import (

@@ -16,7 +16,7 @@ from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session.wire import sealed
 from meshllm.protocol.planning.chunking import RankTimes
 from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
-from meshllm.protocol.ring.handover import PREPARE_S
+from meshllm.protocol.ring.plan_change import PREPARE_S
 from meshllm.protocol.session.blob import session_key
 from meshllm.protocol.session.codec import decode, encode
 from meshllm.protocol.session.messages import KvOffer, KvRows

@@ -31,7 +31,7 @@ TOKENS = 12
 
 def order(prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, seed: int = 0) -> GenerationRequest:
     sampling = Sampling(temperature=0.9 if seed else 0.0, seed=seed)
-    return GenerationRequest(tuple(prompt), sampling, tokens, is_last=lambda _: False)
+    return GenerationRequest(tuple(prompt), sampling, tokens, take_token=lambda _: False)
 
 
 async def answer(ring: LocalRing, asked: GenerationRequest) -> list[int]:
@@ -185,7 +185,7 @@ async def test_a_bug_ends_its_session_and_not_the_others(
 
     async with ring_of(llama, 2) as ring:
         with pytest.raises(ModelError, match="a bug in the tokenizer"):
-            await answer(ring, replace(order(), is_last=bug))
+            await answer(ring, replace(order(), take_token=bug))
 
         assert await answer(ring, order()) == reference
     assert (

@@ -189,7 +189,7 @@ async def test_the_tallies_of_all_ranks_are_measured() -> None:
 
 async def test_the_last_token_ends_the_answer() -> None:
     async with running() as entry:
-        stops = replace(order(tokens=9), is_last=lambda token: token == 4)
+        stops = replace(order(tokens=9), take_token=lambda token: token == 4)
 
         outputs = await entry.read(entry.node.generate(stops))
 
@@ -249,7 +249,7 @@ async def test_keys_of_another_node_take_turns() -> None:
     async with running(sessions=1) as entry:
         first = entry.node.generate(order())
         await entry.read(first, 1)
-        one = replace(order(7, 8, tokens=300), is_last=lambda token: token > 9)
+        one = replace(order(7, 8, tokens=300), take_token=lambda token: token > 9)
         burst = replace(one, asker=NodeId(b"o" * 32), scope="a key")
         many = [entry.node.generate(burst) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in many]
@@ -288,7 +288,7 @@ async def test_a_waiting_generation_that_is_cancelled_leaves_the_queue() -> None
 async def test_who_asks_while_an_answer_is_delivered_lets_in_those_before_it() -> None:
     async with running(ring=2, sessions=8, blocks=3, keeps=True) as entry:
         most = order(*LONG, tokens=CONTEXT)  # takes two of the three blocks
-        first = entry.node.generate(replace(most, is_last=lambda token: token > len(LONG) + 9))
+        first = entry.node.generate(replace(most, take_token=lambda token: token > len(LONG) + 9))
         await entry.read(first, 1)
         waiting = asyncio.ensure_future(anext(entry.node.generate(most)))
         await entry.settle()

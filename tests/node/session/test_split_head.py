@@ -230,7 +230,7 @@ async def ask(
     ring: LocalRing, temperature: float = 0.0, prompt: Sequence[int] = PROMPT
 ) -> list[int]:
     sampling = Sampling(temperature=temperature, seed=1)
-    order = GenerationRequest(tuple(prompt), sampling, TOKENS, is_last=lambda _: False)
+    order = GenerationRequest(tuple(prompt), sampling, TOKENS, take_token=lambda _: False)
     return [o.id async for o in ring.entry.generate(order) if isinstance(o, Token)]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshllm.errors import IntegrityFault, ModelError, PeerFault
-from meshllm.model.wire.int8 import BLOCK, packed_size
+from meshllm.model.wire.int8_rows import BLOCK, encoded_size
 from meshllm.model.wire.payload import RowFormat
 from meshllm.names import SessionId
 from meshllm.node.session.wire import fault_code, opened, opened_rows, sealed
@@ -57,7 +57,7 @@ def test_a_corrupt_packed_payload_is_a_peer_fault() -> None:
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 40, 1024])
 def test_model_and_protocol_count_the_same_bytes(width: int) -> None:
     assert BLOCK == INT8_BLOCK
-    size = packed_size((1, 3, width))
+    size = encoded_size((1, 3, width))
     assert DType.BFLOAT16_INT8.sizes((1, 3, width)) == range(size, size + 1)
 
 

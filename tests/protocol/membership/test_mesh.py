@@ -33,6 +33,7 @@ from meshllm.protocol.membership.codec import (
     UnknownMeshMessage,
     Want,
 )
+from meshllm.protocol.membership.dial_schedule import BACKOFF
 from meshllm.protocol.membership.gossip import Item, Kind
 from meshllm.protocol.membership.link_table import (
     BEAT,
@@ -44,7 +45,6 @@ from meshllm.protocol.membership.link_table import (
 )
 from meshllm.protocol.membership.mesh import RECLAIM, STABLE, Mesh
 from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, StateRecord
-from meshllm.protocol.membership.redial import BACKOFF
 from meshllm.protocol.membership.sync import FORGET
 from meshllm.protocol.trust.credential import ClientLimits, Role, issue, remove
 from meshllm.protocol.trust.fallbacks import Fallback

@@ -9,8 +9,8 @@ from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.protocol.ring.forming import (
     ARRIVE_S,
-    FIRST_PAUSE_S,
-    LAST_PAUSE_S,
+    FIRST_BACKOFF_S,
+    LAST_BACKOFF_S,
     LINK_S,
     MAX_ARRIVALS,
     MAX_HISTORY,
@@ -75,7 +75,7 @@ def test_a_ring_of_one_that_ended_opens_again_without_a_link() -> None:
     machine.formed(0.0, is_formed=True)
 
     assert machine.broke("there is less memory", 1.0) == [AttemptEnded("there is less memory")]
-    assert machine.expire(1.0 + FIRST_PAUSE_S) == [Begin(ALONE, None, None)]
+    assert machine.expire(1.0 + FIRST_BACKOFF_S) == [Begin(ALONE, None, None)]
     assert machine.state is FormingState.OPEN
 
 
@@ -265,22 +265,22 @@ def test_waiting_for_the_previous_rank_times_out() -> None:
 
 
 def test_after_a_ring_was_open_for_a_while_the_next_is_formed_at_once() -> None:
-    machine, now, pauses = dialing(), 0.0, []
+    machine, now, backoffs = dialing(), 0.0, []
     for _ in range(7):
         assert machine.failed("No answer", now) == [AttemptEnded("No answer")]
         assert machine.deadline is not None
-        pauses.append(machine.deadline - now)
+        backoffs.append(machine.deadline - now)
         now = machine.deadline
         assert machine.expire(now) == [OpenLink(B)]
 
-    assert pauses[:2] == pytest.approx([FIRST_PAUSE_S, 2 * FIRST_PAUSE_S])
-    assert pauses[-1] == pytest.approx(LAST_PAUSE_S)
+    assert backoffs[:2] == pytest.approx([FIRST_BACKOFF_S, 2 * FIRST_BACKOFF_S])
+    assert backoffs[-1] == pytest.approx(LAST_BACKOFF_S)
     machine.dialled(7, now)
     machine.arrived(C, hello(), 8, now)
     now += SILENCE + 1
     assert machine.broke("gone", now) == [AttemptEnded("gone"), OpenLink(B)]
     assert machine.failed("No answer", now) == [AttemptEnded("No answer")]
-    assert machine.deadline == now + FIRST_PAUSE_S
+    assert machine.deadline == now + FIRST_BACKOFF_S
 
 
 def test_a_ring_that_was_open_no_longer_than_a_silent_link_backs_off() -> None:
@@ -304,13 +304,13 @@ def test_a_ring_that_breaks_while_its_nodes_do_not_all_serve_waits_for_them() ->
 def test_a_ring_that_breaks_at_once_backs_off_further() -> None:
     machine = half()
     machine.gone(7, 0.0)
-    machine.expire(LAST_PAUSE_S)
+    machine.expire(LAST_BACKOFF_S)
     machine.dialled(7, 3.0)
     machine.arrived(C, hello(), 8, 3.0)
 
     machine.broke("gone", 3.5)
 
-    assert machine.deadline == 3.5 + 2 * FIRST_PAUSE_S
+    assert machine.deadline == 3.5 + 2 * FIRST_BACKOFF_S
 
 
 def test_after_a_backoff_the_ring_may_not_be_formed() -> None:
@@ -318,7 +318,7 @@ def test_after_a_backoff_the_ring_may_not_be_formed() -> None:
     machine.failed("No answer", 0.0)
     machine.formed(0.0, is_formed=False)
 
-    assert machine.expire(LAST_PAUSE_S) == []
+    assert machine.expire(LAST_BACKOFF_S) == []
     assert machine.state is FormingState.WAITING
     assert machine.formed(3.0, is_formed=True) == [OpenLink(B)]
 

@@ -1108,10 +1108,10 @@ def test_decode_steps_of_an_earlier_ring_are_computed_as_steps_again() -> None:
         (22, 2),
         (24, 1),
     ]
-    assert [job.pos in entry.replayed for job in jobs] == [False, False, True, True, True]
+    assert [job.pos in entry.given_steps for job in jobs] == [False, False, True, True, True]
 
 
-def test_replayed_steps_are_not_marked_as_prefill() -> None:
+def test_steps_computed_again_are_not_marked_as_prefill() -> None:
     entry = Entry(replace(TASK, given=2), PACE)
     actions, flags = entry.open(0.0), list[Flags]()
     while actions and isinstance(job := actions[-1], Embed):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshllm.errors import ModelError
-from meshllm.model.wire.int8 import BLOCK, pack, packed_size, unpack
+from meshllm.model.wire.int8_rows import BLOCK, decode_rows, encode_rows, encoded_size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LEAST = 2.0**-126
@@ -29,7 +29,7 @@ def rows(draw: st.DrawFn) -> Tensor:
 
 
 def round_trip(hidden: Tensor) -> Tensor:
-    return unpack(pack(hidden), tuple(hidden.shape), hidden.dtype)
+    return decode_rows(encode_rows(hidden), tuple(hidden.shape), hidden.dtype)
 
 
 def worst(hidden: Tensor) -> Tensor:
@@ -55,10 +55,11 @@ def test_a_row_is_the_same_in_any_batch(hidden: Tensor, draws: st.DataObject) ->
     count, width = hidden.shape[1:]
     first = draws.draw(st.integers(0, count - 1))
     some = slice(first, draws.draw(st.integers(first + 1, count)))
-    edge = packed_size((count, width)) - count * width
-    scales, values = pack(hidden)[:edge].view(count, -1), pack(hidden)[edge:].view(count, -1)
+    edge = encoded_size((count, width)) - count * width
+    whole = encode_rows(hidden)
+    scales, values = whole[:edge].view(count, -1), whole[edge:].view(count, -1)
 
-    alone = pack(hidden[:, some])
+    alone = encode_rows(hidden[:, some])
 
     assert torch.equal(alone, torch.cat([scales[some].flatten(), values[some].flatten()]))
     assert torch.equal(round_trip(hidden[:, some]), round_trip(hidden)[:, some])
@@ -103,35 +104,35 @@ def test_a_value_that_is_not_finite_is_refused(value: float, dtype: torch.dtype)
     hidden[0, 1, 69] = value
 
     with pytest.raises(ModelError, match="not finite") as caught:
-        pack(hidden)
+        encode_rows(hidden)
 
     assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, -1.0, 0.0, LEAST / 2], ids=str)
 def test_an_invalid_scale_is_refused(scale: float) -> None:
-    packed = pack(torch.ones(1, 2, 2 * BLOCK))
-    packed[2:4].view(torch.bfloat16).fill_(scale)
+    encoded = encode_rows(torch.ones(1, 2, 2 * BLOCK))
+    encoded[2:4].view(torch.bfloat16).fill_(scale)
 
     with pytest.raises(ModelError, match="with invalid scales"):
-        unpack(packed, (1, 2, 2 * BLOCK), torch.float32)
+        decode_rows(encoded, (1, 2, 2 * BLOCK), torch.float32)
 
 
 @pytest.mark.parametrize(("width", "size"), [(1024, 1088), (1, 3), (33, 37), (32, 34)])
 def test_a_row_takes_a_byte_per_value_and_two_per_block(width: int, size: int) -> None:
-    assert packed_size((1, 3, width)) == 3 * size == len(pack(torch.ones(1, 3, width)))
+    assert encoded_size((1, 3, width)) == 3 * size == len(encode_rows(torch.ones(1, 3, width)))
 
 
-def test_a_strided_tensor_is_packed_in_c_order() -> None:
+def test_a_strided_tensor_is_encoded_in_c_order() -> None:
     hidden = torch.randn(40, 3).t().unsqueeze(0)
 
-    assert torch.equal(pack(hidden), pack(hidden.contiguous()))
+    assert torch.equal(encode_rows(hidden), encode_rows(hidden.contiguous()))
 
 
-def test_packing_does_not_change_its_input() -> None:
+def test_encoding_does_not_change_its_input() -> None:
     hidden = torch.randn(1, 2, 64)
     before = hidden.clone()
 
-    pack(hidden)
+    encode_rows(hidden)
 
     assert torch.equal(hidden, before)

@@ -26,13 +26,13 @@ _SCALE = torch.bfloat16
 _LEAST = float(torch.finfo(_SCALE).tiny)  # of a scale: 2**-126, which has a finite inverse
 
 
-def packed_size(shape: tuple[int, ...]) -> int:
+def encoded_size(shape: tuple[int, ...]) -> int:
     """Return the encoded bytes of rows of this shape, the values of a row last."""
     return prod(shape) + _scale_bytes(shape)
 
 
-def pack(rows: Tensor) -> Tensor:
-    """Encode ``rows`` [..., D] of any float type, on the CPU, as bytes [`packed_size`].
+def encode_rows(rows: Tensor) -> Tensor:
+    """Encode ``rows`` [..., D] of any float type, on the CPU, as bytes [`encoded_size`].
 
     Raises:
         ModelError: a value is infinite or NaN.
@@ -47,26 +47,26 @@ def pack(rows: Tensor) -> Tensor:
             hint="load the model with another `--dtype`",
         )
     blocks.mul_(scales.float().reciprocal_().unsqueeze(-1)).round_()
-    packed = torch.empty(packed_size(shape), dtype=torch.uint8)
+    encoded = torch.empty(encoded_size(shape), dtype=torch.uint8)
     edge = _scale_bytes(shape)
-    packed[:edge].view(_SCALE).copy_(scales.view(-1))
-    packed[edge:].view(torch.int8).view(-1, shape[-1]).copy_(blocks.flatten(1)[:, : shape[-1]])
-    return packed
+    encoded[:edge].view(_SCALE).copy_(scales.view(-1))
+    encoded[edge:].view(torch.int8).view(-1, shape[-1]).copy_(blocks.flatten(1)[:, : shape[-1]])
+    return encoded
 
 
-def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Decode rows of ``shape`` from ``packed``, `packed_size` bytes, uint8.
+def decode_rows(encoded: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Decode rows of ``shape`` from ``encoded``, `encoded_size` bytes, uint8.
 
     Raises:
-        ModelError: a scale is invalid: not finite, or smaller than `pack` writes.
+        ModelError: a scale is invalid: not finite, or smaller than `encode_rows` writes.
     """
     edge = _scale_bytes(shape)
-    head = packed[:edge]
+    head = encoded[:edge]
     scales = (head.clone() if head.data_ptr() % _SCALE.itemsize else head).view(_SCALE).float()
     least, largest = scales.aminmax()  # both are NaN if any scale is NaN
     if not _LEAST <= float(least) <= float(largest) < inf:
         raise ModelError(f"int8 payload of shape {list(shape)} with invalid scales")
-    blocks = _blocks(packed[edge:].view(torch.int8).view(shape))
+    blocks = _blocks(encoded[edge:].view(torch.int8).view(shape))
     blocks *= scales.view(blocks.shape[:2]).unsqueeze(-1)
     if _MOST * float(largest) > (limit := torch.finfo(dtype).max):
         blocks.clamp_(-limit, limit)  # a scale that was rounded up may exceed the range

@@ -12,8 +12,8 @@ from meshllm.model.steps.runner import Runner, SpanRunner
 from meshllm.names import SessionId
 from meshllm.node.compute.stopwatch import Stopwatch
 from meshllm.node.session.generation import EntryRunners, Generation
+from meshllm.node.session.sample_batch import SampleJob, compute_own_logits, sample_batch
 from meshllm.node.session.split_head import HeadParts, LogitsRequest
-from meshllm.node.session.turns import SampleJob, compute_own_logits, sample_batch
 from meshllm.protocol.session.actions import Embed, Pick
 from meshllm.protocol.session.blob import session_key
 from tests.builders.session import CountedCache, CountingLayers

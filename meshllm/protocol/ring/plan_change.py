@@ -41,7 +41,7 @@ from meshllm.protocol.planning.plan import MAX_JUMP, Plan
 PREPARE_S = 60.0  # s; a leaving node drains as long
 
 
-class HandoverState(Enum):
+class PlanChangeState(Enum):
     """The progress of a node towards the plan that was agreed on."""
 
     FOLLOWING = auto()
@@ -88,11 +88,11 @@ class Follow:
     plan: Plan | None
 
 
-class Handover:
+class PlanChange:
     """One node's way from plan to plan; times are on the driver's clock."""
 
     def __init__(self) -> None:
-        self.state = HandoverState.FOLLOWING
+        self.state = PlanChangeState.FOLLOWING
         self._wanted: tuple[Plan | None, float] | None = None  # since it settles
         self._settled_at = 0.0
         self._latest: float | None = None  # when the next plan is followed, prepared or not
@@ -101,16 +101,16 @@ class Handover:
     def deadline(self) -> float | None:
         """When to call ``look`` again at the latest; None if nothing is awaited."""
         match self.state:
-            case HandoverState.SETTLING:
+            case PlanChangeState.SETTLING:
                 return self._settled_at
-            case HandoverState.PREPARING:
+            case PlanChangeState.PREPARING:
                 return self._latest
             case _:
                 return None
 
     def reset(self) -> None:
         """Begin again, with nothing followed."""
-        self.state, self._wanted, self._latest = HandoverState.FOLLOWING, None, None
+        self.state, self._wanted, self._latest = PlanChangeState.FOLLOWING, None, None
 
     def look(self, outlook: Outlook, now: float) -> list[Prepare | Follow]:
         """Decide what to do now; called after each change, and at the deadline."""
@@ -119,16 +119,16 @@ class Handover:
             self.reset()
             return []
         wanted = plan, outlook.settle_s
-        if self.state is HandoverState.PREPARING and self._wanted and self._wanted[0] == plan:
+        if self.state is PlanChangeState.PREPARING and self._wanted and self._wanted[0] == plan:
             return self._prepared(outlook, now)
         if wanted != self._wanted:
             self._wanted, self._settled_at = wanted, now + outlook.settle_s
-            self.state = HandoverState.SETTLING
+            self.state = PlanChangeState.SETTLING
         if now < self._settled_at and not outlook.is_begun:
             return []
         if plan is None or not outlook.is_whole or outlook.is_begun:
             return self._follow(plan)
-        self.state = HandoverState.PREPARING
+        self.state = PlanChangeState.PREPARING
         self._latest = now + PREPARE_S if self._latest is None else self._latest
         return [Prepare(plan), *self._prepared(outlook, now)]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshllm.names import NodeId
-from meshllm.protocol.membership.redial import (
+from meshllm.protocol.membership.dial_schedule import (
     BACKOFF,
     DIAL_TIMEOUT,
     HIGHER_ID_DELAY,

@@ -14,7 +14,7 @@ from meshllm.model.files.source import Source
 from meshllm.model.modules.quant_kernels import KERNELS
 from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.modules.quant_store import digest_weights
-from meshllm.model.modules.quantize import QuantReport, quantise
+from meshllm.model.modules.quantise import QuantReport, quantise
 from meshllm.model.split.shard import Shard
 from meshllm.model.split.skeleton import build
 from meshllm.model.steps.load import load_shard

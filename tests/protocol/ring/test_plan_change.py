@@ -6,12 +6,12 @@ import pytest
 
 from meshllm.names import NodeId, Span
 from meshllm.protocol.planning.plan import MAX_JUMP, Ends, Plan, PlanStage
-from meshllm.protocol.ring.handover import (
+from meshllm.protocol.ring.plan_change import (
     PREPARE_S,
     Follow,
-    Handover,
-    HandoverState,
     Outlook,
+    PlanChange,
+    PlanChangeState,
     Prepare,
 )
 from tests.builders.offers import A, B, C, D
@@ -29,31 +29,31 @@ WHOLE = Outlook(NEW, OLD, 0.5, is_whole=True)
 BROKEN = replace(WHOLE, is_whole=False)
 
 
-def preparing() -> Handover:
+def preparing() -> PlanChange:
     """Return the machine of a node that prepares for the next plan since 0.5 s."""
-    machine = Handover()
+    machine = PlanChange()
     machine.look(WHOLE, 0.0)
     assert machine.look(WHOLE, 0.5) == [Prepare(NEW)]
     return machine
 
 
 def test_the_plan_that_is_followed_needs_nothing() -> None:
-    machine = Handover()
+    machine = PlanChange()
 
     assert machine.look(replace(WHOLE, plan=OLD), 0.0) == []
-    assert (machine.state, machine.deadline) == (HandoverState.FOLLOWING, None)
+    assert (machine.state, machine.deadline) == (PlanChangeState.FOLLOWING, None)
 
 
 def test_an_older_plan_is_not_followed() -> None:
-    machine = Handover()
+    machine = PlanChange()
 
     assert machine.look(Outlook(OLD, NEW, 0.0), 0.0) == []
-    assert machine.state is HandoverState.FOLLOWING
+    assert machine.state is PlanChangeState.FOLLOWING
 
 
 @pytest.mark.parametrize(("epoch", "follows"), [(MAX_JUMP + 1, False), (MAX_JUMP + 2, True)])
 def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, follows: bool) -> None:
-    machine = Handover()
+    machine = PlanChange()
 
     actions = machine.look(Outlook(OLD, replace(NEW, epoch=epoch), 0.0), 0.0)
 
@@ -64,17 +64,17 @@ def test_a_much_older_plan_replaces_one_with_an_absurd_epoch(epoch: int, *, foll
 def test_without_a_ring_that_serves_a_plan_is_followed_once_it_is_settled(
     followed: Plan | None,
 ) -> None:
-    machine, outlook = Handover(), replace(BROKEN, followed=followed)
+    machine, outlook = PlanChange(), replace(BROKEN, followed=followed)
 
     assert machine.look(outlook, 0.0) == []
-    assert (machine.state, machine.deadline) == (HandoverState.SETTLING, 0.5)
+    assert (machine.state, machine.deadline) == (PlanChangeState.SETTLING, 0.5)
     assert machine.look(outlook, 0.4) == []
     assert machine.look(outlook, 0.5) == [Follow(NEW)]
     assert machine.deadline is None
 
 
 def test_another_plan_or_another_time_to_settle_begins_again() -> None:
-    machine = Handover()
+    machine = PlanChange()
     machine.look(BROKEN, 0.0)
 
     assert machine.look(replace(BROKEN, plan=OTHER), 0.4) == []
@@ -85,7 +85,7 @@ def test_another_plan_or_another_time_to_settle_begins_again() -> None:
 
 
 def test_that_there_is_no_plan_any_more_is_followed() -> None:
-    machine, outlook = Handover(), replace(WHOLE, plan=None)
+    machine, outlook = PlanChange(), replace(WHOLE, plan=None)
     machine.look(outlook, 0.0)
 
     assert machine.look(outlook, 0.5) == [Follow(None)]
@@ -94,11 +94,11 @@ def test_that_there_is_no_plan_any_more_is_followed() -> None:
 def test_a_ring_that_serves_goes_on_until_all_have_prepared() -> None:
     machine = preparing()
 
-    assert (machine.state, machine.deadline) == (HandoverState.PREPARING, 0.5 + PREPARE_S)
+    assert (machine.state, machine.deadline) == (PlanChangeState.PREPARING, 0.5 + PREPARE_S)
     assert machine.look(WHOLE, 1.0) == []
     assert machine.look(replace(WHOLE, prepared={A, C}), 2.0) == []
     assert machine.look(replace(WHOLE, prepared={A, B, C}), 3.0) == [Follow(NEW)]
-    assert (machine.state, machine.deadline) == (HandoverState.FOLLOWING, None)
+    assert (machine.state, machine.deadline) == (PlanChangeState.FOLLOWING, None)
 
 
 def test_a_node_that_leaves_is_awaited_too() -> None:
@@ -110,7 +110,7 @@ def test_a_node_that_leaves_is_awaited_too() -> None:
 
 
 def test_what_all_have_prepared_before_is_followed_once_it_is_settled() -> None:
-    machine, outlook = Handover(), replace(WHOLE, prepared=(A, B, C))
+    machine, outlook = PlanChange(), replace(WHOLE, prepared=(A, B, C))
     machine.look(outlook, 0.0)
 
     assert machine.look(outlook, 0.5) == [Prepare(NEW), Follow(NEW)]
@@ -126,7 +126,7 @@ def test_nothing_is_awaited_that_does_not_come(change: Outlook) -> None:
 
 
 def test_a_node_that_follows_takes_one_along_that_is_not_settled() -> None:
-    machine = Handover()
+    machine = PlanChange()
     machine.look(WHOLE, 0.0)
 
     assert machine.look(replace(WHOLE, is_begun=True), 0.1) == [Follow(NEW)]
