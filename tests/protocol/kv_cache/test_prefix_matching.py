@@ -273,8 +273,10 @@ def test_a_prompt_continues_texts_of_its_scope_only(other: PrefixScope) -> None:
 
 def test_an_entry_whose_layers_have_just_moved_here_continues_with_nothing() -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
-    prefixes.lose([0, 1, 5])
-    prefixes.lose([])  # the same plan again
+    prefixes.lose([7])
+    prefixes.settle()  # that was long ago
+    prefixes.lose([0, 1])
+    prefixes.lose([5])  # another plan, before anything has resumed
 
     found = prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2))
 
