@@ -34,6 +34,9 @@ ExecStart={" ".join(map(_quoted, command))}
 Restart=on-failure
 RestartSec=5
 RestartPreventExitStatus=2 4 5 130
+# stdout has tickets, which the journal would keep; `meshllm ring ticket` prints one
+StandardOutput=null
+StandardError=journal
 TimeoutStopSec={STOP_S}
 KillMode=mixed
 UMask=0077

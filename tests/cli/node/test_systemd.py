@@ -28,6 +28,10 @@ def test_a_unit_starts_the_command(meshllm: Invoke) -> None:
     assert "\nWantedBy=default.target\n" in text
 
 
+def test_the_journal_gets_the_log_without_tickets() -> None:
+    assert "\nStandardOutput=null\nStandardError=journal\n" in unit(["x"])
+
+
 def test_systemd_specifiers_are_escaped() -> None:
     assert '\nExecStart=x 50%% $$HOME "a\\"b" ""\n' in unit(["x", "50%", "$HOME", 'a"b', ""])
 
