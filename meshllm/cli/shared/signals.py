@@ -45,6 +45,19 @@ class Drain:
 
 
 @contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt` inside the context, so that what was begun is undone.
+
+    Enter it in the main thread.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def draining() -> Iterator[Drain]:
     """Handle these signals inside the context; enter and exit it in the same task.
 
