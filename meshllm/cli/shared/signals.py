@@ -25,6 +25,8 @@ class Drain:
     task: "asyncio.Task[Any] | None"
     """Cancelled by a signal while ``leave`` is not set."""
     leave: Callable[[], None] | None = None
+    kill: Callable[[], None] | None = None
+    """Called before the process exits at once; what it started would outlive it."""
     is_asked: bool = False
 
     def hang_up(self) -> None:
@@ -35,6 +37,8 @@ class Drain:
     def __call__(self) -> None:
         """Handle a signal."""
         if self.is_asked:
+            if self.kill is not None:
+                self.kill()
             # Not through the event loop: it may be waiting for the compute thread.
             os._exit(INTERRUPTED)
         self.is_asked = True
