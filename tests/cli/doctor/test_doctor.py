@@ -64,6 +64,13 @@ def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, node: 
     assert "port" not in found
 
 
+def test_a_relay_is_not_checked(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("doctor", "--relay", "quic://192.0.2.7:7701")
+
+    assert result.exit_code == 2
+    assert "No such option: --relay" in result.stderr
+
+
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failed_check_fails_the_command(
     meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch, verdict: str, code: int
