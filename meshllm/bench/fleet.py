@@ -1,6 +1,7 @@
 """Rings of real nodes in separate processes, for benchmarks."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +14,7 @@ import httpx2
 from meshllm.api.unix import SOCKET
 from meshllm.errors import MeshError, TimedOut
 from meshllm.names import Quant
+from meshllm.node.provider import launch
 from meshllm.node.requests.request_json import event_from_json, request_to_json
 from meshllm.request import Answer, Request
 from meshllm.status import MeshStatus, RingState, from_json
@@ -99,6 +101,7 @@ def _whole(answer: Answer, request: Request) -> Answer:
 
 async def _start(stack: AsyncExitStack, site: Site, state: Path, options: list[str]) -> None:
     command = [
+        sys.executable, "-I", "-S", launch.__file__, str(os.getpid()),
         *site.prefix, sys.executable, "-m", "meshllm", "node",
         "--state", str(state), "--name", state.name, "--listen", site.listen,
         "--no-discovery", "--speculation", "off", *options,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.cli.shared.local import Opener, open_local
+from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, state_path
 from meshllm.errors import MeshError, UserError
@@ -49,14 +50,14 @@ def choose(
                 "`--nodes`, a ring in this process, cannot be combined with `--join`",
                 hint="omit one of them",
             )
-        return open_local, chosen, _here(chosen)
+        return open_local, _of_first(chosen, flags), _here(chosen)
     if flags["join"] is None and is_running(chosen):
         node = _open_named if names_hops else open_client
         return _running(chosen, flags, node, shows_model=shows_model, quiet=quiet)
     if chosen.join is None:
         if chosen.state is not None and not quiet:
             _announce_local(chosen)
-        return open_local, chosen, _here(chosen)
+        return open_local, _of_first(chosen, flags), _here(chosen)
     _refuse(flags, _RING_SETTINGS, "the mesh of the ticket already has a ring")
     mesh = f"the mesh of node `{_inviter(chosen)}`, which made the ticket"
     if not quiet:
@@ -228,6 +229,13 @@ def _model_of(status: "MeshStatus", name: Scalar) -> "ModelStatus | None":
             hint="omit `--model`, or add `--nodes 1` to run a ring in this process",
         )
     return found
+
+
+def _of_first(chosen: Settings, flags: Mapping[str, Scalar]) -> Settings:
+    """Choose the first of the models that a node can hold, unless a flag names one."""
+    if flags["model"] is not None:
+        return chosen
+    return change(chosen, {"model": (listed(chosen.model) or (chosen.model,))[0]})
 
 
 def _here(chosen: Settings) -> str:

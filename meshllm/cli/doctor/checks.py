@@ -21,7 +21,7 @@ from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
 from meshllm.cli.shared.client import START, socket_path
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
-from meshllm.config import Settings, cache_path, state_path
+from meshllm.config import Settings, cache_path, change, state_path
 from meshllm.errors import LinkLost, MeshError, ModelError
 from meshllm.model import device
 from meshllm.model.files.manifest import manifest
@@ -59,10 +59,11 @@ def examine(
     yield check_memory(psutil.virtual_memory().available)
     yield check_load(os.getloadavg()[0], psutil.cpu_count() or 1)
     yield check_device(chosen.device)
-    yield (model := check_model(chosen.model))
-    if model.verdict != "fail":
-        yield check_weights(chosen.model, cache_path())
-        yield check_execution(chosen)
+    for name in listed(chosen.model) or (chosen.model,):
+        yield (model := check_model(name))
+        if model.verdict != "fail":
+            yield check_weights(name, cache_path())
+            yield check_execution(change(chosen, {"model": name}))
     yield from check_transports(transports, Registry.discover())
     parts = (f"{name} {version(name)}" for name in ("torch", "transformers"))
     found = ", ".join(

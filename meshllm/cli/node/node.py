@@ -247,6 +247,7 @@ async def _run(
 
     sys.setswitchinterval(SWITCH_S)  # process-wide: only the node runs here
     with draining() as drain, Accounts.open(options.state) as accounts:
+        drain.kill = provider.kill if provider else None
         async with (
             open_node(options, provider=provider) as opened,
             asyncio.TaskGroup() as group,

@@ -1,13 +1,20 @@
 """A systemd user unit that keeps a node running."""
 
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import plain
 from meshllm.config import DEFAULT, PATHS, Config, Scalar, current, expanded, files, keys
 from meshllm.model.locate import is_folder
 
+HF_FOLDERS = ("HF_HOME", "HF_HUB_CACHE")
+SHELL = (
+    "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", *HF_FOLDERS, "HF_HUB_OFFLINE",
+)  # fmt: skip
+"""Variables, apart from settings, that move folders."""
 STOP_S = 75  # until SIGKILL; a node drains requests for up to 60 s, then leaves the mesh
 
 
@@ -26,7 +33,10 @@ Documentation=man:meshllm-node(1)
 ExecStart={" ".join(map(_quoted, command))}
 Restart=on-failure
 RestartSec=5
-RestartPreventExitStatus=2 5 130
+RestartPreventExitStatus=2 4 5 130
+# stdout has tickets, which the journal would keep; `meshllm ring ticket` prints one
+StandardOutput=null
+StandardError=journal
 TimeoutStopSec={STOP_S}
 KillMode=mixed
 UMask=0077
@@ -51,13 +61,18 @@ def command(config: Config, names: Iterable[str]) -> list[str]:
         for name in names
         if config.origins[name] not in found and name != "join"
     }
-    variables = [
-        f"{keys()[name].variable}={plain(value)}"
-        for name, value in given.items()
-        if isinstance(value, bool) and not _has_flag(name, is_set=value)
-    ]
+    variables = list(_variables(given))
     flags = (flag for name, value in given.items() for flag in _flag(name, value))
     return [*(("/usr/bin/env", *variables) if variables else ()), *words, "node", *flags]
+
+
+def _variables(given: Mapping[str, Scalar]) -> Iterator[str]:
+    for name in SHELL:
+        if text := os.environ.get(name):
+            yield f"{name}={expanded(text).absolute() if name in HF_FOLDERS else text}"
+    for name, value in given.items():
+        if isinstance(value, bool) and not _has_flag(name, is_set=value):
+            yield f"{keys()[name].variable}={plain(value)}"
 
 
 def _has_flag(name: str, *, is_set: bool) -> bool:
@@ -72,9 +87,19 @@ def _flag(name: str, value: Scalar) -> Iterator[str]:
             yield f"--{option}" if value else f"--no-{option}"
         return
     text = plain(value)
-    is_path = name in PATHS or (name in {"model", "draft"} and is_folder(text))
+    if name == "model":
+        text = ",".join(map(_placed, listed(text) or ()))
+    elif name == "draft":
+        text = _placed(text)
+    elif name in PATHS:
+        text = str(expanded(text).resolve())
     yield f"--{option}"
-    yield str(expanded(text).resolve()) if is_path else text
+    yield text
+
+
+def _placed(model: str) -> str:
+    """Return the name of a model for a service, which runs in another folder."""
+    return str(expanded(model).resolve()) if is_folder(model) else model
 
 
 def _quoted(word: str) -> str:

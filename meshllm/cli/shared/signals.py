@@ -25,6 +25,8 @@ class Drain:
     task: "asyncio.Task[Any] | None"
     """Cancelled by a signal while ``leave`` is not set."""
     leave: Callable[[], None] | None = None
+    kill: Callable[[], None] | None = None
+    """Called before the process exits at once; what it started would outlive it."""
     is_asked: bool = False
 
     def hang_up(self) -> None:
@@ -35,6 +37,8 @@ class Drain:
     def __call__(self) -> None:
         """Handle a signal."""
         if self.is_asked:
+            if self.kill is not None:
+                self.kill()
             # Not through the event loop: it may be waiting for the compute thread.
             os._exit(INTERRUPTED)
         self.is_asked = True
@@ -42,6 +46,19 @@ class Drain:
             self.leave()
         elif self.task is not None:
             self.task.cancel()
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise `KeyboardInterrupt` inside the context, so that what was begun is undone.
+
+    Enter it in the main thread.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -41,6 +41,12 @@ class EngineProcess:
         """The URL of the API."""
         return f"http://127.0.0.1:{self.port}/v1"
 
+    def kill(self) -> None:
+        """Kill the process and its children, and do not wait for their end."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         """Run the command, again whenever it ends, with backoff; stop it when cancelled.
 

@@ -48,6 +48,11 @@ class Provider:
         """Return whether a model is offered now."""
         return any(each.model == model for each in self.offers)
 
+    def kill(self) -> None:
+        """Kill the process of the engine, if it is this node's own, with its children."""
+        if self._process:
+            self._process.kill()
+
     async def run(self, changed: Callable[[], None]) -> None:
         """Watch the engine until cancelled; call ``changed`` after each change of the offers."""
         async with asyncio.TaskGroup() as group:

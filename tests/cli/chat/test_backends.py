@@ -276,6 +276,18 @@ def test_without_a_node_a_ring_runs_in_this_process(ask: Ask, local: FakeRing) -
     assert ask("chat").stdout == "You said: hi\n"
 
 
+@pytest.mark.parametrize("words", [(), ("--nodes", "2")])
+def test_a_ring_in_this_process_has_the_first_model_of_the_settings(
+    ask: Ask, local: FakeRing, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MESHLLM_MODEL", "first, second")
+
+    result = ask("chat", "--json", *words)
+
+    assert local.settings
+    assert local.settings.model == json.loads(result.stdout)["model"] == "first"
+
+
 @pytest.mark.parametrize(
     ("folder", "why"),
     [

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +64,25 @@ def engines(
 
     monkeypatch.setattr(engine_table, "measure", measure)
     return cases
+
+
+def test_sigterm_ends_a_benchmark_as_ctrl_c_does(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+
+    def measure(*_: object) -> None:
+        try:
+            assert callable(signal.getsignal(signal.SIGTERM))
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr(ring_table, "measure", measure)
+
+    assert meshllm("bench").exit_code == 130
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_rings_are_measured_as_asked(

@@ -12,6 +12,8 @@ from tests.builders.fake_client import FakeClient
 from tests.builders.status import status_of
 from tests.cli.conftest import Invoke
 
+OF_MODEL = {"model", "weights", "execution"}
+
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
@@ -62,6 +64,21 @@ def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, node: 
     assert found["peer"] == "desk desk1bc direct, 1.84 ms"
     assert "listening" in found
     assert "port" not in found
+
+
+def test_each_model_that_a_node_can_hold_is_checked(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("doctor", "--model", "builtin, no/model", "--json")
+
+    found = [each for each in json.loads(result.stdout)["findings"] if each["what"] in OF_MODEL]
+    assert [each["what"] for each in found] == ["model", "weights", "execution", "model"]
+    assert found[-1]["verdict"] == "fail"
+
+
+def test_a_relay_is_not_checked(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("doctor", "--relay", "quic://192.0.2.7:7701")
+
+    assert result.exit_code == 2
+    assert "No such option: --relay" in result.stderr
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 import sys
@@ -6,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from meshllm.cli.app import command_tree
-from meshllm.cli.node.systemd import command, unit
+from meshllm.cli.node.systemd import SHELL, command, unit
 from meshllm.config import load
+from meshllm.errors import ModelMissing
 from tests.cli.conftest import Invoke
+
+
+@pytest.fixture(autouse=True)
+def shell(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that moves no folder."""
+    for name in SHELL:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
 
 
 def test_a_unit_starts_the_command(meshllm: Invoke) -> None:
@@ -16,6 +26,10 @@ def test_a_unit_starts_the_command(meshllm: Invoke) -> None:
 
     assert '\nExecStart=/opt/bin/meshllm node --name "two words"\n' in text
     assert "\nWantedBy=default.target\n" in text
+
+
+def test_the_journal_gets_the_log_without_tickets() -> None:
+    assert "\nStandardOutput=null\nStandardError=journal\n" in unit(["x"])
 
 
 def test_systemd_specifiers_are_escaped() -> None:
@@ -31,8 +45,8 @@ def test_a_line_break_stays_within_its_word() -> None:
 def test_the_command_contains_settings_a_service_would_not_find(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (home / "config" / "meshllm").mkdir(parents=True)
-    (home / "config" / "meshllm" / "config.toml").write_text('name = "attic"\n')
+    (home / ".config" / "meshllm").mkdir(parents=True)
+    (home / ".config" / "meshllm" / "config.toml").write_text('name = "attic"\n')
     (home / "meshllm.toml").write_text("context = 512\n")
     monkeypatch.setenv("MESHLLM_THREADS", "2")
     monkeypatch.setattr(sys, "argv", ["/opt/bin/meshllm"])
@@ -60,12 +74,34 @@ def test_what_no_flag_says_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--auto" in {option for each in known for option in each.opts}
 
 
+def test_a_service_finds_the_folders_of_the_shell(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/meshllm"])
+    monkeypatch.setenv("XDG_STATE_HOME", "/mnt/state")
+    monkeypatch.setenv("HF_HOME", "hub")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    assert command(load({}), ()) == [
+        "/usr/bin/env", "XDG_STATE_HOME=/mnt/state", f"HF_HOME={home / 'hub'}", "HF_HUB_OFFLINE=1",
+        "/opt/bin/meshllm", "node",
+    ]  # fmt: skip
+
+
+def test_a_node_without_its_model_is_not_restarted() -> None:
+    (line,) = re.findall("^RestartPreventExitStatus=(.*)$", unit(["x"]), re.MULTILINE)
+
+    assert str(ModelMissing.exit_code) in line.split()
+
+
 def test_the_folder_of_a_model_is_made_absolute(home: Path) -> None:
     (home / "mine").mkdir()
 
     assert command(load({"model": "mine"}), ("model",))[-1] == str(home / "mine")
     assert command(load({"model": "Qwen/Qwen3"}), ("model",))[-1] == "Qwen/Qwen3"
     assert command(load({"draft": "mine"}), ("draft",))[-1] == str(home / "mine")
+    several = command(load({"model": "./mine, builtin,~/mine"}), ("model",))[-1]
+    assert several == f"{home / 'mine'},builtin,{home / 'mine'}"
 
 
 def test_a_module_is_started_by_its_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,19 @@ def test_the_second_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> 
     assert codes == [130]
 
 
+def test_the_second_signal_also_ends_what_would_outlive_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends: list[object] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    drain = Drain(None, leave=lambda: None, kill=lambda: ends.append("engine"))
+
+    drain()
+    drain()
+
+    assert ends == ["engine", 130]
+
+
 async def test_a_closed_terminal_starts_leaving_and_never_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

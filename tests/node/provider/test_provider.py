@@ -218,15 +218,31 @@ async def test_a_process_is_started_again_and_stopped() -> None:
     assert engine.pid is None
 
 
+async def test_an_engine_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = f"import os, time; print(os.getpid(), file=open({str(note)!r}, 'w')); time.sleep(600)"
+    engine = EngineProcess(["sh", "-c", '"$0" -c "$1"; true', sys.executable, child])
+    watched = Provider(EngineClient(engine.url), engine)
+    running = asyncio.ensure_future(watched.run(lambda: None))
+    async with asyncio.timeout(60):
+        while not note.exists() or not note.read_text().strip():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        watched.kill()
+        while _runs(int(note.read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+
+
 class EndingProcess(EngineProcess):
     """A process that ends when told to."""
 
     def __init__(self) -> None:
         super().__init__(COMMAND)
-        self.kill = asyncio.Event()
+        self.ending = asyncio.Event()
 
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
-        await self.kill.wait()
+        await self.ending.wait()
         ended()
 
 
@@ -244,7 +260,7 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
             await watch.until(lambda: watched.offers == (FOX,))
             fake.list_status = 503
             if how == "its process ends":
-                engine.kill.set()
+                engine.ending.set()
             else:
                 with pytest.raises(LinkLost):
                     [each async for each in watched.generate(CUT)]
