@@ -77,12 +77,12 @@ class SessionCache:
             rows.used = min(rows.used, max(0, length - self._first(layer)))
 
     def branch(self, length: int) -> "SessionCache":
-        """Copy the first ``length`` tokens to a new cache.
+        """Copy the first ``length`` tokens to a new cache; of a part that holds fewer, all.
 
         Raises:
             ModelError: the states cannot be rolled back that far.
         """
-        other = SessionCache([part.branch(length) for part in self.parts])
+        other = SessionCache([part.branch(min(length, part.length)) for part in self.parts])
         for layer, rows in self.sent.items():
             first = self._first(layer)
             if (held := min(rows.used, length - first)) > 0:

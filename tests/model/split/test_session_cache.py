@@ -178,6 +178,20 @@ def test_caches_move_to_other_pieces_layer_by_layer(source: Source) -> None:
     assert torch.equal(after.step(step, cache), before.step(step, plain))
 
 
+def test_a_branch_lacks_the_layers_that_its_cache_lacks(source: Source) -> None:
+    before, after = span_runner(source, "0:2"), span_runner(source, "0:2", "2:4")
+    cache, whole = before.new_cache(), span_runner(source, "0:4")
+    before.prefill(TOKENS, cache)
+    after.regroup(cache)
+
+    branch = cache.branch(4)
+
+    assert [part.length for part in branch.parts] == [4, 0]
+    again = after.refill(None, branch, range(4), is_step=False, is_sent=True)
+    assert again is not None
+    assert torch.equal(again, whole.prefill(TOKENS[:, :4], whole.new_cache()))
+
+
 def test_rows_of_moved_sessions_count_and_those_of_no_layer_here_go(source: Source) -> None:
     before = span_runner(source, "0:2", "2:4")
     cache = before.new_cache()

@@ -423,6 +423,32 @@ def test_caches_outlive_a_plan_of_which_a_node_has_left(
             assert ingress.answer == undisturbed
             assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in (0, 1))
 
+
+SAME_ENTRY = [name for name, (plan, _) in TAKEOVERS.items() if plan.stages[0].node == A]
+
+
+@pytest.mark.parametrize("name", SAME_ENTRY)
+def test_a_prompt_that_shares_a_prefix_computes_again_the_lost_layers_only(
+    llama: Path, rows: Rows, name: str
+) -> None:
+    (after, lost), world, shared = TAKEOVERS[name], World(llama, chunk=CHUNK), 24
+    ingress = Ingress(PROMPT[:shared] + PROMPT[:16])
+    expected = answer_of_one(llama, ingress.prompt)
+
+    async def main() -> None:
+        async with ring_of_three(world) as (places, _):
+            world.follow(after)
+            alive = [place for place in places if after.rank(place.me) is not None]
+            await until(lambda: at_work(*alive))
+            rows.clear()
+
+            await ingress.ask(places[0])
+
+            assert (ingress.answer, ingress.reused) == (expected, shared)
+            new = len(ingress.prompt) - shared + TOKENS - 1  # the last one is only sampled
+            assert all(rows[layer] <= new + IN_FLIGHT for layer in kept_layers(lost))
+            assert all(0 <= rows[layer] - new - shared <= IN_FLIGHT for layer in lost)
+
     run_virtual(main())
 
 
