@@ -18,6 +18,7 @@ from meshllm.protocol.membership.records import MAX_MEMBERS
 
 _NAME = "records"
 _LENGTH_BYTES = 4
+RETRY_S = 30.0  # s until what could not be saved is tried again, such as on a full disk
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +96,17 @@ class RecordKeeper:
                 self.save()
 
     async def run(self) -> None:
-        """Save after each change until cancelled."""
+        """Save after each change until cancelled; what cannot be saved is tried again."""
         while True:
             await self._unsaved.wait()
             await asyncio.sleep(self._pause_s)
-            records = self._take()
+            records, is_saved = self._take(), False
             with _warned():
                 await self._off_loop(save_records, self._store, records)
-            if records == self._take():
+                is_saved = True
+            if not is_saved:
+                await asyncio.sleep(RETRY_S)
+            elif records == self._take():
                 self._unsaved.clear()
 
 

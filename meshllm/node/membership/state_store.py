@@ -36,7 +36,7 @@ SALT_BYTES = 16
 SEED_BYTES = 32
 MAX_FILE_BYTES = 64 << 20  # thousands of members with every record
 MAX_GUESTS = 1024  # of one ticket; more than a mesh has members and clients
-MAX_INVITATIONS = 256  # more than a mesh has members; expired ones and the oldest are dropped
+MAX_INVITATIONS = 256  # more than a mesh has members; then expired ones go, full ones, old ones
 
 Content: TypeAlias = dict[str, Any]
 """The JSON fields of the file; fields unknown to this module are bytes in hexadecimal."""
@@ -203,11 +203,11 @@ class StateStore:
 
         def change(content: Content) -> Content:
             known = [_invitation(each) for each in content.get("invitations", [])]
-            kept = [each for each in known if not each.is_full]
-            # The clock may be wrong now: one that has expired is dropped only for want of space.
-            late_first = sorted(kept, key=lambda each: not each.is_late(now))
-            dropped = late_first[: max(0, len(kept) + 1 - MAX_INVITATIONS)]
-            left = [each for each in kept if each not in dropped]
+            # Dropped only for want of space: the clock may be wrong now, so that none has expired,
+            # and the guests of one that is full may retry.
+            closed_first = sorted(known, key=lambda each: (not each.is_late(now), not each.is_full))
+            dropped = closed_first[: max(0, len(known) + 1 - MAX_INVITATIONS)]
+            left = [each for each in known if each not in dropped]
             return {**content, "invitations": _lines([*left, invitation])}
 
         self._change(change)

@@ -11,6 +11,7 @@ from meshllm.errors import UserError
 from meshllm.names import NodeId
 from meshllm.node.membership import saved_records
 from meshllm.node.membership.saved_records import (
+    RETRY_S,
     RecordKeeper,
     SavedRecords,
     restore_records,
@@ -139,13 +140,32 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
         kept.change(met(ANN))
         await asyncio.sleep(5)
         assert "The disk is full" in caplog.text
-        kept.error = None
-        kept.change(met(BOB))
-        await asyncio.sleep(5)
-        assert kept.saved == [met(ANN), met(BOB)]
-        kept.error = UserError("The disk is full")
         with pytest.raises(UserError):
             kept.keeper.save()  # the caller waits for it
+
+    keep(story)
+
+
+def test_what_could_not_be_saved_is_tried_again(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        kept.error = UserError("The disk is full")
+        kept.change(met(ANN))
+        await asyncio.sleep(5)
+        kept.error = None
+        await asyncio.sleep(2 * RETRY_S)
+        assert kept.saved == [met(ANN), met(ANN)]
+
+    keep(story)
+
+
+def test_the_end_saves_what_could_not_be_saved(keep: Keep) -> None:
+    async def story(kept: Kept) -> None:
+        kept.error = UserError("The disk is full")
+        kept.change(met(ANN))
+        await asyncio.sleep(5)
+        kept.error = None
+        kept.keeper.close()
+        assert kept.saved == [met(ANN), met(ANN)]
 
     keep(story)
 

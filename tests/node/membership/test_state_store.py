@@ -401,6 +401,33 @@ def test_a_ticket_that_has_expired_is_dropped_before_an_older_one(
     assert kept == [tickets[at].secret for at in (0, 2, 3)]
 
 
+def test_the_guest_of_a_full_ticket_may_retry_after_another_ticket_was_made(
+    store: StateStore,
+) -> None:
+    store.found()
+    store.invite([], Role.NODE, lasts_s=99, uses=1)
+    store.use(store.invitations()[0], GUEST.node)
+
+    store.invite([], Role.NODE, lasts_s=99, uses=1)
+
+    full, _ = store.invitations()
+    assert full.is_open(time.time(), GUEST.node)
+    assert store.use(full, GUEST.node)
+
+
+def test_a_full_ticket_is_dropped_before_an_open_one_but_after_one_that_has_expired(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.found()
+    monkeypatch.setattr(module, "MAX_INVITATIONS", 4)
+    wishes = [(99, None), (99, 0), (-5, None), (99, 0), (99, None), (99, None)]
+    tickets = [store.invite([], Role.NODE, lasts_s=each, uses=uses) for each, uses in wishes]
+
+    kept = [invitation.secret for invitation in store.invitations()]
+
+    assert kept == [tickets[at].secret for at in (0, 3, 4, 5)]
+
+
 def test_a_clock_that_was_ahead_for_a_while_closes_no_ticket(
     store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
