@@ -17,6 +17,7 @@ FIRST_RESTART_S, LAST_RESTART_S = 1.0, 60.0
 STABLE_S = 60.0  # s after which a new failure restarts at once
 STDERR = 2
 STOP_S = 10.0  # s to stop before the engine is killed
+STOP_POLL_S = 0.05  # s between two looks at whether children of it are left
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,24 @@ class EngineProcess:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Stop the process and its children; kill them if they do not end."""
-    for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    """Stop the process and its children; kill those that do not end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        _signal(process.pid, number)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(STOP_S):
                 await asyncio.shield(process.wait())
+                while _signal(process.pid, 0):  # noqa: ASYNC110  # orphans
+                    await asyncio.sleep(STOP_POLL_S)
             return
+
+
+def _signal(group: int, number: int) -> bool:
+    """Send a signal to the processes of a group; return whether there was one to take it."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS: only processes that have ended are left
+        return False
+    return True
 
 
 def _free_port() -> int:

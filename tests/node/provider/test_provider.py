@@ -270,6 +270,33 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     assert len(ends) >= 2
 
 
+@pytest.mark.parametrize("has_crashed", [True, False])
+async def test_no_child_of_an_engine_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_crashed: bool
+) -> None:
+    monkeypatch.setattr(process, "STOP_S", 0.5)
+    monkeypatch.setattr(process, "FIRST_RESTART_S", 60.0)
+    told = tmp_path / "pid"
+    stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    stubborn += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
+    command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; '
+    command += "" if has_crashed else "wait"
+    engine = EngineProcess(["sh", "-c", command, stubborn, str(told)])
+    running = asyncio.ensure_future(engine.run())
+    async with asyncio.timeout(60):
+        while not told.exists() or not told.read_text().strip():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        pid = int(told.read_text())
+        if not has_crashed:
+            running.cancel()
+            await asyncio.wait([running])
+            assert not _runs(pid)
+        while _runs(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux ends a process with its parent")
