@@ -26,9 +26,9 @@ class EngineProcess:
     """A command that serves OpenAI's API on a port of this machine."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Take a command; `{port}` in it becomes a free port."""
+        """Take a command; `{port}` in it becomes a free port, another one for each start."""
         self.port = _free_port()
-        self.command = [each.replace("{port}", str(self.port)) for each in command]
+        self._command = command
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -39,37 +39,40 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """The URL of the API."""
+        """The URL of the API; another program may be there while there is no process."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         """Run the command, again whenever it ends, with backoff; stop it when cancelled.
 
-        ``ended`` is called each time it ends.
+        ``ended`` is called each time it ends, before its children have.
         """
         clock, delay = asyncio.get_running_loop().time, FIRST_RESTART_S
         while True:
             begin = clock()
-            code = await self._run_once()
-            ended()
+            code = await self._run_once(ended)
             delay = FIRST_RESTART_S if clock() - begin > STABLE_S else delay
             logger.warning("the engine ended with %s, restarting in %.0f s", code, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESTART_S)
 
-    async def _run_once(self) -> str:
+    async def _run_once(self, ended: Callable[[], None]) -> str:
         """Run the command; return with what it ended."""
-        if shutil.which(self.command[0]) is None:
-            return f"{os.strerror(errno.ENOENT)}: {self.command[0]}"
+        if shutil.which(self._command[0]) is None:
+            return f"{os.strerror(errno.ENOENT)}: {self._command[0]}"
+        self.port = _free_port()  # the one before may be in use by now
+        command = [each.replace("{port}", str(self.port)) for each in self._command]
         # A group of its own: Ctrl-C must not stop it before its requests are finished.
         self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *self.command),
+            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=STDERR,  # stdout is for results of the command, here none
             start_new_session=True,
         )
         try:
-            return f"code {await process.wait()}"
+            code = await process.wait()
+            ended()
+            return f"code {code}"
         finally:
             await _stop(process)
 

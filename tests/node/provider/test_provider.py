@@ -1,9 +1,11 @@
 """A watched engine: its models are offered while it answers, its process is started again."""
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -219,11 +221,16 @@ async def test_a_process_is_started_again_and_stopped() -> None:
 
 
 class EndingProcess(EngineProcess):
-    """A process that ends when told to."""
+    """A process at this URL that ends when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(COMMAND)
+        self.port = urlsplit(url).port or 0
         self.kill = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.kill.is_set() else 1
 
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         await self.kill.wait()
@@ -235,17 +242,18 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provider, "POLL_S", 3600)
-    fake, engine = FakeEngine(), EndingProcess()
+    fake = FakeEngine()
     async with serving(fake) as url:
+        engine = EndingProcess(url)
         watched = Provider(EngineClient(url), engine)
         watch = Watch(watched)
         running = asyncio.ensure_future(watched.run(watch.changed))
         try:
             await watch.until(lambda: watched.offers == (FOX,))
-            fake.list_status = 503
             if how == "its process ends":
-                engine.kill.set()
+                engine.kill.set()  # what answers at its port now is not the engine
             else:
+                fake.list_status = 503
                 with pytest.raises(LinkLost):
                     [each async for each in watched.generate(CUT)]
             await watch.until(lambda: not watched.offers)
@@ -257,9 +265,7 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
 async def test_a_command_that_cannot_be_run_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ends: list[None] = []
-    engine = EngineProcess(["/nonexistent/engine"])
-    running = asyncio.ensure_future(engine.run(lambda: ends.append(None)))
+    running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
     try:
         async with asyncio.timeout(60):
             while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
@@ -267,7 +273,21 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     finally:
         running.cancel()
         await asyncio.wait([running])
-    assert len(ends) >= 2
+
+
+async def test_each_start_has_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_free_port", itertools.count(7001).__next__)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    engine = EngineProcess(["true"])
+    running = asyncio.ensure_future(engine.run(lambda: told.put_nowait(engine.url)))
+    try:
+        async with asyncio.timeout(60):
+            first, second = await told.get(), await told.get()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert first != second
 
 
 @pytest.mark.parametrize("has_crashed", [True, False])
