@@ -87,6 +87,7 @@ def provide(
     key = os.environ.get(key_env or "", "")
     if key_env and not key:
         raise UserError(f"The variable `{key_env}` is not set", hint="export it with the key")
+    _check_precision(precision)
     names = _names(models) if models else None
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
@@ -101,6 +102,13 @@ def provide(
         return Provider(EngineClient(where, key, precision, names), process)
 
     run_node(invocation, config, make_provider=make)
+
+
+def _check_precision(text: str) -> None:
+    from meshllm.protocol.membership.records import MAX_LABEL_BYTES
+
+    if len(text.encode()) > MAX_LABEL_BYTES:
+        raise UserError(f"`--precision` is longer than {MAX_LABEL_BYTES} bytes", hint="shorten it")
 
 
 def _names(given: list[str]) -> dict[str, str]:

@@ -40,6 +40,7 @@ class EngineClient:
     ) -> None:
         """Name the endpoint, its key, and the precision of its models for people.
 
+        ``precision`` has at most `MAX_LABEL_BYTES`, as in records.
         ``names`` maps the models to offer to the engine's names; None offers those that it lists.
 
         Raises:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshllm.protocol.membership.records import MAX_CONTEXT, MAX_LABEL_BYTES, MAX_OFFERS, ModelOffer
+from meshllm.protocol.membership.records import MAX_CONTEXT, MAX_OFFERS, ModelOffer
 from meshllm.protocol.planning.plan import MAX_NAME_BYTES
 from meshllm.request import (
     NEVER,
@@ -153,19 +153,25 @@ class AnswerState:
 
 
 def offers_of(found: object, precision: str) -> tuple[ModelOffer, ...]:
-    """Return the models that an engine lists; those with names that are too long are left out."""
+    """Return the models that an engine lists, without those whose names a record cannot have."""
     listed = found.get("data") if isinstance(found, dict) else None
     offers: list[ModelOffer] = []
     for each in listed if isinstance(listed, list) else []:
         name = each.get("id") if isinstance(each, dict) else None
-        if isinstance(name, str) and 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES:
+        if isinstance(name, str) and _is_name(name):
             given = (each.get(field) for field in _CONTEXT_FIELDS)
             meta = each.get("meta")
             trained = meta.get("n_ctx_train") if isinstance(meta, dict) else None
             context = next(filter(None, map(_count_of, (*given, trained))), 0)
-            label = precision[:MAX_LABEL_BYTES]
-            offers.append(ModelOffer(name, label, min(context, MAX_CONTEXT)))
+            offers.append(ModelOffer(name, precision, min(context, MAX_CONTEXT)))
     return tuple(offers[:MAX_OFFERS])
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return 0 < len(text.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape
+        return False
 
 
 def _logprobs(found: object) -> tuple[TokenLogprobs, ...]:

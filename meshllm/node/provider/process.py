@@ -17,6 +17,7 @@ FIRST_RESTART_S, LAST_RESTART_S = 1.0, 60.0
 STABLE_S = 60.0  # s after which a new failure restarts at once
 STDERR = 2
 STOP_S = 10.0  # s to stop before the engine is killed
+STOP_POLL_S = 0.05  # s between two looks at whether children of it are left
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,9 @@ class EngineProcess:
     """A command that serves OpenAI's API on a port of this machine."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        """Take a command; `{port}` in it becomes a free port."""
+        """Take a command; `{port}` in it becomes a free port, another one for each start."""
         self.port = _free_port()
-        self.command = [each.replace("{port}", str(self.port)) for each in command]
+        self._command = command
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -38,7 +39,7 @@ class EngineProcess:
 
     @property
     def url(self) -> str:
-        """The URL of the API."""
+        """The URL of the API; another program may be there while there is no process."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     def kill(self) -> None:
@@ -50,44 +51,57 @@ class EngineProcess:
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         """Run the command, again whenever it ends, with backoff; stop it when cancelled.
 
-        ``ended`` is called each time it ends.
+        ``ended`` is called each time it ends, before its children have.
         """
         clock, delay = asyncio.get_running_loop().time, FIRST_RESTART_S
         while True:
             begin = clock()
-            code = await self._run_once()
-            ended()
+            code = await self._run_once(ended)
             delay = FIRST_RESTART_S if clock() - begin > STABLE_S else delay
             logger.warning("the engine ended with %s, restarting in %.0f s", code, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LAST_RESTART_S)
 
-    async def _run_once(self) -> str:
+    async def _run_once(self, ended: Callable[[], None]) -> str:
         """Run the command; return with what it ended."""
-        if shutil.which(self.command[0]) is None:
-            return f"{os.strerror(errno.ENOENT)}: {self.command[0]}"
+        if shutil.which(self._command[0]) is None:
+            return f"{os.strerror(errno.ENOENT)}: {self._command[0]}"
+        self.port = _free_port()  # the one before may be in use by now
+        command = [each.replace("{port}", str(self.port)) for each in self._command]
         # A group of its own: Ctrl-C must not stop it before its requests are finished.
         self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *self.command),
+            *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=STDERR,  # stdout is for results of the command, here none
             start_new_session=True,
         )
         try:
-            return f"code {await process.wait()}"
+            code = await process.wait()
+            ended()
+            return f"code {code}"
         finally:
             await _stop(process)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Stop the process and its children; kill them if they do not end."""
-    for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+    """Stop the process and its children; kill those that do not end."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        _signal(process.pid, number)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(STOP_S):
                 await asyncio.shield(process.wait())
+                while _signal(process.pid, 0):  # noqa: ASYNC110  # orphans
+                    await asyncio.sleep(STOP_POLL_S)
             return
+
+
+def _signal(group: int, number: int) -> bool:
+    """Send a signal to the processes of a group; return whether there was one to take it."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):  # macOS: only processes that have ended are left
+        return False
+    return True
 
 
 def _free_port() -> int:

@@ -5,7 +5,8 @@ Theory of operation
 An engine that refuses a look at its models, or a connection, serves none: its offers end at once.
 One that sends nothing may be busy, as with a long prompt, and requests wait for it: its offers end
 after `SILENT_S`, of which a look counts as at most one that times out: in a longer one this process
-was stopped, and what the engine sent meanwhile was not read.
+was stopped, and what the engine sent meanwhile was not read. While the process of an own engine
+does not run, nothing is asked or offered: what answers at its port is another program.
 """
 
 import asyncio
@@ -89,6 +90,10 @@ class Provider:
             self.active -= 1
 
     async def _look(self) -> tuple[ModelOffer, ...]:
+        if self._process:
+            if self._process.pid is None:
+                return ()
+            self.engine.url = self._process.url
         try:
             offers = await self.engine.models()
         except MeshError as error:

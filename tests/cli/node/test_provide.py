@@ -20,6 +20,7 @@ from tests.cli.conftest import Invoke
         (("--url", "http://a/v1", "--join", "x"), "Invalid ticket"),
         (("--url", "http://a/v1", "--join", "x", "--offer", "a="), "Invalid `--offer`: up to 32"),
         (("--url", "http://a/v1", "--join", "x", "--offer", "a" * 2000), "`aaaa"),
+        (("--url", "http://a/v1", "--join", "x", "--precision", "\u20ac" * 22), "`--precision` is"),
     ],
 )
 def test_what_cannot_be_provided_is_refused(

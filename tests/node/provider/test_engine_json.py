@@ -200,7 +200,7 @@ def test_the_models_of_an_engine() -> None:
             {"id": "a", "max_model_len": 4096},
             {"id": "b", "meta": {"n_ctx_train": 2048}},
             {"id": "c", "max_model_len": -1},
-            {"id": ""}, {"id": 3}, {"id": "x" * 600}, None,
+            {"id": ""}, {"id": 3}, {"id": "x" * 600}, {"id": "\ud800"}, None,
         ]
     }  # fmt: skip
 

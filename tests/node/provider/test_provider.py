@@ -1,9 +1,11 @@
 """A watched engine: its models are offered while it answers, its process is started again."""
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -235,11 +237,16 @@ async def test_an_engine_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
 
 
 class EndingProcess(EngineProcess):
-    """A process that ends when told to."""
+    """A process at this URL that ends when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(COMMAND)
+        self.port = urlsplit(url).port or 0
         self.ending = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.ending.is_set() else 1
 
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         await self.ending.wait()
@@ -251,17 +258,18 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provider, "POLL_S", 3600)
-    fake, engine = FakeEngine(), EndingProcess()
+    fake = FakeEngine()
     async with serving(fake) as url:
+        engine = EndingProcess(url)
         watched = Provider(EngineClient(url), engine)
         watch = Watch(watched)
         running = asyncio.ensure_future(watched.run(watch.changed))
         try:
             await watch.until(lambda: watched.offers == (FOX,))
-            fake.list_status = 503
             if how == "its process ends":
-                engine.ending.set()
+                engine.ending.set()  # what answers at its port now is not the engine
             else:
+                fake.list_status = 503
                 with pytest.raises(LinkLost):
                     [each async for each in watched.generate(CUT)]
             await watch.until(lambda: not watched.offers)
@@ -273,9 +281,7 @@ async def test_an_engine_in_trouble_is_looked_at_at_once(
 async def test_a_command_that_cannot_be_run_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ends: list[None] = []
-    engine = EngineProcess(["/nonexistent/engine"])
-    running = asyncio.ensure_future(engine.run(lambda: ends.append(None)))
+    running = asyncio.ensure_future(EngineProcess(["/nonexistent/engine"]).run())
     try:
         async with asyncio.timeout(60):
             while caplog.text.count("No such file") < 2:  # noqa: ASYNC110
@@ -283,7 +289,48 @@ async def test_a_command_that_cannot_be_run_is_tried_again(
     finally:
         running.cancel()
         await asyncio.wait([running])
-    assert len(ends) >= 2
+
+
+async def test_each_start_has_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_free_port", itertools.count(7001).__next__)
+    told: asyncio.Queue[str] = asyncio.Queue()
+    engine = EngineProcess(["true"])
+    running = asyncio.ensure_future(engine.run(lambda: told.put_nowait(engine.url)))
+    try:
+        async with asyncio.timeout(60):
+            first, second = await told.get(), await told.get()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert first != second
+
+
+@pytest.mark.parametrize("has_crashed", [True, False])
+async def test_no_child_of_an_engine_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_crashed: bool
+) -> None:
+    monkeypatch.setattr(process, "STOP_S", 0.5)
+    monkeypatch.setattr(process, "FIRST_RESTART_S", 60.0)
+    told = tmp_path / "pid"
+    stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    stubborn += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
+    command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; '
+    command += "" if has_crashed else "wait"
+    engine = EngineProcess(["sh", "-c", command, stubborn, str(told)])
+    running = asyncio.ensure_future(engine.run())
+    async with asyncio.timeout(60):
+        while not told.exists() or not told.read_text().strip():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        pid = int(told.read_text())
+        if not has_crashed:
+            running.cancel()
+            await asyncio.wait([running])
+            assert not _runs(pid)
+        while _runs(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
