@@ -311,9 +311,10 @@ class MeshLinks:
 
     async def _accept(self, listener: Listener) -> None:
         handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
+        await handshakes.acquire()
         async for link in listener.links():
-            await handshakes.acquire()
             self._begin(self._admit, link, handshakes)
+            await handshakes.acquire()  # first: a link counts as authenticated once it is taken
 
     async def _admit(self, link: Link, handshakes: asyncio.Semaphore) -> None:
         try:

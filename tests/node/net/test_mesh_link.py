@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
-from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
+from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.membership.actions import Dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
@@ -22,8 +22,9 @@ from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 from meshllm.protocol.trust.credential import Credential, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.testing.clock import run_virtual
-from meshllm.transport.contract import Channel
+from meshllm.transport.contract import Channel, Link
 from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback.transport import _LoopbackListener as LoopbackListener
 from tests.builders.mesh_members import House, Town, town
 
 ASK = b"i" * 16
@@ -477,6 +478,37 @@ def test_unknown_peers_do_no_harm(run: Run) -> None:
         c.meet(a)
         await asyncio.sleep(3)
         assert a.peers == {b.me, c.me}
+
+    run(story)
+
+
+def test_a_link_is_taken_only_when_its_handshake_can_begin(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
+
+    async def story(town: Town) -> None:
+        taken, begun = list[Link](), list[Link]()
+        take = LoopbackListener.__anext__
+
+        async def note(listener: LoopbackListener) -> Link:
+            taken.append(link := await take(listener))
+            return link
+
+        async def begin(link: Link, *args: Any) -> SecureLink:
+            begun.append(link)
+            return await secure_accept(link, *args)
+
+        monkeypatch.setattr(LoopbackListener, "__anext__", note)
+        monkeypatch.setattr("meshllm.node.net.mesh_link.secure_accept", begin)
+        a = await town.add("a")
+        for _ in range(4):
+            await town.transport.dial(a.address)
+        await asyncio.sleep(1)  # silent ones are given two
+
+        assert (len(taken), taken) == (2, begun)
+        await asyncio.sleep(2)
+        assert (len(taken), taken) == (4, begun)
 
     run(story)
 
