@@ -44,7 +44,7 @@ from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
-MAX_HANDSHAKES = 64  # concurrent, of one transport, which limits them per host
+MAX_HANDSHAKES = 256  # concurrent, of one transport: as many as any of them keeps half-open
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")

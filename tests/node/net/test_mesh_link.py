@@ -23,8 +23,11 @@ from meshllm.protocol.trust.credential import Credential, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.testing.clock import run_virtual
 from meshllm.transport.contract import Channel, Link
+from meshllm.transport.half_open import Limits
 from meshllm_loopback import LoopbackTransport, Shape
 from meshllm_loopback.transport import _LoopbackListener as LoopbackListener
+from meshllm_quic.link import admission as quic
+from meshllm_websocket import listener as websocket
 from tests.builders.mesh_members import House, Town, town
 
 ASK = b"i" * 16
@@ -60,6 +63,11 @@ async def dial(house: House, other: House, purpose: Purpose = Purpose.MESH) -> S
     """Dial as a member that is driven by the test."""
     link = await house.transport.dial(other.address)
     return await secure_dial(link, house.own, purpose, expect=other.me, now_s=0, removals={})
+
+
+async def crowd(town: Town, house: House, count: int) -> list[Link]:
+    """Dial as strangers, all at once."""
+    return await asyncio.gather(*(town.transport.dial(house.address) for _ in range(count)))
 
 
 async def read_all(link: SecureLink) -> None:
@@ -469,7 +477,7 @@ def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
 def test_unknown_peers_do_no_harm(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_HANDSHAKES + 5)]
+        strangers = await crowd(town, a, module.MAX_HANDSHAKES + 5)
         for number, link in enumerate(strangers):
             if number % 2:
                 await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)
@@ -478,6 +486,20 @@ def test_unknown_peers_do_no_harm(run: Run) -> None:
         c.meet(a)
         await asyncio.sleep(3)
         assert a.peers == {b.me, c.me}
+
+    run(story)
+
+
+@pytest.mark.parametrize("limits", [quic.LIMITS, websocket.LIMITS], ids=["quic", "websocket"])
+def test_handshakes_of_as_many_strangers_as_a_transport_keeps_delay_no_member(
+    run: Run, limits: Limits
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await crowd(town, a, limits.total - 1)
+        b.meet(a)
+        await asyncio.sleep(1)
+        assert a.peers == {b.me}
 
     run(story)
 
@@ -502,8 +524,7 @@ def test_a_link_is_taken_only_when_its_handshake_can_begin(
         monkeypatch.setattr(LoopbackListener, "__anext__", note)
         monkeypatch.setattr("meshllm.node.net.mesh_link.secure_accept", begin)
         a = await town.add("a")
-        for _ in range(4):
-            await town.transport.dial(a.address)
+        await crowd(town, a, 4)
         await asyncio.sleep(1)  # silent ones are given two
 
         assert (len(taken), taken) == (2, begun)
