@@ -44,7 +44,7 @@ from meshllm.transport.contract import Channel, Link, Listener
 
 MAX_QUEUED = 8 << 20  # bytes queued for a slow peer; above, its link is closed
 HINT_S = 5.0  # s between two dials of a hinted peer
-MAX_HANDSHAKES = 64  # concurrent, of one transport, which limits them per host
+MAX_HANDSHAKES = 256  # concurrent, of one transport: as many as any of them keeps half-open
 FAREWELL_S = 1.0  # s to send the last message
 
 P = ParamSpec("P")
@@ -311,9 +311,10 @@ class MeshLinks:
 
     async def _accept(self, listener: Listener) -> None:
         handshakes = asyncio.Semaphore(MAX_HANDSHAKES)
+        await handshakes.acquire()
         async for link in listener.links():
-            await handshakes.acquire()
             self._begin(self._admit, link, handshakes)
+            await handshakes.acquire()  # first: a link counts as authenticated once it is taken
 
     async def _admit(self, link: Link, handshakes: asyncio.Semaphore) -> None:
         try:

@@ -3,12 +3,14 @@
 Theory of operation. The first datagram of a client costs a key exchange and some memory, so a
 connection counts as half-open until its peer is authenticated: in total, per host and network, and
 per relay that it came through. A newcomer takes the place of the oldest one, see
-`meshllm.transport.half_open`. Above `RETRY_ABOVE` half-open connections, or that many new ones per
-second, the client must validate its address with a Retry token (RFC 9000 section 8.1.2), which
-needs no state here. That rules out forged sources, so that the limits per host are effective.
+`meshllm.transport.half_open`, and at a full relay that of the oldest one of the node that has most.
+Above `RETRY_ABOVE` half-open connections, or that many new ones per second, the client must
+validate its address with a Retry token (RFC 9000 section 8.1.2), which needs no state here. That
+rules out forged sources, so that the limits per host are effective.
 """
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -56,8 +58,8 @@ class ConnectionAdmission(Generic[T]):
 
     def __init__(self) -> None:
         self._half_open = HalfOpen[T](LIMITS)
-        self._relays: dict[T, str] = {}
-        """The relay of each half-open connection that came through one."""
+        self._relays: dict[T, tuple[str, str]] = {}
+        """The relay and the host of each half-open connection that came through one."""
         self._tokens = QuicRetryTokenHandler()
         self._unproven = TokenBucket(RETRY_ABOVE, RETRY_ABOVE, RETRY_ABOVE, 0.0)
         self._proven = HostBuckets(HOST_RATE, 2 * HOST_RATE, os.urandom)
@@ -66,12 +68,9 @@ class ConnectionAdmission(Generic[T]):
         return len(self._half_open)
 
     def decide(
-        self, datagram: bytes, source: Address, host: str, now: float, *, relay: str = ""
+        self, datagram: bytes, source: Address, host: str, now: float
     ) -> Admitted | bytes | None:
-        """Decide on a datagram without a connection: accept it, return a reply, or ignore it.
-
-        It is counted for ``host``, and for the ``relay`` that it came through, if any.
-        """
+        """Decide on a datagram without a connection: accept it, return a reply, or ignore it."""
         if len(datagram) < SMALLEST_MAX_DATAGRAM_SIZE or not datagram[0] & 0x80:
             return None
         try:
@@ -82,8 +81,6 @@ class ConnectionAdmission(Generic[T]):
             return self._negotiate(header.version, header.source_cid, header.destination_cid)
         if header.packet_type != QuicPacketType.INITIAL or len(header.destination_cid) < ID_BYTES:
             return None
-        if relay and self._count_of(relay) >= MAX_HALF_OPEN_PER_RELAY:
-            return None
         if header.token:
             verdict = self._check(header.token, header.destination_cid, source, now)
             rate = self._proven.of(groups(host)[0].encode(), now)
@@ -92,13 +89,19 @@ class ConnectionAdmission(Generic[T]):
             return Admitted(header.destination_cid, None)
         return self._retry(header.source_cid, header.destination_cid, source, now)
 
-    def count(self, who: T, host: str, *, relay: str = "") -> T | None:
-        """Count a connection as half-open; return one to close for it, which is counted no more."""
+    def count(self, who: T, host: str, *, relay: str = "") -> list[T]:
+        """Count a connection as half-open; return those to close for it, counted no more.
+
+        It counts for ``host``, and for the ``relay`` that it came through, if any.
+        """
+        dropped = self._crowding(who, host, relay)
+        for each in dropped:
+            self.forget(each)
+        if (other := self._half_open.add(who, host)) is not None:
+            self._relays.pop(other, None)
+            dropped.append(other)
         if relay:
-            self._relays[who] = relay
-        dropped = self._half_open.add(who, host)
-        if dropped is not None:
-            self._relays.pop(dropped, None)
+            self._relays[who] = relay, host
         return dropped
 
     def authenticated(self, who: T) -> None:
@@ -116,8 +119,13 @@ class ConnectionAdmission(Generic[T]):
         self._half_open.remove(who)
         self._relays.pop(who, None)
 
-    def _count_of(self, relay: str) -> int:
-        return sum(each == relay for each in self._relays.values())
+    def _crowding(self, who: T, host: str, relay: str) -> list[T]:
+        """Return the oldest connection of the host that has most at a relay, if that is full."""
+        hosts = {each: at[1] for each, at in self._relays.items() if at[0] == relay}
+        if who in hosts or len(hosts) < MAX_HALF_OPEN_PER_RELAY:
+            return []
+        ((most, _),) = Counter([*hosts.values(), host]).most_common(1)
+        return [next(each for each, at in hosts.items() if at == most)]
 
     def _negotiate(self, version: int | None, source: bytes, destination: bytes) -> bytes | None:
         if not version:  # a Version Negotiation packet is never answered

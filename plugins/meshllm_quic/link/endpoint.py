@@ -300,8 +300,7 @@ class Endpoint:
         if self.listener is None:
             return None
         source = route.address if isinstance(route, Direct) else route.relay
-        host, relay = self._origin(route)
-        verdict = self.admission.decide(datagram, source, host, now, relay=relay)
+        verdict = self.admission.decide(datagram, source, self._origin(route)[0], now)
         if isinstance(verdict, bytes):
             self.send(route, [verdict])
         if not isinstance(verdict, Admitted):
@@ -357,7 +356,7 @@ class Endpoint:
 
     def _count(self, connection: Connection) -> None:
         host, relay = self._origin(connection.route)
-        if (dropped := self.admission.count(connection, host, relay=relay)) is not None:
+        for dropped in self.admission.count(connection, host, relay=relay):
             dropped.abort()
 
     def _origin(self, route: Route) -> tuple[str, str]:

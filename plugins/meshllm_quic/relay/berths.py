@@ -33,47 +33,49 @@ async def registered(
     found: dict[QuicAddress, Address] = {}
     try:
         async with asyncio.timeout(READY_S):
-            await _seek(relays, network, places, found)
+            await asyncio.gather(*(_seek(relays, network, place, found) for place in places))
             await asyncio.gather(*map(relays.wait_ready, found.values()))
     except TimeoutError:
         logger.warning("no answer yet from %s", _listed(relays, places, found))
-    keeping = asyncio.ensure_future(_keep(relays, network, places, found))
+    # Each by itself: a name server may take long to answer for one of them.
+    jobs = (_keep(relays, network, place, found) for place in places)
+    keeping = [asyncio.ensure_future(job) for job in jobs]
     try:
         yield
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
 
 
 async def _keep(
     relays: Relays,
     network: DatagramNetwork,
-    places: Sequence[QuicAddress],
+    place: QuicAddress,
     found: dict[QuicAddress, Address],
 ) -> None:
     while True:
         await asyncio.sleep(SEEK_S)
-        lost = [place for place in places if found.get(place) not in relays.registered]
-        await _seek(relays, network, lost, found)
+        if found.get(place) not in relays.registered:
+            await _seek(relays, network, place, found)
 
 
 async def _seek(
     relays: Relays,
     network: DatagramNetwork,
-    places: Sequence[QuicAddress],
+    place: QuicAddress,
     found: dict[QuicAddress, Address],
 ) -> None:
-    for place in places:
-        try:
-            address, *_ = await network.resolve(place.host, place.port)
-        except OSError as error:
-            logger.warning("cannot resolve the relay %s: %s", place, error.strerror or error)
-            continue
-        if found.get(place) != address:
-            if place in found:
-                relays.drop(found[place])
-            found[place] = address
-            relays.add(address, is_wanted=True)
+    try:
+        address, *_ = await network.resolve(place.host, place.port)
+    except OSError as error:
+        logger.warning("cannot resolve the relay %s: %s", place, error.strerror or error)
+        return
+    if found.get(place) != address:
+        if place in found:
+            relays.drop(found[place])
+        found[place] = address
+        relays.add(address, is_wanted=True)
 
 
 def _listed(

@@ -13,7 +13,7 @@ from meshllm.errors import LinkLost
 from meshllm.names import NodeId
 from meshllm.node.net import mesh_link as module
 from meshllm.node.net.peer_address import Local
-from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_dial
+from meshllm.node.net.secure import HandshakeClosed, SecureLink, secure_accept, secure_dial
 from meshllm.protocol.membership.actions import Dial
 from meshllm.protocol.membership.codec import AnswerEvent, CloseReason, Generate, encode
 from meshllm.protocol.membership.link_table import SILENCE
@@ -22,8 +22,12 @@ from meshllm.protocol.membership.records import MAX_MEMBERS, Lifecycle
 from meshllm.protocol.trust.credential import Credential, Role, remove
 from meshllm.protocol.trust.handshake import Purpose
 from meshllm.testing.clock import run_virtual
-from meshllm.transport.contract import Channel
+from meshllm.transport.contract import Channel, Link
+from meshllm.transport.half_open import Limits
 from meshllm_loopback import LoopbackTransport, Shape
+from meshllm_loopback.transport import _LoopbackListener as LoopbackListener
+from meshllm_quic.link import admission as quic
+from meshllm_websocket import listener as websocket
 from tests.builders.mesh_members import House, Town, town
 
 ASK = b"i" * 16
@@ -59,6 +63,11 @@ async def dial(house: House, other: House, purpose: Purpose = Purpose.MESH) -> S
     """Dial as a member that is driven by the test."""
     link = await house.transport.dial(other.address)
     return await secure_dial(link, house.own, purpose, expect=other.me, now_s=0, removals={})
+
+
+async def crowd(town: Town, house: House, count: int) -> list[Link]:
+    """Dial as strangers, all at once."""
+    return await asyncio.gather(*(town.transport.dial(house.address) for _ in range(count)))
 
 
 async def read_all(link: SecureLink) -> None:
@@ -468,7 +477,7 @@ def test_a_peer_is_redialled_once_at_a_time_until_it_is_given_up(
 def test_unknown_peers_do_no_harm(run: Run) -> None:
     async def story(town: Town) -> None:
         a, b = await pair(town)
-        strangers = [await town.transport.dial(a.address) for _ in range(module.MAX_HANDSHAKES + 5)]
+        strangers = await crowd(town, a, module.MAX_HANDSHAKES + 5)
         for number, link in enumerate(strangers):
             if number % 2:
                 await link.send([b"GET / HTTP/1.1"], Channel.CONTROL)
@@ -477,6 +486,50 @@ def test_unknown_peers_do_no_harm(run: Run) -> None:
         c.meet(a)
         await asyncio.sleep(3)
         assert a.peers == {b.me, c.me}
+
+    run(story)
+
+
+@pytest.mark.parametrize("limits", [quic.LIMITS, websocket.LIMITS], ids=["quic", "websocket"])
+def test_handshakes_of_as_many_strangers_as_a_transport_keeps_delay_no_member(
+    run: Run, limits: Limits
+) -> None:
+    async def story(town: Town) -> None:
+        a, b = await town.add("a"), await town.add("b")
+        await crowd(town, a, limits.total - 1)
+        b.meet(a)
+        await asyncio.sleep(1)
+        assert a.peers == {b.me}
+
+    run(story)
+
+
+def test_a_link_is_taken_only_when_its_handshake_can_begin(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
+
+    async def story(town: Town) -> None:
+        taken, begun = list[Link](), list[Link]()
+        take = LoopbackListener.__anext__
+
+        async def note(listener: LoopbackListener) -> Link:
+            taken.append(link := await take(listener))
+            return link
+
+        async def begin(link: Link, *args: Any) -> SecureLink:
+            begun.append(link)
+            return await secure_accept(link, *args)
+
+        monkeypatch.setattr(LoopbackListener, "__anext__", note)
+        monkeypatch.setattr("meshllm.node.net.mesh_link.secure_accept", begin)
+        a = await town.add("a")
+        await crowd(town, a, 4)
+        await asyncio.sleep(1)  # silent ones are given two
+
+        assert (len(taken), taken) == (2, begun)
+        await asyncio.sleep(2)
+        assert (len(taken), taken) == (4, begun)
 
     run(story)
 

@@ -117,7 +117,7 @@ def test_a_newcomer_takes_the_place_of_the_oldest() -> None:
         for number in range(LIMITS.total + 1)
     ]
 
-    assert dropped == [None] * LIMITS.total + [0]
+    assert dropped == [[]] * LIMITS.total + [[0]]
     assert len(admission) == LIMITS.total
 
 
@@ -136,7 +136,7 @@ async def test_a_listener_keeps_places_for_the_hosts_of_known_peers() -> None:
             for number in range(LIMITS.total)
         ]
 
-        assert dropped == [None] * (LIMITS.total - 1) + [0]
+        assert dropped == [[]] * (LIMITS.total - 1) + [[0]]
         for number in ("known", *range(1, LIMITS.total)):
             admission.forget(number)
 
@@ -147,7 +147,7 @@ def test_one_host_cannot_lock_out_others() -> None:
 
     dropped = [admission.count(number, HERE[0]) for number in range(LIMITS.host + 2)]
 
-    assert dropped == [None] * LIMITS.host + [0, 1]
+    assert dropped == [[]] * LIMITS.host + [[0], [1]]
     assert admission.decide(initial(), ("10.0.0.2", 1), "10.0.0.2", 0.0) is not None
     admission.forget(3)
     admission.forget(3)
@@ -155,14 +155,44 @@ def test_one_host_cannot_lock_out_others() -> None:
 
 
 def test_one_relay_cannot_lock_out_others() -> None:
-    admission = ConnectionAdmission[int]()
-    for number in range(MAX_HALF_OPEN_PER_RELAY):
-        admission.count(number, f"tag {number}", relay="relay")
+    admission = ConnectionAdmission[str]()
+    for number in range(2 * MAX_HALF_OPEN_PER_RELAY):
+        admission.count(f"{number}", f"tag {number}", relay="relay")
 
-    assert admission.decide(initial(), HERE, "another tag", 0.0, relay="relay") is None
+    assert len(admission) == MAX_HALF_OPEN_PER_RELAY
     assert isinstance(admission.decide(initial(), HERE, HERE[0], 0.0), bytes)
-    admission.forget(3)
-    assert isinstance(admission.decide(initial(), HERE, "another tag", 0.0, relay="relay"), bytes)
+    assert admission.count("direct", HERE[0]) == []
+
+
+def test_one_node_cannot_lock_out_others_behind_its_relay() -> None:
+    admission = ConnectionAdmission[str]()
+    crowd = LIMITS.host, MAX_HALF_OPEN_PER_RELAY - LIMITS.host - 1
+    admission.count("honest", "tag", relay="relay")
+    for tag, count in zip("ab", crowd, strict=True):
+        for number in range(count):
+            assert admission.count(f"{tag}{number}", tag, relay="relay") == []
+
+    verdict = admission.decide(initial(), HERE, "another tag", 0.0)
+    dropped = admission.count("newcomer", "another tag", relay="relay")
+    again = [admission.count(f"b+{number}", "b", relay="relay") for number in range(3)]
+
+    assert isinstance(verdict, bytes)
+    assert dropped == ["a0"]
+    assert again == [["b0"], ["b1"], ["b2"]]
+    assert admission.count("newcomer", "another tag", relay="relay") == []
+    assert admission.count("elsewhere", "another tag", relay="other relay") == []
+
+
+def test_a_node_behind_two_relays_makes_room_at_both() -> None:
+    admission = ConnectionAdmission[str]()
+    for number in range(LIMITS.host):
+        admission.count(f"a{number}", "a", relay="other relay")
+    for number in range(MAX_HALF_OPEN_PER_RELAY):
+        admission.count(f"{number}", f"tag {number % 2}", relay="relay")
+
+    assert admission.count("newcomer", "a", relay="relay") == ["0", "a0"]
+    admission.forget("newcomer")
+    assert admission.count("later", "tag 2", relay="relay") == []
 
 
 def test_short_connections_are_rate_limited() -> None:

@@ -21,19 +21,25 @@ class Names:
 
     def __init__(self, host: Host) -> None:
         self.known: dict[str, str] = {}
+        self.slow: dict[str, float] = {}
+        """How many seconds the lookup of a name takes."""
         self.open = host.open
 
     async def resolve(self, host: str, port: int) -> list[tuple[str, int]]:
+        await asyncio.sleep(self.slow.get(host, 0.0))
         if host not in self.known:
             raise OSError(-2, "Name or service not known")
         return [(self.known[host], port)]
 
 
 @asynccontextmanager
-async def node(network: DatagramNetwork) -> AsyncIterator[tuple[QuicTransport, float]]:
-    """Listen with a configured relay; yield the transport and how long that took."""
+async def node(
+    network: DatagramNetwork, *others: str
+) -> AsyncIterator[tuple[QuicTransport, float]]:
+    """Listen with configured relays; yield the transport and how long that took."""
     transport, clock = QuicTransport(network), asyncio.get_running_loop().time
-    transport.add_relay("relay.example")
+    for relay in (*others, "relay.example"):
+        transport.add_relay(relay)
     began = clock()
     async with transport.listen():
         yield transport, clock() - began
@@ -106,6 +112,41 @@ async def test_a_silent_relay_delays_a_listener_only_briefly(
 
     assert "no answer yet from quic://relay.example:8790" in caplog.text
     assert berths.logger.name == "meshllm_quic.relay.berths"
+
+
+@virtual
+async def test_a_relay_whose_name_resolves_slowly_delays_no_other_relay() -> None:
+    internet = Internet(seed=1)
+    relays = [PublicRelay(internet.host(name)) for name in ("slow", "relay")]
+    for relay in relays:
+        await relay.open()
+    slow, fast = (relay.host.hosts()[0] for relay in relays)
+    names = Names(internet.behind("full cone").host("a"))
+    names.known = {"slow.example": slow, "relay.example": fast}
+    names.slow["slow.example"] = 2 * READY_S
+
+    async with node(names, "slow.example") as (transport, took):
+        assert took == pytest.approx(READY_S)
+        assert states(transport) == [(f"{fast}:{PORT}", "registered over UDP")]
+        await asyncio.sleep(SEEK_S + 2 * READY_S + 1)
+
+        assert dict(states(transport)).keys() == {f"{fast}:{PORT}", f"{slow}:{PORT}"}
+
+
+@virtual
+async def test_a_lost_relay_is_sought_while_another_name_resolves_slowly() -> None:
+    internet = Internet(seed=1)
+    relay = PublicRelay(internet.host("relay"))
+    await relay.open()
+    names = Names(internet.behind("full cone").host("a"))
+    names.slow["slow.example"] = 10 * SEEK_S
+
+    async with node(names, "slow.example") as (transport, _):
+        await asyncio.sleep(SEEK_S)
+        names.known["relay.example"] = relay.host.hosts()[0]
+        await asyncio.sleep(SEEK_S + 1)
+
+        assert [state for _, state in states(transport)] == ["registered over UDP"]
 
 
 class Silent:
