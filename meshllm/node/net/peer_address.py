@@ -163,9 +163,12 @@ def _host(address: str) -> Host | str | None:
     if parts.path not in {"", "/"} or parts.password is not None or not host or port == 0:
         return None
     try:
-        return ip_address(host)
+        found = ip_address(host)
     except ValueError:
         return host
+    # Hosts ignore a zone of other addresses, so that it would hide which one is meant.
+    is_zoned = isinstance(found, IPv6Address) and found.scope_id is not None
+    return None if is_zoned and not found.is_link_local else found
 
 
 def _is_local(host: Host, own: frozenset[str]) -> bool:
