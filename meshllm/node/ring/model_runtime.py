@@ -31,8 +31,8 @@ from meshllm.protocol.planning.chunking import RingTimes, usual_pace
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.hang import result_limit_s
 from meshllm.protocol.session.codec import MAX_POSITION, MAX_ROWS
-from meshllm.protocol.session.pace import MOST_PATIENCE_S, Pace
-from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.protocol.session.pace import Pace
+from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
 from meshllm.protocol.weights.holders import needed_parts
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 

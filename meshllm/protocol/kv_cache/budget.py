@@ -26,7 +26,7 @@ again once the prefix index has evicted, which happens before the new rows are c
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -174,7 +174,11 @@ class KvBudget:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the kept sessions on this rank."""
-        return sum(charge.costs[0].held for charge in self._kept.values())
+        return self.bytes_of(self._kept)
+
+    def bytes_of(self, sessions: Iterable[SessionId]) -> int:
+        """Return the bytes of some of the kept sessions on this rank."""
+        return sum(self._kept[session].costs[0].held for session in sessions)
 
     def _charge(self, tokens: int) -> _Charge:
         whole = -(-tokens // BLOCK) * BLOCK

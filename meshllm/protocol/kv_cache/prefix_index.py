@@ -17,6 +17,9 @@ The owner of the entry has a share: its most recently used sessions, up to half 
 evicted after all others. So nobody else's finished sessions push them out; a Close says whose a
 session is. The share is the same number on all ranks; one with less memory may still keep a session
 that another evicted for an older one of the owner, which is found like any other loss.
+
+The sessions of a lost ring go on in the next one. They are evicted after all others, and the
+configured bytes do not limit them. Those that did not go on in time become like others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +38,7 @@ IDLE_S = 1800.0
 OWN_SHARE = 2
 """One in so many places is for sessions of the owner."""
 RESUME_S = 60.0
-"""The same if nothing is kept but the sessions of a ring that was lost, which go on at once."""
+"""The same for the sessions of a ring that was lost, which go on at once."""
 
 
 class Chunk(NamedTuple):
@@ -52,6 +55,7 @@ class _Item:
     capacity: int
     used: float
     is_own: bool
+    is_lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class PrefixIndex:
         self.budget = budget
         self._most_bytes = most_bytes
         self._most = most
-        self._idle_s = idle_s if most_bytes != 0 else RESUME_S
+        self._idle_s = idle_s
         self.resumes = resumes
         """Whether sessions of a lost ring can go on with their caches."""
         self._items: dict[SessionId, _Item] = {}  # the latest used last
@@ -124,12 +128,11 @@ class PrefixIndex:
         keeps = self.resumes if is_lost else self.keeps
         if length <= 0 or not (keeps and self.budget.fits(capacity)):
             return [session]
-        before = self.budget.kept_bytes
         self.budget.keep(session, capacity)
-        if not is_lost and self._exceeds(self.budget.kept_bytes - before):
+        if not is_lost and self._exceeds([session]):
             self.budget.drop(session)
             return [session]
-        self._items[session] = _Item(length, capacity, now, is_own)
+        self._items[session] = _Item(length, capacity, now, is_own, is_lost)
         return self.make_room()
 
     def make_room(self, spare: SessionId | None = None) -> list[SessionId]:
@@ -137,7 +140,8 @@ class PrefixIndex:
         gone = []
         for session in [each for each in self._in_order() if each != spare]:
             is_many = len(self._items) > self._most
-            if not (is_many or self.budget.is_over or self._exceeds(self.budget.kept_bytes)):
+            limited = [each for each, item in self._items.items() if not item.is_lost]
+            if not (is_many or self.budget.is_over or self._exceeds(limited)):
                 break
             self._drop(session)
             gone.append(session)
@@ -163,7 +167,7 @@ class PrefixIndex:
             self.budget.drop(session)
             self._forget_names(session)
         else:
-            self._items[session] = replace(item, used=now)
+            self._items[session] = item if item.is_lost else replace(item, used=now)
         return item.capacity
 
     def name(self, session: SessionId, base: SessionId | None) -> None:
@@ -201,20 +205,32 @@ class PrefixIndex:
     @property
     def deadline(self) -> float | None:
         """When `expire` has something to do."""
-        return next((item.used + self._idle_s for item in self._items.values()), None)
+        return min(map(self._end_of, self._items.values()), default=None)
 
     def expire(self, now: float) -> list[SessionId]:
-        """Evict the sessions that were not used in a while; return them."""
-        gone = [key for key, item in self._items.items() if now >= item.used + self._idle_s]
-        for session in gone:
+        """Evict the sessions that were not used in a while; return them.
+
+        Those of a lost ring that did not go on are kept like others from now on, if at all.
+        """
+        due = {key: item for key, item in self._items.items() if now >= self._end_of(item)}
+        for session in due:
             self._drop(session)
+        gone = list[SessionId]()
+        for session, item in due.items():
+            if item.is_lost:
+                gone += self.put(session, item.length, item.capacity, now)
+            else:
+                gone.append(session)
         return gone
 
     def _in_order(self) -> list[SessionId]:
         """Return the sessions in the order of eviction."""
         own = [session for session, item in self._items.items() if item.is_own]
         share = set(own[-(self._most // OWN_SHARE) :])
-        return sorted(self._items, key=share.__contains__)
+        return sorted(self._items, key=lambda each: (self._items[each].is_lost, each in share))
+
+    def _end_of(self, item: _Item) -> float:
+        return item.used + (RESUME_S if item.is_lost else self._idle_s)
 
     def _forget_names(self, session: SessionId) -> None:
         self._names = {base: name for base, name in self._names.items() if name != session}
@@ -224,8 +240,9 @@ class PrefixIndex:
         self._forget_names(session)
         self.budget.drop(session)
 
-    def _exceeds(self, size: int) -> bool:
-        return self.keeps and self._most_bytes is not None and size > self._most_bytes
+    def _exceeds(self, sessions: Iterable[SessionId]) -> bool:
+        most = self._most_bytes
+        return self.keeps and most is not None and self.budget.bytes_of(sessions) > most
 
 
 def prefix_index_for(

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from meshllm.errors import UserError
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.stage import MAX_PENDING
-
-MOST_PATIENCE_S = 600.0
+from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ from meshllm.protocol.session.messages import (
 )
 
 MAX_PENDING = 16  # queued Data of one session; an entry never has more in flight
+MOST_PATIENCE_S = 600.0  # an entry waits no longer for a result, before it asks again
+IDLE_S = MAX_PENDING * MOST_PATIENCE_S  # longer than an entry waits, be it a retry or many results
 MAX_REFILL_ROWS = 7 * MAX_STEP_ROWS  # of decode steps that are computed again; a few ms of a layer
 MAX_CLOSED = 1024  # closed sessions remembered; Data is late by seconds, not by a thousand answers
 
@@ -186,7 +188,7 @@ class Stage:
         *,
         epoch: int,
         max_sessions: int = 8,
-        idle_s: float = 120.0,
+        idle_s: float = IDLE_S,
         context: int = MAX_POSITION,
         index: PrefixIndex | None = None,
         span: Span = _NO_LAYERS,

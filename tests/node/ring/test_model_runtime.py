@@ -21,8 +21,7 @@ from meshllm.protocol.planning.plan import Ends, LinkSpeed, Plan, PlanStage
 from meshllm.protocol.planning.problem import HEADROOM_PERCENT
 from meshllm.protocol.ring.hang import FIRST_S, HANG_S
 from meshllm.protocol.session.codec import MAX_ROWS
-from meshllm.protocol.session.pace import MOST_PATIENCE_S
-from meshllm.protocol.session.stage import MAX_PENDING
+from meshllm.protocol.session.stage import MAX_PENDING, MOST_PATIENCE_S
 from meshllm.testing.clock import InlineExecutor
 from meshllm.transport.contract import MAX_MESSAGE_BYTES
 from tests.builders.offers import A, B, C, offer

@@ -467,8 +467,11 @@ def test_no_prompt_continues_from_an_answer_whose_tokens_were_only_claimed(world
     run_virtual(main())
 
 
-def test_without_a_prefix_cache_an_answer_goes_on_where_it_was(llama: Path, rows: Rows) -> None:
-    world = World(llama, prefix_bytes=0)
+@pytest.mark.parametrize("prefix_bytes", [0, 1])
+def test_without_room_in_the_prefix_cache_an_answer_goes_on_where_it_was(
+    llama: Path, rows: Rows, prefix_bytes: int
+) -> None:
+    world = World(llama, prefix_bytes)
 
     async def main() -> None:
         async with ring_of_three(world) as (places, undisturbed):

@@ -7,6 +7,7 @@ from meshllm.protocol.kv_cache.budget import BLOCK, KvBudget
 from meshllm.protocol.kv_cache.prefix_index import (
     MAX_KEPT,
     MAX_STATES,
+    RESUME_S,
     Chunk,
     PrefixIndex,
     add_chunk,
@@ -160,6 +161,39 @@ def test_an_owner_that_is_not_the_entry_any_more_has_no_share() -> None:
     index.disown()
 
     assert index.put(C, 1, 1, 0.0) == [A]
+
+
+def test_sessions_of_a_lost_ring_are_not_limited_in_bytes_until_they_should_have_gone_on() -> None:
+    index = shelf_of(9, BLOCK, idle_s=1000.0)
+    index.put(A, 1, 1, 0.0)
+
+    assert index.put(B, 1, 2 * BLOCK, 1.0, is_lost=True) == []
+    assert index.put(C, 1, 1, 2.0, is_lost=True) == []
+    assert index.make_room() == []
+    assert index.deadline == 1.0 + RESUME_S
+    assert index.expire(1.0 + RESUME_S) == [B]
+    assert index.expire(2.0 + RESUME_S) == [A]
+    assert index.deadline == 2.0 + RESUME_S + 1000.0
+    assert index.budget.kept_bytes == BLOCK
+
+
+def test_sessions_of_a_lost_ring_are_evicted_last() -> None:
+    index = shelf_of(3)
+    for session in (A, B):
+        index.put(session, 1, 1, 0.0, is_lost=True)
+    index.put(C, 1, 1, 1.0, is_own=True)
+
+    assert index.move(KvBudget([room(1)])) == [C, A]
+    assert index.holds(B)
+
+
+def test_copies_do_not_postpone_when_a_session_of_a_lost_ring_should_have_gone_on() -> None:
+    index = shelf_of(9, 0)
+    index.put(A, 1, 1, 0.0, is_lost=True)
+
+    assert index.take(A, 1, 50.0, whole=False)
+    assert index.expire(RESUME_S) == [A]
+    assert index.deadline is None
 
 
 def test_use_postpones_the_eviction() -> None:

@@ -26,6 +26,7 @@ from meshllm.protocol.session.messages import (
     Spent,
     Tally,
 )
+from meshllm.protocol.session.pace import Pace
 from meshllm.protocol.session.stage import (
     MAX_CLOSED,
     MAX_PENDING,
@@ -442,6 +443,16 @@ def test_an_idle_session_is_freed_and_can_come_back() -> None:
     assert stage.deadline is None
     assert stage.receive(data(2), 61.0) == [Forward(Gap(ONE, EPOCH, 0, 0))]
     assert stage.receive(data(0, gen=1), 61.0) == [compute(0, 1, 1)]
+
+
+def test_a_session_is_not_idle_while_its_entry_waits_for_a_slow_rank() -> None:
+    stage, pace = Stage(1, 3, epoch=EPOCH), Pace()
+    stage.receive(data(0), 0.0)
+    stage.computed(ONE, blob(1), 0.0, SPENT)
+    latest = max(MAX_PENDING - 1, 1 << pace.retries) * pace.patience_s
+
+    assert stage.expire(latest) == []
+    assert stage.receive(data(1), latest) == [compute(1, 1, 1)]
 
 
 def test_a_session_that_only_meets_gaps_is_idle() -> None:
