@@ -140,9 +140,13 @@ async def resolve(address: str, local: Local, threads: Executor) -> list[str]:
 
 
 def target(address: str) -> tuple[str, str]:
-    """Return what attempts at an address are counted under: its host, or IPv6 /64, and the port."""
-    parts = urlsplit(address)
-    return groups(parts.hostname or address)[0], parts.netloc.rpartition("@")[2]
+    """Return what attempts at an address are counted under: its host, or IPv6 /64, and the port.
+
+    Of the port that is the whole host with the number, in one spelling.
+    """
+    host = _host(address)
+    shown = f"{_unmapped(host) if isinstance(host, Host) else host}".partition("%")[0]
+    return groups(shown)[0], f"{shown} {urlsplit(address).port}"
 
 
 @lru_cache(maxsize=4096)
@@ -173,10 +177,15 @@ def _host(address: str) -> Host | str | None:
 
 def _is_local(host: Host, own: frozenset[str]) -> bool:
     """Return whether packets to a host may stay on this machine or its links."""
-    host = getattr(host, "ipv4_mapped", None) or host
+    host = _unmapped(host)
     if host.is_link_local:  # two machines on one cable have no other addresses
         return not any(_is_link_local_v4(each) for each in own)
     return host.is_loopback or host.is_unspecified or host.is_multicast or str(host) in own
+
+
+def _unmapped(host: Host) -> Host:
+    """Return the IPv4 address that an IPv6 address stands for, if any."""
+    return getattr(host, "ipv4_mapped", None) or host
 
 
 def _is_link_local_v4(host: str) -> bool:

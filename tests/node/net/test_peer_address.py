@@ -146,8 +146,24 @@ def test_attempts_are_counted_by_host_and_port() -> None:
     assert target("ws://10.0.0.8:80") != target("ws://10.0.0.8:81")
     assert target("ws://10.0.0.8:80")[0] != target("ws://10.0.0.9:80")[0]
     assert target("ws://[2001:db8::1]:80")[0] == target("ws://[2001:db8::2]:80")[0]
-    assert target("wss://desk.example:80") == ("desk.example", "desk.example:80")
+    assert target("ws://[2001:db8::1]:80") != target("ws://[2001:db8::2]:80")
+    assert target("wss://desk.example:80") == ("desk.example", "desk.example 80")
     assert target("loopback:a")[0] == "loopback:a"
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ("ws://desk:80", "ws://desk:080", "ws://DESK:80", "ws://desk:80/"),
+        ("ws://[2001:db8::1]:80", "ws://[2001:DB8:0::1]:80", "ws://[2001:db8::0.0.0.1]:80"),
+        ("ws://10.0.0.8:80", "ws://[::ffff:10.0.0.8]:80", "ws://[::ffff:a00:8]:0080"),
+        ("ws://[fe80::1%1]:80", "ws://[fe80::1%eth0]:80", "ws://[fe80::1]:80"),
+    ],
+    ids=["name", "IPv6", "IPv4", "zone"],
+)
+def test_spellings_of_one_address_are_one_target(spellings: tuple[str, ...]) -> None:
+    assert permitted(spellings, Local.YES) == spellings
+    assert len({target(each) for each in spellings}) == 1
 
 
 def test_a_tag_shows_which_nodes_are_on_this_machine() -> None:
