@@ -17,9 +17,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from meshllm.request import Answer, Backend, Event, Piece, Prefilled, PromptTokens, Request
-from meshllm.traces.buckets import KEY_BYTES, Buckets
+from meshllm.traces.buckets import BUCKET, KEY_BYTES, Buckets
 from meshllm.traces.file import TraceFile
-from meshllm.traces.trace import Finish, TraceLine, rotation, sampling_of
+from meshllm.traces.trace import MAX_LINE_TOKENS, Finish, TraceLine, rotation, sampling_of
 
 DAY_S = 86_400
 
@@ -67,7 +67,9 @@ class _Record:
         match event:
             case PromptTokens(start, tokens) if start == self.buckets.count:
                 self.buckets.add(tokens)
-            case Prefilled(total=total):
+                if self.request.scores_prompt:  # their echo is not generated
+                    self.new_tokens -= len(tokens)
+            case Prefilled(total=total) if not self.request.scores_prompt:  # else it is decoded
                 self.prompt_tokens = total
             case Piece(tokens=tokens) if tokens or event.has_text:
                 self.first = self.first or _now()
@@ -84,19 +86,23 @@ class _Record:
             self.buckets.add(tokens)
 
     def line(self) -> TraceLine:
+        """Return the line; what other nodes counted is limited to what can be read again."""
         known = self.buckets.count
+        prompt_tokens = _limited(self.prompt_tokens or known)
+        new_tokens = _limited(self.new_tokens)
+        ids = self.buckets.ids[: (prompt_tokens + new_tokens) // BUCKET]
         return TraceLine(
             at=self.at,
             model=self.model,
-            prompt_tokens=self.prompt_tokens or known,
-            cached_tokens=self.cached_tokens,
-            new_tokens=self.new_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=_limited(self.cached_tokens),
+            new_tokens=new_tokens,
             max_tokens=self.request.max_tokens,
             ttft_ms=None if self.first is None else _ms(self.first - self.begin),
             total_ms=_ms(_now() - self.begin),
             finish_reason=self.finish_reason,
             sampling=sampling_of(self.request.sampling),
-            buckets=" ".join(self.buckets.ids) if known else None,
+            buckets=" ".join(ids) if known else None,
         )
 
 
@@ -123,6 +129,10 @@ class _Traced:
             raise
         finally:
             await asyncio.to_thread(self.recorder.file.write, record.line().to_json())
+
+
+def _limited(count: int) -> int:
+    return min(max(0, count), MAX_LINE_TOKENS)
 
 
 def _ms(seconds: float) -> float:

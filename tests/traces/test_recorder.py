@@ -21,6 +21,7 @@ from meshllm.request import (
 )
 from meshllm.traces.file import TraceFile
 from meshllm.traces.recorder import DAY_S, Recorder
+from meshllm.traces.trace import read_trace
 from tests.builders.fake_ring import answer_of
 
 NOON = 1_795_003_200.0
@@ -183,6 +184,41 @@ async def test_an_echoed_prompt_is_not_generated(world: World) -> None:
     await world.record(Said(events=(told,)), replace(ASKED, scores_prompt=True))
 
     assert world.lines()[1]["new_tokens"] == 2
+
+
+async def test_a_cancelled_echo_can_be_read(world: World) -> None:
+    echoed = tuple(Piece("a", (token,)) for token in (*PROMPT, 5, 6))
+    asked = replace(ASKED, scores_prompt=True)
+    for count in (3, 42):
+        said = Said((*TOLD, Prefilled(1, 1), *echoed[:count]), MeshError("gone"))
+        with pytest.raises(MeshError):
+            await world.record(said, asked)
+
+    lines = read_trace(world.path)
+
+    assert [(each.prompt_tokens, each.new_tokens) for each in lines] == [(40, 0), (40, 2)]
+    assert [len(each.ids) for each in lines] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_tokens": 1 << 40},
+        {"cached_tokens": 1 << 40},
+        {"cached_tokens": -1},
+        {"counted": 1 << 40},
+        {"prompt_tokens": 3, "tokens": ()},
+    ],
+)
+@pytest.mark.parametrize("scores_prompt", [True, False])
+async def test_absurd_counts_of_others_can_be_read(
+    world: World, changes: dict[str, Any], *, scores_prompt: bool
+) -> None:
+    told = replace(ANSWER, **changes)
+
+    await world.record(Said((*TOLD, told)), replace(ASKED, scores_prompt=scores_prompt))
+
+    assert len(read_trace(world.path)) == 1
 
 
 async def test_requests_at_once_have_a_line_each(world: World) -> None:
