@@ -11,7 +11,7 @@ import typer
 from meshllm.cli.commands.replay import ReplayOptions
 from meshllm.cli.commands.replay import measure as measure_replay
 from meshllm.cli.commands.replay import table as replay_table
-from meshllm.cli.shared.options import settings, takes
+from meshllm.cli.shared.options import is_given, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings
 from meshllm.errors import MeshError, UserError
@@ -115,15 +115,15 @@ def bench(
         _refuse(invocation, _NOT_OF_REPLAY, "replay")
         _replay(
             ReplayOptions(
-                replay, speed, model if _is_given(invocation, "model") else None,
-                url, key_file, _one(nodes) if _is_given(invocation, "nodes") else None,
+                replay, speed, model if is_given(invocation, "model") else None,
+                url, key_file, _one(nodes) if is_given(invocation, "nodes") else None,
             ),
             chosen,
             json,
         )  # fmt: skip
         return
     for name in _REPLAY_OPTIONS:
-        if _is_given(invocation, name):
+        if is_given(invocation, name):
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"`{option}` needs `--replay`", hint="add `--replay FILE`, or omit it")
     from meshllm.cli.shared.signals import interrupted_by_sigterm
@@ -188,16 +188,11 @@ def _replay(options: ReplayOptions, chosen: Settings, json: Path | None) -> None
 def _refuse(invocation: typer.Context, names: Sequence[str], other: str) -> None:
     """Raise `UserError` for options that have no effect with another one."""
     for name in names:
-        if _is_given(invocation, name):
+        if is_given(invocation, name):
             option = name.replace("_", "-")
             raise UserError(
                 f"`--{option}` cannot be combined with `--{other}`", hint="omit one of them"
             )
-
-
-def _is_given(invocation: typer.Context, name: str) -> bool:
-    source = invocation.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _one(nodes: str) -> int:

@@ -124,9 +124,10 @@ def run_node(
     if make_provider is None:
         _check_model(options)
     chosen = config.settings
+    address = None if make_provider else chosen.serve  # `provide` has no such option
     notify = _log if chosen.log_format == "json" else _say
     with ExitStack() as stack:  # errors of a door are shown before torch is loaded
-        door = chosen.serve and stack.enter_context(opened_door(chosen, chosen.serve))
+        door = address and stack.enter_context(opened_door(chosen, address))
         if make_provider is None:
             with render.Status(sys.stderr) as status:
                 status.show("loading torch")

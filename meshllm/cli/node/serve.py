@@ -9,7 +9,7 @@ from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
 from meshllm.cli.node.door import opened_door
 from meshllm.cli.node.node import SETTINGS, Transports, print_unit, run_node, set_up
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
-from meshllm.cli.shared.options import takes
+from meshllm.cli.shared.options import is_given, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, change, load, state_path
 from meshllm.errors import UserError
@@ -65,13 +65,15 @@ def serve(
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.
 
+    The setting `serve` says where to listen, unless `--host` or `--port` does.
+
     `--print-service` prints the unit of `meshllm node --serve HOST:PORT`, which does the same.
 
     The root of the same address is a web page that shows the mesh as it is and chats with its
     model. Where a key is needed, the page asks for it, and shows no names of machines.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = _address(invocation, host, port, load(given).settings.serve)
     config = load({**given, "serve": address})
     if print_service:
         if _of_client(config.settings.join):
@@ -94,6 +96,17 @@ def serve(
         event_loop.run(serving or _serve_running(config.settings, address))
     else:
         run_node(invocation, config)
+
+
+def _address(invocation: typer.Context, host: str, port: int, known: str | None) -> str:
+    """Return where to listen: what no flag says is as in the setting, if that is known."""
+    if known is not None:
+        from meshllm.api.tcp import parse_address
+
+        known_host, known_port = parse_address(known)
+        host = host if is_given(invocation, "host") else known_host
+        port = port if is_given(invocation, "port") else known_port
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _of_client(join: Scalar) -> "Ticket | None":

@@ -95,6 +95,12 @@ def settings(flags: dict[str, Scalar]) -> Settings:
     return load(flags).settings
 
 
+def is_given(invocation: typer.Context, name: str) -> bool:
+    """Return whether the command line has an option, which may have its default as value."""
+    source = invocation.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def with_state(command: str, chosen: Settings) -> str:
     """Return a command for a hint, with `--state` where it would use another folder without it."""
     if chosen.state is None or chosen.state == load({}).settings.state:

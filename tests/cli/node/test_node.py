@@ -537,6 +537,18 @@ def test_a_node_that_leaves_reports_no_losses(
     assert told == ["joined", "serving"]
 
 
+@pytest.mark.socket
+def test_a_provider_opens_no_door_of_the_settings(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_SERVE", "127.0.0.1:0")
+
+    result = meshllm("provide", "--url", "http://x/v1", "--join", TICKET)
+
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert node.is_over
+
+
 @pytest.mark.parametrize(("has_layers", "told"), [(True, ["waiting"]), (False, [])])
 def test_a_provider_does_not_report_what_the_ring_waits_for(
     has_layers: bool, told: list[str], monkeypatch: pytest.MonkeyPatch

@@ -172,6 +172,33 @@ def test_the_printed_unit_is_of_a_node_that_serves(meshllm: Invoke) -> None:
     assert "MESHLLM_JOIN" in client.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ((), "[::1]:8080"),
+        (("--port", "7780"), "[::1]:7780"),
+        (("--host", "127.0.0.1"), "127.0.0.1:8080"),
+        (("--host", "127.0.0.1", "--port", "0"), "127.0.0.1:0"),
+    ],
+)
+def test_the_setting_says_where_to_listen_unless_flags_do(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], address: str
+) -> None:
+    monkeypatch.setenv("MESHLLM_SERVE", "[::1]:8080")
+
+    printed = meshllm("serve", "--print-service", *words).stdout
+
+    assert f" --serve {address}\n" in printed
+
+
+def test_an_invalid_setting_is_refused(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHLLM_SERVE", "8080")
+
+    result = meshllm("serve")
+
+    assert (result.exit_code, "Invalid address `8080`" in result.stderr) == (2, True)
+
+
 def test_an_invalid_ticket_is_refused_before_the_door_opens(meshllm: Invoke) -> None:
     result = meshllm("serve", "--port", "0", "--join", "meshllm1nonsense")
 
