@@ -69,7 +69,7 @@ class PlanFollower:
             return END_S if self._has_sessions() else SETTLE_S
         if agreement.lacking:
             return GATHER_S
-        if agreement.plan is None and self._member.plan is not None:
+        if self._member.waits_for_lost(agreement):
             return KEEP_S
         return LOST_S if agreement.has_lost(self._member.plan) else SETTLE_S
 

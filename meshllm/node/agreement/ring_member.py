@@ -221,6 +221,19 @@ class RingMember:
         leaving = self._leaving(followed).intersection(here)
         return Outlook(plan, followed, settle_s, is_whole, bool(others), prepared, leaving)
 
+    def waits_for_lost(self, agreement: Agreement) -> bool:
+        """Return whether there is no plan without nodes that are lost, and the old one may go on.
+
+        The others can still serve it, and the mesh has not removed those that are lost.
+        """
+        if agreement.plan is not None or self.plan is None or not agreement.has_lost(self.plan):
+            return False
+        able = {offer.node for offer in agreement.offers}
+        return all(
+            stage.node in (able if stage.node in agreement.alive else self._machine.profiles)
+            for stage in self.plan.stages
+        )
+
     def _leaving(self, plan: Plan | None) -> set[NodeId]:
         """Return the nodes of a plan that leave, and can hand over their KV caches."""
         if plan is None or self.agreement is None:

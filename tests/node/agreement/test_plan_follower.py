@@ -34,7 +34,10 @@ class SettlingNode:
         self.has_sessions, self.looks = False, list[Outlook]()
         monkeypatch.setattr(asyncio, "get_running_loop", lambda: SimpleNamespace(time=self._time))
         self.member = member = SimpleNamespace(
-            runtime=SimpleNamespace(follow=self.followed.append), plan=None, outlook=self._outlook
+            runtime=SimpleNamespace(follow=self.followed.append),
+            plan=None,
+            outlook=self._outlook,
+            waits_for_lost=lambda _: False,
         )
         self.follower = PlanFollower(
             cast("Any", member),
@@ -100,8 +103,8 @@ def test_how_long_a_plan_settles_depends_on_what_is_waited_for(
     node.agree(PLANS[0])
     node.agreement.has_lost = lambda _: True
     node.agree(PLANS[0])
-    node.member.plan = PLANS[0]
-    node.agree(None)  # it needs the node that is lost, which may come back
+    node.member.waits_for_lost = lambda _: True
+    node.agree(None)
     node.agreement.lacking = 1
     node.agree(PLANS[0])
     node.planner.agreement = None  # the model is served no more

@@ -109,6 +109,26 @@ def test_nodes_of_the_ring_that_leave_are_awaited_while_they_are_there_and_respo
     run(story)
 
 
+def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_removed() -> None:
+    async def story() -> None:
+        place, alone = Place(), frozenset({ENTRY})
+        nothing = replace(AGREEMENT, plan=None, alive=alone, offers=AGREEMENT.offers[:1])
+        assert [each.node for each in nothing.offers] == [ENTRY]
+        place.machine.profiles = dict.fromkeys((ENTRY, STAGE))
+        waits = place.member.waits_for_lost
+        assert not waits(nothing)  # nothing is followed
+        place.serve()
+
+        assert waits(nothing)
+        assert not waits(replace(nothing, plan=LATER))
+        assert not waits(replace(nothing, alive=AGREEMENT.alive, offers=AGREEMENT.offers))
+        assert not waits(replace(nothing, offers=()))  # the other one hangs
+        del place.machine.profiles[STAGE]
+        assert not waits(nothing)
+
+    run(story)
+
+
 def test_a_span_loaded_for_the_last_plan_does_not_count_for_the_next() -> None:
     async def story() -> None:
         place = Place()
