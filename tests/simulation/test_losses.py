@@ -10,6 +10,7 @@ import pytest
 
 from meshllm.model import sampling
 from meshllm.names import LossCause, NodeId
+from meshllm.node.agreement.plan_follower import KEEP_S
 from meshllm.node.ring.kv_transfer import KvSender
 from meshllm.node.session import generation
 from meshllm.protocol.kv_cache.prefix_matching import PrefixCache
@@ -86,6 +87,8 @@ class LossWithin(OneLoss):
     """Only the link to the next rank is lost."""
     leaves = False
     """The rank is told to leave, and messages take time."""
+    pauses_s = 0.0
+    """The rank stops for so long, without which the others have no room for all layers."""
     request = REQUEST
 
     def __init__(self, world: World, seed: int) -> None:
@@ -96,6 +99,8 @@ class LossWithin(OneLoss):
 
     async def run(self) -> None:
         world = self.world
+        if self.pauses_s:
+            world.capacity = {0: 2, 1: 1, 2: 1, 3: 0}  # layers, all of which are needed
         for number in NODES:
             world.start(number)
         await self._until(lambda: len(self._served()) == len(ROLES))
@@ -156,6 +161,8 @@ class LossWithin(OneLoss):
             self.world.network.blink(victim, after)
         elif self.leaves:
             self.world.leave(victim)
+        elif self.pauses_s:
+            self.world.pause(victim, self.pauses_s)
         else:
             self.world.crash(victim, silently=False)
 
@@ -174,14 +181,14 @@ class LossWithin(OneLoss):
         return [each.ring_member.history for each in self.world.nodes.values()]
 
 
-def answer(role: int, messages: int, *, is_blink: bool = False) -> Counts:
+def answer(role: int, messages: int, *, is_blink: bool = False, pauses_s: float = 0.0) -> Counts:
     """Lose a rank, or its link, after so many messages of an answer, which must be right."""
     schedules = list[LossWithin]()
 
     def make(world: World, seed: int) -> Schedule:
         schedules.append(LossWithin(world, seed))
         schedules[-1].role, schedules[-1].messages = role, messages
-        schedules[-1].is_blink = is_blink
+        schedules[-1].is_blink, schedules[-1].pauses_s = is_blink, pauses_s
         return schedules[-1]
 
     world = simulate(1, make)
@@ -274,6 +281,15 @@ def test_a_link_that_is_lost_for_a_moment_costs_no_row_and_no_second_round_trip(
     # What each rank continues from goes round once, with the rows behind it. If the entry was the
     # last to hear of the loss, the request reaches it a hop later.
     assert len(ROLES) <= round(resuming) <= len(ROLES) + 1
+
+
+@WHICH
+def test_a_node_that_comes_back_and_that_no_other_could_replace_costs_no_row(role: int) -> None:
+    counts = answer(role, MESSAGES[-1], pauses_s=KEEP_S / 2)
+
+    assert counts.is_within
+    assert (counts.moved, counts.recomputed) == (0, 0)
+    assert counts.picks <= len(reference(REQUEST)[1]) + (0 if role else UNSEEN)
 
 
 def test_rows_of_kept_layers_that_are_computed_again_are_found() -> None:

@@ -322,5 +322,5 @@ class Forward:
 
     @property
     def control(self) -> bool:
-        """Whether it may overtake queued Data, as everything without rows may."""
-        return not isinstance(self.message, Data | Logits)
+        """Whether it may overtake queued Data, as what neither has rows nor tells where they go."""
+        return not isinstance(self.message, Data | Logits | Resume)

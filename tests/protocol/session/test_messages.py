@@ -1,4 +1,7 @@
-from meshllm.protocol.session.messages import Spent
+from meshllm.names import SessionId
+from meshllm.protocol.session.messages import Cancel, Forward, Resume, Spent
+
+SESSION, BASE = (SessionId(name * 16) for name in (b"s", b"b"))
 
 
 def test_jobs_add_up_part_by_part() -> None:
@@ -6,3 +9,8 @@ def test_jobs_add_up_part_by_part() -> None:
 
     assert both == Spent(compute_us=300, serialise_us=30, queue_us=3)
     assert both.total_us == 333
+
+
+def test_a_cancellation_overtakes_rows_but_no_rows_overtake_what_they_continue() -> None:
+    assert Forward(Cancel(SESSION, 1, 2)).control
+    assert not Forward(Resume(SESSION, 1, BASE, 3, whole=True)).control
