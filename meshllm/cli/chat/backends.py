@@ -94,7 +94,7 @@ def _running(
         if not is_provided and (cause := _awaited(status, model)):
             render.talk(render.dim(f"waiting: {cause}"))
     opener = node if model is None or not flags["model"] else _asking(node, model.name)
-    served = change(chosen, {"model": model.name}) if model else chosen
+    served = change(chosen, {"model": render.one_line(model.name)}) if model else chosen
     return opener, served, reader or f"{_NODE}{_size_of(status, model)}"
 
 
@@ -154,7 +154,7 @@ def _asking(opener: Opener, model: str) -> Opener:
 
 
 def _listed(providers: Sequence[str]) -> str:
-    names = ", ".join(f"`{_one_line(each)}`" for each in providers)
+    names = ", ".join(f"`{render.one_line(each)}`" for each in providers)
     return f"the provider {names}" if len(providers) == 1 else f"one of the providers {names}"
 
 
@@ -175,7 +175,7 @@ def _announce_local(chosen: Settings) -> None:
     """Say that this process answers, to somebody who named the folder of a node."""
     folder = state_path(chosen)
     found = "no node is running at" if folder.exists() else "no node has used"
-    text = f"{found} `{_one_line(str(folder))}`: {_here(chosen)} answers"
+    text = f"{found} `{render.one_line(str(folder))}`: {_here(chosen)} answers"
     render.talk(render.dim(text))
 
 
@@ -193,7 +193,7 @@ def _reader_of(status: "MeshStatus", model: "ModelStatus | None") -> str | None:
     entries = [ring.entry for ring in _rings_of(status, model)] or [status.ring.entry]
     if not others or set(entries) == {status.node}:
         return None
-    named = [f"`{_one_line(others[entry])}`" for entry in entries if entry in others]
+    named = [f"`{render.one_line(others[entry])}`" for entry in entries if entry in others]
     mesh = f"mesh {status.mesh[:12]}"
     if not named:
         return mesh
@@ -202,10 +202,6 @@ def _reader_of(status: "MeshStatus", model: "ModelStatus | None") -> str | None:
 
 def _rings_of(status: "MeshStatus", model: "ModelStatus | None") -> list["ServedRing"]:
     return [ring for ring in status.rings if model and ring.model == model.name and ring.entry]
-
-
-def _one_line(name: str) -> str:
-    return render.safe(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _fetch_status(chosen: Settings) -> "MeshStatus":
@@ -257,9 +253,9 @@ def _awaited(status: "MeshStatus", model: "ModelStatus | None") -> str:
     if "serving" in states:
         return ""
     if not rings:
-        return _one_line(status.ring.reason)
+        return render.one_line(status.ring.reason)
     own = rings[0].status  # which knows more than others of the mesh
-    return _one_line((own and own.reason) or rings[0].reason)
+    return render.one_line((own and own.reason) or rings[0].reason)
 
 
 def _refuse(flags: Mapping[str, Scalar], names: tuple[str, ...], reason: str) -> None:

@@ -2,8 +2,11 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -170,7 +173,8 @@ def _edited(text: str) -> str | None:
         path = Path(folder) / "config.toml"
         path.write_text(text, encoding="utf-8", errors=_ANY_BYTES)
         try:
-            code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
+            with _signals_of_another():
+                code = subprocess.run([*shlex.split(editor), str(path)], check=False).returncode
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Cannot start `{editor}`: {reason_of(error)}", hint="set `EDITOR`"
@@ -179,6 +183,21 @@ def _edited(text: str) -> str | None:
             raise UserError(f"`{editor}` ended with exit status {code}")
         edited = _read(path)
     return None if edited == text else edited
+
+
+@contextmanager
+def _signals_of_another() -> Iterator[None]:
+    """Leave the keys that interrupt to a program that has the terminal.
+
+    It takes them itself: a function is not inherited, as `SIG_IGN` would be.
+    """
+    keys_of_terminal = (signal.SIGINT, signal.SIGQUIT)
+    before = {each: signal.signal(each, lambda *_: None) for each in keys_of_terminal}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _file(*, is_project: bool) -> Path:

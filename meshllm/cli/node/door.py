@@ -1,6 +1,7 @@
 """The TCP door of the API, from the settings of `meshllm serve` and `meshllm node --serve`."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -76,7 +77,7 @@ def _announcement(door: "Door", model: str) -> str:
             door.url,
             f"OPENAI_BASE_URL={door.url} OPENAI_API_KEY={'KEY' if needs_key else key}",
             f"curl {door.url}/chat/completions{shown} -H 'content-type: application/json'"
-            f" -d '{json.dumps(chat, ensure_ascii=True)}'",
+            f" -d {shlex.quote(json.dumps(chat, ensure_ascii=True))}",
         )
     )
 

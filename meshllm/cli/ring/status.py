@@ -8,7 +8,7 @@ from textwrap import wrap
 from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
-from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, safe, table
+from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
 from meshllm.names import LossCause, Span
 from meshllm.status import (
     Measured,
@@ -39,11 +39,7 @@ _NODES, _LINKS, _HOPS, _FURTHER = 2, 3, 4, 6  # positions in the layout
 
 def clean(value: T) -> T:
     """Escape control characters in every text of a report: some texts come from other nodes."""
-    return cast("T", _each_text(value, _escape))
-
-
-def _escape(text: str) -> str:
-    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+    return cast("T", _each_text(value, one_line))
 
 
 def _with_names(status: MeshStatus) -> MeshStatus:

@@ -176,6 +176,11 @@ def safe(text: str) -> str:
     return escape(text)
 
 
+def one_line(text: str) -> str:
+    """Escape line ends and tabs, too: an untrusted text takes one line."""
+    return safe(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def _safe_answer(text: str) -> str:
     from meshllm.log import escape_answer
 
@@ -258,7 +263,7 @@ def statistics(answer: Answer) -> str:
         lines[-1] += f", {answer.tokens_per_step:.1f} tokens per step"
     header = ("rank", "node", "layers", "compute", "serialise", "queue", "wire", "bytes")
     rows = [
-        (hop.rank, hop.node, str(hop.span), *parts(hop), round(hop.bytes_per_token))
+        (hop.rank, one_line(hop.node), str(hop.span), *parts(hop), round(hop.bytes_per_token))
         for hop in answer.hops
     ]
     return "\n".join([*lines, f"{PER_TOKEN}:", table(header, rows)])

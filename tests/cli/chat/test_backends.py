@@ -245,6 +245,18 @@ def test_the_reported_model_is_that_of_the_mesh(ask: Ask, node: FakeNode) -> Non
     assert json.loads(result.stdout)["model"] == "mesh/model"
 
 
+def test_a_name_of_another_machine_does_not_control_the_terminal(ask: Ask, node: FakeNode) -> None:
+    name = "fox\x1b]0;moo\x07\n"
+    node.provided = (replace(FOX, name=name),)
+    flags = dict.fromkeys(keys()) | {"model": name}
+
+    _, chosen, _ = backends.choose(load({}).settings, flags)
+    ask("chat", "--model", name)
+
+    assert chosen.model == r"fox\x1b]0;moo\x07\n"
+    assert [each.model for each in node.requests] == [name]
+
+
 def test_a_model_of_a_provider_is_asked_for(ask: Ask, node: FakeNode) -> None:
     node.provided = (FOX,)
 

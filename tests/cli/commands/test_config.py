@@ -1,3 +1,4 @@
+import signal
 import tomllib
 from pathlib import Path
 
@@ -175,6 +176,19 @@ def test_an_editor_may_leave_anything(
     result = meshllm("config", "edit", stdin="n\n")
 
     assert (result.exit_code, told in result.stderr, user.exists()) == (code, True, False)
+
+
+def test_an_interrupt_is_left_to_the_editor(
+    meshllm: Invoke, user: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    interrupted = "trap 'echo seed = 7 > $1' INT; kill -INT $PPID $$; true"
+    monkeypatch.setenv("EDITOR", _editor(home, interrupted))
+
+    result = meshllm("config", "edit")
+
+    assert (result.exit_code, user.read_text()) == (0, "seed = 7\n"), result.stderr
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_value_that_is_not_utf8_is_refused(

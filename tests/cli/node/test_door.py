@@ -1,5 +1,7 @@
 """What is printed about an open door of the API."""
 
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,3 +41,18 @@ def test_a_door_on_every_address_names_the_one_for_other_machines(
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
     assert lines == ([f"from other machines: http://{told}:{port}/v1"] if told else [])
+
+
+def test_a_name_of_another_machine_ends_no_word_of_the_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "fox'; touch taken; '\x1b"
+    chosen = replace(Settings(), model=name, state=str(tmp_path / "state"))
+
+    with opened_door(chosen, "127.0.0.1:0"):
+        curl = capsys.readouterr().out.splitlines()[2]
+
+    words = shlex.split(curl)
+    assert words[-2] == "-d"
+    assert json.loads(words[-1])["model"] == name
+    assert "\x1b" not in curl

@@ -241,3 +241,13 @@ def test_a_dumb_terminal_gets_no_status_line(
         status.show("loading")
 
     assert terminal.getvalue() == ""
+
+
+def test_the_name_of_a_hop_does_not_control_the_terminal() -> None:
+    answer = answer_of("hi", 3)
+    hop = replace(answer.hops[0], node="\x1b[2J\nfox")
+
+    shown = render.statistics(replace(answer, hops=(hop,)))
+
+    assert r" \x1b[2J\nfox " in shown
+    assert "\x1b" not in shown
