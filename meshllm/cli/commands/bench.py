@@ -33,8 +33,14 @@ Examples:
 MAX_SIZE_DIGITS = 4  # of the number of nodes in a ring
 
 _RING_OPTIONS = ("nodes", "prompt_tokens", "new_tokens", "processes")
-_REPLAY_OPTIONS = ("speed", "url", "key_file")
+_REPLAY_OPTIONS = ("speed", "url", "key_file", "state")
 _NOT_OF_REPLAY = ("engine", "prompt_tokens", "new_tokens", "processes", "quant", "rounds")
+_UNUSED = (
+    ("nodes", ("state",), "a ring in this process answers"),
+    ("url", ("threads", "device", "state"), "the API at `--url` answers"),
+    ("replay", ("threads", "device"), "the running node answers"),
+)
+"""Options without effect on a replay, by the first option here that is given."""
 
 
 @takes("threads", "device", "state")
@@ -113,6 +119,7 @@ def bench(
     chosen = settings(flags)
     if replay is not None:
         _refuse(invocation, _NOT_OF_REPLAY, "replay")
+        _refuse_unused(invocation)
         _replay(
             ReplayOptions(
                 replay, speed, model if is_given(invocation, "model") else None,
@@ -193,6 +200,14 @@ def _refuse(invocation: typer.Context, names: Sequence[str], other: str) -> None
             raise UserError(
                 f"`--{option}` cannot be combined with `--{other}`", hint="omit one of them"
             )
+
+
+def _refuse_unused(invocation: typer.Context) -> None:
+    """Raise `UserError` for options without effect on what answers a replay."""
+    names, why = next((names, why) for given, names, why in _UNUSED if is_given(invocation, given))
+    for name in names:
+        if is_given(invocation, name):
+            raise UserError(f"`--{name}` has no effect: {why}", hint="omit it")
 
 
 def _one(nodes: str) -> int:

@@ -82,7 +82,7 @@ def create(
     expires_s = None if expires is None else int(now) + parse_duration(expires)
     limits = KeyLimits(expires_s, allowed or (), concurrency, tokens_per_day, trusted or ())
     chosen = settings(flags)
-    with _accounts(chosen) as accounts:
+    with opened_accounts(chosen) as accounts:
         key = accounts.create(name, limits, now, is_owner=owner)
     if as_json:
         render.dump({"name": name, "key": key, "expires_s": expires_s, "owner": owner})
@@ -113,7 +113,7 @@ def _note_unserved(chosen: Settings, names: Sequence[str]) -> None:
 def list_keys(as_json: Json = False, **flags: Scalar) -> None:
     """List the keys, without their secrets."""
     chosen = settings(flags)
-    with _accounts(chosen) as accounts:
+    with opened_accounts(chosen) as accounts:
         found = accounts.list_keys()
     now = time.time()
     if as_json:
@@ -145,7 +145,7 @@ def revoke(
     `--key-file`. With `-` it can be a key that was created on another node.
     """
     chosen = settings(flags)
-    with _accounts(chosen) as accounts:
+    with opened_accounts(chosen) as accounts:
         if name == "-":
             accounts.revoke_key(_read_key())
         else:
@@ -180,7 +180,8 @@ def _read_key() -> str:
 
 
 @contextmanager
-def _accounts(chosen: Settings) -> "Iterator[Accounts]":
+def opened_accounts(chosen: Settings) -> "Iterator[Accounts]":
+    """Open the keys and their usage; an error of their file is one for people."""
     import sqlite3
 
     from meshllm.api.access.accounts import Accounts
@@ -189,7 +190,7 @@ def _accounts(chosen: Settings) -> "Iterator[Accounts]":
         try:
             yield accounts
         except sqlite3.Error as error:  # such as a full disk
-            text = f"The keys in `{state_path(chosen)}` cannot be read or changed: {error}"
+            text = f"Keys and usage in `{state_path(chosen)}` cannot be read or changed: {error}"
             hint = "free space on its disk" if "full" in str(error) else None
             raise MeshError(text, hint=hint) from None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshllm.cli.shared.client import NodeClient, is_running, socket_path
+from meshllm.cli.shared.client import NodeClient, is_running, socket_path, start_command
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError, UserError
@@ -102,7 +102,8 @@ async def _target(
             yield target
     else:
         if not is_running(chosen):
-            hint = "start one with `meshllm node`, or give `--url` or `--nodes`"
+            command = start_command(socket_path(chosen))
+            hint = f"start one with `{command}`, or give `--url` or `--nodes`"
             raise UserError("There is no running node to replay the trace on", hint=hint)
         client = NodeClient(socket_path(chosen))
         yield BackendTarget(client, asked_name(options.model, await client.models()))

@@ -1,5 +1,6 @@
 """`meshllm model serve|stop`: the models that the mesh of the running node serves."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from meshllm.config import Scalar, Settings, expanded
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
+    from meshllm.cli.shared.client import NodeClient
     from meshllm.node.options import ModelOptions
     from meshllm.status import ModelStatus
 
@@ -73,6 +75,7 @@ def serve(
 
     from meshllm.cli.shared.client import NodeClient, socket_path
     from meshllm.node.options import ModelOptions
+    from meshllm.status import to_json
 
     chosen = settings(flags)
     given = {name: value for name, value in flags.items() if value is not None and name != "state"}
@@ -83,8 +86,7 @@ def serve(
         )
     client = NodeClient(socket_path(chosen))
     if plan is not None:
-        for each in _planned(plan, chosen):
-            _tell(asyncio.run(client.serve(each)), as_json=as_json)
+        _serve_planned(client, _planned(plan, chosen), as_json=as_json)
         return
     asked = ModelOptions(
         _absolute(model or ""),
@@ -92,15 +94,31 @@ def serve(
         **given,  # type: ignore[arg-type]  # of the types of the settings
     )
     served = asyncio.run(client.serve(asked))
-    _tell(served, as_json=as_json)
-
-
-def _tell(served: "ModelStatus", *, as_json: bool) -> None:
-    from meshllm.status import to_json
-
     if as_json:
         render.dump(to_json(served))
-        return
+    else:
+        _tell(served)
+
+
+def _serve_planned(
+    client: "NodeClient", planned: "Sequence[ModelOptions]", *, as_json: bool
+) -> None:
+    """Serve several models, and tell of each as it is served, or of all in one JSON object."""
+    import asyncio
+
+    from meshllm.status import to_json
+
+    found = []
+    for each in planned:
+        served = asyncio.run(client.serve(each))
+        found.append(to_json(served))
+        if not as_json:
+            _tell(served)
+    if as_json:
+        render.dump({"models": found})
+
+
+def _tell(served: "ModelStatus") -> None:
     render.out(served.name)
     rings = "a ring" if served.replicas == 1 else f"up to {served.replicas} rings"
     render.talk(f"served by {rings} of {served.layers} layers; see `meshllm ring status`")

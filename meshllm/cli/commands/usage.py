@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from meshllm.cli.commands.key import opened_accounts
 from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, state_path
+from meshllm.config import Scalar
 
 Grouping = Literal["key", "model", "day"]
 
@@ -35,9 +36,7 @@ def usage(
     the owner's socket, such as those of `meshllm chat`, are not counted. A request that failed, or
     that its daily limit refused, is an error.
     """
-    from meshllm.api.access.accounts import Accounts
-
-    with Accounts.open(state_path(settings(flags))) as accounts:
+    with opened_accounts(settings(flags)) as accounts:
         found = accounts.usage(by)
     if as_json:
         render.dump({"by": by, "usage": [{by: name, **asdict(used)} for name, used in found]})

@@ -18,7 +18,7 @@ import meshllm
 from meshllm.cli.doctor.finding import Finding, Verdict
 from meshllm.cli.doctor.netchecks import check_listening, check_network, check_ports
 from meshllm.cli.ring.status import MAX_SKEW_S, clean, ms, skewed_clocks
-from meshllm.cli.shared.client import START, socket_path
+from meshllm.cli.shared.client import socket_path, start_command
 from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import Settings, cache_path, change, state_path
@@ -144,10 +144,11 @@ def check_no_node(path: Path, error: MeshError) -> Finding:
     """Report why the node did not respond; a node that is not running is only a warning."""
     if not isinstance(error, LinkLost):
         return Finding("fail", "node", str(error), error.hint or "")
+    command = start_command(path)
     if _is_there(path):
         left = f"no process listens at {path}"
-        return Finding("warn", "node", left, "the node was killed; restart it with `meshllm node`")
-    return Finding("warn", "node", "no node is running", START)
+        return Finding("warn", "node", left, f"the node was killed; restart it with `{command}`")
+    return Finding("warn", "node", "no node is running", f"start one with `{command}`")
 
 
 def check_node(path: Path, status: MeshStatus) -> Finding:

@@ -1,6 +1,7 @@
 """HTTP client of the running node, over its unix socket."""
 
 import json
+import shlex
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]  # an undecoded JSON object
 
-START = "start one with `meshllm node`"
 DESCRIBE_S = 600.0  # s; hashing the weights of a large model from a disk takes minutes
 REPLY_S = 30.0  # s; these requests need no inference, and the event loop runs none
 
@@ -37,6 +37,13 @@ def socket_path(settings: Settings) -> Path:
     from meshllm.api.unix import SOCKET
 
     return state_path(settings) / SOCKET
+
+
+def start_command(socket: Path) -> str:
+    """Return the command that starts the node of a socket."""
+    if socket.parent == state_path(Settings()):
+        return "meshllm node"
+    return f"meshllm node --state {shlex.quote(str(socket.parent))}"
 
 
 def is_running(settings: Settings) -> bool:
@@ -193,7 +200,8 @@ class NodeClient:
                     raise _error(response.status_code, await response.aread())
                 yield response
         except httpx2.ConnectError:
-            raise LinkLost(f"No node is running at `{self.socket}`", hint=START) from None
+            hint = f"start one with `{start_command(self.socket)}`"
+            raise LinkLost(f"No node is running at `{self.socket}`", hint=hint) from None
         except httpx2.TimeoutException:
             raise TimedOut(f"The node did not answer within {timeout_s} s") from None
         except httpx2.TransportError as error:

@@ -281,6 +281,11 @@ def test_a_trace_is_replayed_on_a_ring_of_this_process(meshllm: Invoke, trace: P
     ("words", "told"),
     [
         ("--speed 2", "`--speed` needs `--replay`"),
+        ("--state s", "`--state` needs `--replay`"),
+        ("--replay TRACE --threads 1", "`--threads` has no effect: the running node answers"),
+        ("--replay TRACE --url http://127.0.0.1:9 --device cpu", "`--device` has no effect: the"),
+        ("--replay TRACE --url http://127.0.0.1:9 --state s", "`--state` has no effect: the API"),
+        ("--replay TRACE --nodes 1 --state s", "`--state` has no effect: a ring in this process"),
         ("--replay TRACE --rounds 2", "`--rounds` cannot be combined with `--replay`"),
         ("--replay TRACE --url http://127.0.0.1:9 --nodes 1", "cannot be combined with `--url`"),
         ("--replay TRACE --key-file k", "`--key-file` needs `--url`"),

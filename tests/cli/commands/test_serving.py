@@ -135,7 +135,7 @@ def test_the_models_of_a_plan_are_served_in_its_rings(
     }
     assert {*calls[:2]} == {*calls[2:]} == expected
     assert sorted(done.stdout.split()) == ["big", "builtin"]
-    assert {json.loads(line)["name"] for line in told.splitlines()} == {"big", "builtin"}
+    assert {each["name"] for each in json.loads(told)["models"]} == {"big", "builtin"}
 
 
 def test_engines_of_a_plan_serve_by_themselves(

@@ -1,4 +1,5 @@
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,18 @@ def test_nothing_used_is_said(meshllm: Invoke) -> None:
     result = meshllm("usage")
 
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "no requests yet\n")
+
+
+def test_a_damaged_file_is_reported(
+    meshllm: Invoke, used: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    monkeypatch.setattr(Accounts, "usage", fail)
+
+    result = meshllm("usage")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "cannot be read or changed: database disk image is malformed\n" in result.stderr
+    assert "bug" not in result.stderr

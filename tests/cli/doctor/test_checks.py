@@ -176,7 +176,10 @@ def test_no_running_node_is_a_warning(home: Path) -> None:
     (home / "door.sock").touch()
     killed = checks.check_no_node(home / "door.sock", LinkLost("No node is running"))
 
-    assert (never.verdict, never.advice) == ("warn", "start one with `meshllm node`")
+    assert (never.verdict, never.advice) == (
+        "warn",
+        f"start one with `meshllm node --state {home}`",
+    )
     assert (killed.verdict, "was killed" in killed.advice) == ("warn", True)
 
 

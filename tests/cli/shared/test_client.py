@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.api.serve import serve
-from meshllm.api.unix import is_answered
+from meshllm.api.unix import SOCKET, is_answered
 from meshllm.cli.shared import client as module
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
 from meshllm.config import Settings
@@ -149,11 +149,18 @@ async def test_an_error_of_the_node_keeps_its_type(
     assert (raised.value.hint, raised.value.exit_code) == ("pull it", 4)
 
 
-async def test_without_a_node_the_hint_is_to_start_one(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [("state/meshllm", "meshllm node"), ("my state", "meshllm node --state '{}/my state'")],
+)
+async def test_without_a_node_the_hint_is_to_start_one(
+    home: Path, folder: str, command: str
+) -> None:
     with pytest.raises(LinkLost, match="No node is running at") as raised:
-        await NodeClient(path).status()
+        await NodeClient(home / folder / SOCKET).status()
 
-    assert (raised.value.hint, raised.value.exit_code) == ("start one with `meshllm node`", 3)
+    assert raised.value.hint == f"start one with `{command.format(home)}`"
+    assert raised.value.exit_code == 3
 
 
 async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:
