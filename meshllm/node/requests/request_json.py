@@ -54,10 +54,10 @@ from meshllm.request import (
     ToolCallDelta,
     Written,
 )
-from meshllm.strict_json import WrongField, build, lay_out, parse
+from meshllm.strict_json import MAX_ITEMS, WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
-REQUEST_VALUES = 16_384  # a turn has four: 4096 turns
+REQUEST_VALUES = 5 * MAX_ITEMS + 1024  # a turn has five, with a call nine more
 REQUEST_NUMBER_BYTES = 1 << 20  # token ids so far: more than 100,000
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
@@ -123,9 +123,13 @@ class _Line:
 
 
 def request_to_json(request: Request) -> bytes:
-    """Encode a request as one line, without newline; raise `UserError` if it is not valid text."""
+    """Encode a request as one line, without newline.
+
+    Raises:
+        UserError: too long, too many values, or not valid text.
+    """
     data = _write(lay_out(request))
-    _check_size(data)
+    _check_limits(data)
     return data
 
 
@@ -135,8 +139,7 @@ def request_from_json(data: bytes) -> Request:
     Raises:
         UserError: too long, too many values, malformed JSON, or a missing or invalid field.
     """
-    _check_size(data)
-    check_shape(data, values=REQUEST_VALUES, number_bytes=REQUEST_NUMBER_BYTES)
+    _check_limits(data)
     request = build(Request, parse(data), strict=False)
     if sum((request.raw is not None, bool(request.turns), bool(request.ids))) > 1:
         text = "`raw`, `turns` and `ids` cannot be combined"
@@ -225,9 +228,10 @@ def error_to_json(error: MeshError) -> bytes:
     return _write({"error": error_to_fields(error)})
 
 
-def _check_size(data: bytes) -> None:
+def _check_limits(data: bytes) -> None:
     if len(data) > REQUEST_BYTES:
         raise UserError(f"The request is {len(data)} bytes long; the limit is {REQUEST_BYTES}")
+    check_shape(data, values=REQUEST_VALUES, number_bytes=REQUEST_NUMBER_BYTES)
 
 
 def event_from_json(data: bytes) -> Event | None:

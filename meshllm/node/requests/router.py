@@ -341,7 +341,11 @@ class RequestRouter:
     async def _from(
         self, at: RingEntry, request: Request
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        """Open the event stream of a provider, local or remote; close it at the end."""
+        """Open the event stream of a provider, local or remote; close it at the end.
+
+        Raises:
+            LinkLost: it no longer provides the model when it is the turn of the request.
+        """
         async with AsyncExitStack() as stack:
             stack.enter_context(self._replicas.asking(at, Tried()))
             if at.node == self._me:
@@ -349,6 +353,9 @@ class RequestRouter:
                 events = backend.generate(request)
             else:
                 await stack.enter_async_context(self._slot(at.node, request))
+                if at.node not in self._ring.offers(request.model):  # it was lost meanwhile
+                    who, what = self._ring.name_of(at.node), request.model[:100]
+                    raise LinkLost(f"{who} no longer provides `{what}`")
                 events = self._remote.generate(at, request)
             yield await stack.enter_async_context(aclosing(events))
 

@@ -13,6 +13,9 @@ answer, since it is a function of prompt and tokens.
 What was held back until the end of the answer has no tokens of its own. If the ring breaks behind
 it, the next one repeats it, piece by piece, and it is shown once.
 
+An answer whose text has no tokens at all, from the engine of a provider, ends with the loss: the
+next engine would write another one.
+
 Only the ingress retries: the loss that it reports to a client (`RetriesExhausted`) is final. The
 client may turn to another ingress, with the tokens that it has.
 """
@@ -77,7 +80,8 @@ class Failover:
         is one that has not refused it. That counts as no attempt.
 
         Raises:
-            LinkLost: ``error``, after the last attempt, or if ``is_late``.
+            LinkLost: ``error``, after the last attempt, if ``is_late``, or if text was shown that
+                has no tokens.
             QuotaUsed: ``error``: no attempt would have more tokens.
             Busy: ``error``, if no ring has accepted the request yet, and all have refused it; later
                 ones may still hold the place of the attempt that was lost.
@@ -86,12 +90,18 @@ class Failover:
         if is_refused and has_other:
             return 0.0
         is_final = isinstance(error, RetriesExhausted | QuotaUsed)
-        if is_refused or is_final or is_late or self._attempts == ATTEMPTS:
+        is_last = is_final or is_late or self._attempts == ATTEMPTS
+        if is_refused or is_last or self._lacks_tokens:
             raise error
         delay = (self._attempts - 1) * RETRY_DELAY_S
         self._attempts += 1
         self.resumed, self._skip = len(self._tokens), self._tail
         return delay
+
+    @property
+    def _lacks_tokens(self) -> bool:
+        """Whether the text that was shown cannot be continued: no token of it is known."""
+        return bool(self._tail) and not (self._tokens or self._request.given)
 
     def take(self, event: Event) -> Event | None:
         """Return the new part of an event, None if nothing is new; an `Answer` becomes whole."""

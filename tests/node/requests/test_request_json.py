@@ -32,6 +32,8 @@ from meshllm.node.requests.request_json import (
     MAX_COUNT,
     PADDED_BYTES,
     REQUEST_BYTES,
+    REQUEST_NUMBER_BYTES,
+    REQUEST_VALUES,
     AnswerReader,
     error_from_fields,
     error_to_fields,
@@ -60,7 +62,7 @@ from meshllm.request import (
     Tools,
     Turn,
 )
-from meshllm.strict_json import WrongField
+from meshllm.strict_json import MAX_ITEMS, WrongField
 from tests.builders.fake_ring import answer_of
 
 _TOLD = TokenLogprobs(Logprob(5, "a", (97,), -0.5), (Logprob(6, "\ufffd", (240,), -1.5),))
@@ -102,6 +104,27 @@ def test_a_request_with_tools_round_trips() -> None:
     request = Request(turns, tools=Tools('[{"name": "f"}]', is_required=True), thinks=False)
 
     assert request_from_json(request_to_json(request)) == request
+
+
+def test_a_request_with_as_many_turns_as_the_api_takes_round_trips() -> None:
+    turn: Turn = {"role": "user", "content": "a"}
+    request = Request((turn,) * MAX_ITEMS, stop=("a",) * 4, trusted=("a",) * 99)
+
+    assert request_from_json(request_to_json(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Request(trusted=("a",) * REQUEST_VALUES), f"more than {REQUEST_VALUES} values"),
+        (Request(ids=(10**9,) * 100_000), f"more than {REQUEST_NUMBER_BYTES} bytes of numbers"),
+    ],
+)
+def test_a_request_beyond_the_limits_of_its_reader_is_not_sent(
+    asked: Request, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        request_to_json(asked)
 
 
 def test_a_request_that_embeds_round_trips() -> None:

@@ -1053,6 +1053,52 @@ def test_the_last_error_is_told_if_all_providers_fail(world: World) -> None:
     world.run(story)
 
 
+def test_a_waiting_request_goes_to_another_provider_if_its_own_is_lost(world: World) -> None:
+    ring = FakeRing(provided={"fox": (ENTRY,)})
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[[Piece("a"), None]] * MAX_FORWARDED))
+    world.add(OTHER, FakeRing(attempts=[answer()]))
+
+    async def story() -> None:
+        first = [asyncio.ensure_future(all_of(router, FOX)) for _ in range(MAX_FORWARDED)]
+        await asyncio.sleep(1)
+        last = asyncio.ensure_future(all_of(router, FOX))
+        await asyncio.sleep(1)
+        ring.provided["fox"] = (OTHER,)
+        del world.routers[ENTRY]
+        router.lost(ENTRY)
+        async with asyncio.timeout(1):
+            assert text_of(await last) == TEXT
+        assert {type(each) for each in await asyncio.gather(*first, return_exceptions=True)} == {
+            LinkLost
+        }
+
+    world.run(story)
+    sent = Counter(peer for _, peer, message in world.sent if isinstance(message, Generate))
+    assert sent == {ENTRY: MAX_FORWARDED, OTHER: 1}
+
+
+def test_a_provider_that_is_lost_before_the_turn_of_a_request_is_the_error_if_it_is_the_only_one(
+    world: World,
+) -> None:
+    ring = FakeRing(provided={"fox": (ENTRY,)})
+    router = world.add(ME, ring)
+    world.add(ENTRY, FakeRing(attempts=[[None]] * MAX_FORWARDED))
+
+    async def story() -> None:
+        asking = [asyncio.ensure_future(all_of(router, FOX)) for _ in range(MAX_FORWARDED + 1)]
+        await asyncio.sleep(1)
+        ring.provided["fox"] = ()
+        asking[0].cancel()
+        with pytest.raises(LinkLost, match="no longer provides `fox`"):
+            await asking[-1]
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+
+    world.run(story)
+
+
 def test_requests_are_spread_over_providers_and_chats_stay_where_they_went(world: World) -> None:
     router = world.add(ME, FakeRing(provided={"fox": (ENTRY, OTHER)}))
     for node in (ENTRY, OTHER):

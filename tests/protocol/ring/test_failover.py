@@ -72,6 +72,23 @@ def test_the_end_of_a_text_that_was_shown_before_a_loss_is_shown_once(losses: in
     assert (answer.text, answer.tokens) == ("".join(TEXTS) + TAIL, (0, 1, 2, 3, 4))
 
 
+def test_a_text_without_tokens_is_not_continued_by_another_one() -> None:
+    failover = Failover(replace(REQUEST, given=()))
+    failover.take(Piece("A ring"))
+
+    with pytest.raises(LinkLost, match="gone"):
+        failover.failed(GONE)
+
+
+def test_the_end_of_a_text_whose_tokens_were_given_is_shown_once() -> None:
+    failover = Failover(REQUEST)
+    failover.take(Piece(TAIL))
+
+    failover.failed(GONE)
+
+    assert failover.take(Piece(TAIL)) is None
+
+
 def test_a_late_loss_is_the_last() -> None:
     failover = Failover(REQUEST)
     failover.failed(GONE)
