@@ -103,10 +103,13 @@ class ModelDrafting:
         return ModelDrafter(self, scope)
 
     def keep(self, tokens: Sequence[int], scope: Hashable = None) -> None:
-        """Keep the cache of a finished text."""
+        """Keep the cache of a finished text.
+
+        Others may have written the same so far and go on: these open a cache again.
+        """
         for drafter in [each for each in self._drafters if each.has_text(tokens, scope)]:
-            self._drafters.discard(drafter)  # two drafters must never share a cache
-            self._spare = scope, *drafter.held()
+            self._drafters.discard(drafter)
+            self._spare = scope, *drafter.hand_over()
 
     def new_cache(self) -> SpanCache:
         """Make an empty cache for one text."""
@@ -183,9 +186,11 @@ class ModelDrafter:
         """Return whether this is the text of the drafter, and its scope."""
         return self.scope == scope and self._text == list(text)
 
-    def held(self) -> tuple[list[int], SpanCache]:
-        """Return the text as far as it was read, and its cache."""
-        return self._text[: self._held], self._cache
+    def hand_over(self) -> tuple[list[int], SpanCache]:
+        """Return the text as far as it was read, and its cache, which is another text's now."""
+        found = self._text[: self._held], self._cache
+        self._cache, self._held, self._drafted = self._drafting.new_cache(), 0, []
+        return found
 
     def _crop_rejected(self) -> None:
         """Crop rejected draft tokens from the cache, so that at least one token is left to read."""

@@ -291,7 +291,20 @@ def test_two_texts_never_share_a_cache(drafting: ModelDrafting) -> None:
     drafting.keep(text)  # as if another session had written the same
     looked(other, 4)
 
-    assert len({id(each.held()[1]) for each in (one, other)}) == 2
+    assert one.hand_over()[1] is not other.hand_over()[1]
+
+
+def test_a_text_that_another_one_equals_goes_on_when_that_ends(drafting: ModelDrafting) -> None:
+    text = list(range(60))
+    going_on, finished = after(drafting, *text), after(drafting, *text)
+    looked(going_on, 4)
+    looked(finished, 4)
+    drafting.keep(text)
+    looked(after(drafting, *text[:40], 7), 4)
+
+    going_on.extend((1, 2, 3))
+
+    assert looked(going_on, 4) == looked(after(drafting, *text, 1, 2, 3), 4)
 
 
 def test_a_sliding_window_that_moved_on_is_read_again(tmp_path: Path) -> None:
