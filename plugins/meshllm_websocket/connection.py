@@ -30,6 +30,8 @@ CLOSE_WAIT_S = 0.5
 """How long `Link.close` waits for the peer's close frame; after that, `LINGER_S` applies."""
 LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
+MAX_LINGER_S = 30.0
+"""After so long it is aborted in any case: a peer may accept a few bytes at a time for days."""
 KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Detects a dead machine after 60 s; TCP_KEEPALIVE is the macOS name of TCP_KEEPIDLE."""
 
@@ -228,16 +230,16 @@ class WebsocketConnection(asyncio.BufferedProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Abort the connection if the peer accepts no more of the remaining data."""
+        """Abort the connection if the peer accepts no more of the remaining data, or too slowly."""
         if self._linger_timer is None and not self._closed.done():
-            self._check_linger(before=-1)
+            self._check_linger(before=-1, until=self._loop.time() + MAX_LINGER_S)
 
-    def _check_linger(self, before: int) -> None:
+    def _check_linger(self, before: int, until: float) -> None:
         left = self.link.unsent + self.socket.get_write_buffer_size()
-        if left == before:
+        if left == before or self._loop.time() >= until:
             self.socket.abort()
         else:
-            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left)
+            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left, until)
 
     def _feed(self, data: memoryview | bytes) -> list[Request | Response]:
         """Pass bytes to the library; return the requests and responses it parsed."""

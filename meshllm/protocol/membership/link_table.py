@@ -31,6 +31,7 @@ BEAT = 0.5  # s; six beats per SILENCE
 FRESH = 1.5  # s; three beats: a link active within it is not replaced by another
 ITEMS_PER_S = 100.0  # per peer; 64 nodes that each publish once a second, and some slack
 AMENDMENTS_COST = 10  # items; each may describe 32 models, which takes milliseconds to read
+REPLACEMENT_COST = 10  # items; a removal that replaces another of its key changes the charter too
 MAX_CLIENTS = 64  # links of members in the role of a client
 PROBE_PAUSE = 0.1  # s between two beats ahead of time to one peer
 SUMMARY_PAUSE = 1.0  # s before a second summary to the same peer; doubles up to MAX_SUMMARY_PAUSE

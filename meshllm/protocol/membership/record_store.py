@@ -130,10 +130,14 @@ class RecordStore:
         for records in (self.profiles, self.states, self._credentials):
             records.pop(node, None)
 
+    def has_ended(self, verified: Credential, node: NodeId, wall_s: float) -> bool:
+        """Return whether a membership that was verified once has ended at this time of day."""
+        return expires_at_s(verified) <= wall_s or is_revoked(verified, node, self.removals)
+
     def expelled(self, wall_s: float) -> set[NodeId]:
         """Return the nodes with a profile that are not members at this time of day."""
         holders = self._credentials.items()
-        return {node for node, shown in holders if self.role(shown, node, wall_s) is None}
+        return {node for node, shown in holders if self.has_ended(shown, node, wall_s)}
 
     def expires_at_s(self) -> float:
         """Return the time of day when the next membership expires."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot, digest
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, Contact
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
 from meshllm.protocol.trust.credential import Credential
@@ -84,7 +84,7 @@ class Replica:
             kept = store.get(item.slot)
             if kept is not None and kept.mark == item.mark:
                 continue
-            if not contact.spend(AMENDMENTS_COST if item.kind is Kind.AMENDMENTS else 1):
+            if not contact.spend(self._cost(item)):
                 break
             if item.author == self.me and item.kind in _OWN:
                 self._adopt_count(item)
@@ -94,6 +94,15 @@ class Replica:
             elif kept is not None and item.author == peer and kept.precedence > item.precedence:
                 answers.append(kept)  # the peer lost its count; only it can sign a newer one
         return news, answers
+
+    def _cost(self, item: Item) -> int:
+        """Return for how many items one counts."""
+        store = self.records.store
+        if item.kind is Kind.AMENDMENTS:
+            return AMENDMENTS_COST
+        # One member can sign ever higher removals of one key; other removals are few.
+        is_replacement = item.kind is Kind.REMOVAL and item.slot in store and store.is_news(item)
+        return REPLACEMENT_COST if is_replacement else 1
 
     def for_peer(self, peer: NodeId, items: Iterable[Item]) -> list[Item]:
         """Return which of these items to forward to a peer."""

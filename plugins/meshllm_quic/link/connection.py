@@ -25,6 +25,8 @@ CLOSE_WAIT_S = 0.5
 """How long `QuicLink.close` waits until all data is acknowledged; then `LINGER_S` applies."""
 LINGER_S = 5.0
 """A closing connection is aborted if the peer accepts no data for this long."""
+MAX_LINGER_S = 30.0
+"""After so long it is aborted in any case: a peer may accept a few bytes at a time for days."""
 OPEN_S = 5.0
 """Timeout of the handshake."""
 REFUSED_S = 0.05
@@ -65,6 +67,10 @@ class Host(Protocol):
 
     def note_authentication(self, connection: "Connection", *, is_authenticated: bool) -> None:
         """Note whether the peer is authenticated."""
+        ...
+
+    def closing(self, connection: "Connection") -> None:
+        """Note that the application has closed the link."""
         ...
 
     def gone(self, connection: "Connection") -> None:
@@ -214,7 +220,8 @@ class Connection:
     async def wait_closed(self) -> None:
         """Wait up to `CLOSE_WAIT_S` for the end of the connection; then leave it to a timer."""
         if self._linger_timer is None and not self._gone.is_set():
-            self._check_linger(before=-1)
+            self._host.closing(self)
+            self._check_linger(before=-1, until=self._loop.time() + MAX_LINGER_S)
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 await self._gone.wait()
@@ -398,12 +405,12 @@ class Connection:
     def _fault(self, why: str) -> PeerFault:
         return PeerFault(f"Protocol violation by `{self.link.address}`: {why}")
 
-    def _check_linger(self, before: int) -> None:
+    def _check_linger(self, before: int, until: float) -> None:
         left = self.link.unsent + self.machine.unacknowledged()
-        if left == before:
+        if left == before or self._loop.time() >= until:
             self.abort()
         else:
-            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left)
+            self._linger_timer = self._loop.call_later(LINGER_S, self._check_linger, left, until)
 
     def _leave(self) -> None:
         """Release the connection; the endpoint handles the rest of the closing period."""

@@ -184,15 +184,20 @@ class Endpoint:
         if ip_address(route.address[0].partition("%")[0]).is_global:
             self.relays.add(route.address, is_wanted=False)
 
+    def closing(self, connection: Connection) -> None:
+        """Stop relaying for the peer of a link: it may take long to read what was sent."""
+        driver = connection.path_driver
+        if isinstance(driver, PathDriver) and driver.is_authenticated:
+            driver.is_authenticated = False
+            self._members[connection.link.peer_key] -= 1
+            self._members += Counter()
+
     def gone(self, connection: Connection) -> None:
         """Remove a closed connection, but keep its CONNECTION_CLOSE datagram."""
         self.admission.forget(connection)
         self.table.remove(connection)
-        key = connection.link.peer_key
+        self.closing(connection)
         if isinstance(connection.path_driver, PathDriver):
-            if connection.path_driver.is_authenticated:
-                self._members[key] -= 1
-                self._members += Counter()
             self._forget_path(connection.path_driver)
         self.release()
 

@@ -84,7 +84,7 @@ class PathDriver:
         self._loop = asyncio.get_running_loop()
         self._key = b""
         self.is_authenticated = False
-        """Whether the peer is authenticated."""
+        """Whether the peer is authenticated, and its link not closed."""
         self._is_ended = False
         self._pending: CandidateOffer | None = None
         self._starting: asyncio.TimerHandle | None = None
@@ -101,7 +101,7 @@ class PathDriver:
         if self._starting is not None:
             self._starting.cancel()
         self._starting = None
-        if is_authenticated and not (self.is_authenticated or self._is_ended):
+        if is_authenticated and not (self.is_authenticated or self._is_over):
             self._starting = self._loop.call_later(GRACE_S, self._start)
 
     def receive_record(self, kind: int, body: bytes) -> None:
@@ -155,8 +155,14 @@ class PathDriver:
         self.paths = None
         self.deadline = None
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_ended or self.connection.link.is_closed
+
     def _start(self) -> None:
         self._starting = None
+        if self._is_over:
+            return
         self.is_authenticated = True
         self._host.authenticated(self.connection)
         if self.connection.machine.is_client:

@@ -11,6 +11,7 @@ from asyncio import Server
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from ipaddress import ip_address
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,27 @@ async def test_close_does_not_wait_for_a_silent_peer(monkeypatch: pytest.MonkeyP
         with pytest.raises(LinkLost):
             await sending
         other._wire.socket.resume_reading()
+
+
+async def test_a_peer_that_reads_little_by_little_delays_the_end_only_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = count(1_000_000, -1)
+    monkeypatch.setattr(connection, "CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr(connection, "LINGER_S", 0.02)
+    monkeypatch.setattr(connection, "MAX_LINGER_S", 0.1)
+    async with linked() as (one, other):
+        assert isinstance(other._wire, connection.WebsocketConnection)
+        assert isinstance(one._wire, connection.WebsocketConnection)
+        other._wire.socket.pause_reading()
+        monkeypatch.setattr(type(one), "unsent", property(lambda _: next(left)))
+
+        await one.close()
+        try:
+            async with asyncio.timeout(5.0):
+                await asyncio.shield(one._wire._closed)
+        finally:
+            other._wire.socket.resume_reading()
 
 
 async def test_two_default_listeners_use_different_ports() -> None:

@@ -48,7 +48,7 @@ from meshllm.protocol.membership.records import MAX_OBSTACLE_BYTES, Lifecycle, S
 from meshllm.protocol.membership.sync import FORGET
 from meshllm.protocol.trust.credential import ClientLimits, Role, issue, remove
 from meshllm.protocol.trust.fallbacks import Fallback
-from meshllm.protocol.trust.identity import NodeKey
+from meshllm.protocol.trust.identity import NodeKey, verify
 from tests.builders.identities import (
     CHARTER,
     CLIENT,
@@ -788,6 +788,34 @@ def test_a_received_removal_closes_the_link_too() -> None:
 
     assert only(actions, Drop) == [Drop(LAST.node, CloseReason.REMOVED)]
     assert LAST.node not in node.profiles
+
+
+def test_a_removal_verifies_no_credential_again_but_that_of_its_author() -> None:
+    node = linked(FOUNDER, LAST, CLIENT)
+    for key in (FOUNDER, LAST):
+        node.receive(key.node, Items((sign(key, PROFILE),)), 1.5)
+    gone = NodeId(bytes([9]) * 32)
+    item = sign(LAST, remove(LAST, MESH, gone, 1))
+
+    with patch("meshllm.protocol.trust.credential.verify", wraps=verify) as verified:
+        node.receive(LAST.node, Items((item,)), 2.0)
+
+    assert node.removals.keys() == {gone}
+    assert verified.call_count == len(CREDENTIALS[LAST.node].chain)
+
+
+def test_a_removal_ends_the_links_and_profiles_of_those_whom_the_removed_one_invited() -> None:
+    node, other = linked(FOUNDER, LAST), NodeKey(bytes([9]) * 32)
+    shown = issue(LAST, CREDENTIALS[LAST.node], other.node, Role.NODE)
+    node.linked(other.node, 1, shown, dialled=False, now=1.2)
+    with patch.dict(CREDENTIALS, {other.node: shown}):
+        node.receive(other.node, Items((sign(other, PROFILE),)), 1.5)
+    assert other.node in node.profiles
+
+    actions = node.receive(FOUNDER.node, Items((removal(LAST),)), 2.0)
+
+    assert {drop.peer for drop in only(actions, Drop)} == {LAST.node, other.node}
+    assert other.node not in node.profiles
 
 
 def test_a_membership_that_expires_ends_the_link() -> None:

@@ -8,7 +8,7 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import GroupId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Term
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
+from meshllm.protocol.membership.link_table import AMENDMENTS_COST, REPLACEMENT_COST, Contact
 from meshllm.protocol.membership.records import (
     MAX_MEMBERS,
     MAX_PLAN_BYTES,
@@ -17,7 +17,7 @@ from meshllm.protocol.membership.records import (
     StateRecord,
 )
 from meshllm.protocol.membership.sync import FORGET, Replica
-from meshllm.protocol.trust.credential import Credential, Role, found, issue
+from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
@@ -120,6 +120,20 @@ def test_amendments_take_more_of_the_allowance_as_they_take_longer_to_read() -> 
 
     assert [item.author for item in news] == [LAST.node]
     assert at.allowance == AMENDMENTS_COST - 1
+
+
+def test_removals_that_replace_one_of_the_same_key_take_more_of_the_allowance() -> None:
+    node, at = replica(), contact()
+    at.allowance = 2 + 3 * REPLACEMENT_COST + 1
+    key, other = NodeId(bytes([9]) * 32), NodeId(bytes([8]) * 32)
+    removals = [sign(LAST, remove(LAST, MESH, key, at_s)) for at_s in range(9)]
+    removals.sort(key=lambda item: item.mark)
+    first = [sign(LAST, remove(LAST, MESH, other, 0)), removals[1]]
+
+    news, _ = node.take(LAST.node, at, [*first, removals[0], *removals[2:]], WALL)
+
+    assert news == [*first, *removals[2:5]]
+    assert at.allowance == 0
 
 
 def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:

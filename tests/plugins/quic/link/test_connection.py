@@ -14,6 +14,8 @@ from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import (
     BROKEN,
     GRACE_S,
+    LINGER_S,
+    MAX_LINGER_S,
     OPEN_S,
     REFUSED,
     REFUSED_ROUNDS,
@@ -239,6 +241,44 @@ async def test_close_waits_for_data_in_flight() -> None:
         assert len((await other.receive())[1]) == 200_000
         with pytest.raises(LinkLost):
             await other.receive()
+
+
+@virtual
+async def test_a_peer_that_reads_slowly_delays_the_end_only_for_a_while() -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        here.internet.line_between(here.near, here.far, Line(bytes_per_s=10_000))
+
+        await other.send([bytes(1_000_000)])
+        await other.close()
+        await asyncio.sleep(MAX_LINGER_S - 2.0)
+        assert len(endpoint.table) == 1
+        await asyncio.sleep(LINGER_S + 2.0)
+
+        assert len(endpoint.table) == 0
+        await one.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+@virtual
+async def test_a_peer_whose_link_is_closed_gets_no_relay(after_s: float) -> None:
+    async with street() as here:
+        one, other = await here.meet()
+        endpoint = here.transport._endpoint
+        assert endpoint is not None
+        await asyncio.sleep(after_s)
+        here.internet.line_between(here.near, here.far, Line(bytes_per_s=10_000))
+
+        await other.send([bytes(1_000_000)])
+        await other.close()
+        other.limit_unread(None)
+        await asyncio.sleep(1.0)
+
+        assert len(endpoint.table) == 1
+        assert endpoint._members.total() == 0
+        await one.close()
 
 
 @virtual
