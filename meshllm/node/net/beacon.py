@@ -222,7 +222,27 @@ class Beacon(asyncio.DatagramProtocol):
         self._guests = guests
         self._answered = self._looked = -ANSWER_S
         self._known: set[NodeId] = set()
+        self._hosts = frozenset[str]()  # of this machine, when the sockets were opened
+        self._opened: list[asyncio.DatagramTransport] = []
         self._transports: dict[asyncio.DatagramTransport, tuple[str, int]] = {}
+
+    async def open(self) -> None:
+        """Listen and send on the multicast interfaces of now, instead of those of before."""
+        self.close()
+        await asyncio.sleep(0)  # which closes the sockets, so that their port is free
+        self._hosts, loop = own_hosts(), asyncio.get_running_loop()
+        for group, listener, senders in _sockets():
+            for each in (listener, *senders):
+                transport, _ = await loop.create_datagram_endpoint(lambda: self, sock=each)
+                self._opened.append(transport)
+                if each is not listener:
+                    self.add(transport, group)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for transport in self._opened:
+            transport.close()
+        self._opened, self._transports = [], {}
 
     def add(self, transport: asyncio.DatagramTransport, group: str) -> None:
         """Send on one more interface."""
@@ -268,12 +288,24 @@ class Beacon(asyncio.DatagramProtocol):
                 transport.sendto(beacon, group)
 
     async def run(self, longest_s: float = LAST_S) -> None:
-        """Send beacons until cancelled."""
+        """Send beacons until cancelled, on the interfaces that this machine has by then."""
         pause = FIRST_S
-        while True:
-            self.send()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, longest_s)
+        try:
+            while True:
+                if own_hosts() != self._hosts:
+                    await self._reopen()
+                self.send()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, longest_s)
+        finally:
+            self.close()  # what was opened after the context had ended
+
+    async def _reopen(self) -> None:
+        try:
+            await self.open()
+        except OSError as error:
+            self._hosts = frozenset()  # so that the next beacon tries again
+            logger.info("cannot open the sockets of beacons: %s", error)
 
 
 @asynccontextmanager
@@ -281,20 +313,12 @@ async def open_beacon(
     code: BeaconCode, me: NodeId, heard: Heard, guests: Guests = tuple
 ) -> AsyncIterator[Beacon]:
     """Listen for beacons on every multicast interface inside the context."""
-    loop = asyncio.get_running_loop()
     beacon = Beacon(code, me, heard, guests)
-    opened = []
     try:
-        for group, listener, senders in _sockets():
-            for each in (listener, *senders):
-                transport, _ = await loop.create_datagram_endpoint(lambda: beacon, sock=each)
-                opened.append(transport)
-                if each is not listener:
-                    beacon.add(transport, group)
+        await beacon.open()
         yield beacon
     finally:
-        for transport in opened:
-            transport.close()
+        beacon.close()
 
 
 def _text(addresses: Sequence[str]) -> bytes:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -194,7 +194,9 @@ def test_invented_nodes_get_a_limited_number_of_replies(monkeypatch: pytest.Monk
     assert len(heard) == 20
 
 
-def test_the_interval_of_beacons_doubles() -> None:
+def test_the_interval_of_beacons_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "own_hosts", frozenset)
+
     async def story() -> list[float]:
         beacon, transport = beacon_of([], "ws://me")
         sending = asyncio.ensure_future(beacon.run())
@@ -349,6 +351,56 @@ async def test_a_port_in_use_is_logged(
 
             assert beacon._transports == {}
     assert "cannot receive beacons" in caplog.text
+
+
+@pytest.mark.socket
+async def test_interfaces_that_appear_or_change_later_are_used_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "meshllm")
+    hosts: list[str] = []
+    opened: list[socket.socket] = []
+    is_open = asyncio.Event()
+
+    def sockets() -> Iterator[tuple[str, socket.socket, list[socket.socket]]]:
+        if hosts == ["starting"]:
+            hosts[:] = ["10.0.0.7"]
+            raise OSError("no such device")
+        if hosts:
+            both = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2)]
+            opened.extend(both)
+            is_open.set()
+            yield "127.0.0.1", both[0], both[1:]
+
+    inbox = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    inbox.setblocking(False)
+    inbox.bind(("127.0.0.1", 0))
+    for name, value in {
+        "PORT": inbox.getsockname()[1],
+        "FIRST_S": 0.01,
+        "own_hosts": lambda: frozenset(hosts),
+        "_sockets": sockets,
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    loop, heard = asyncio.get_running_loop(), []
+
+    with inbox:
+        async with open_beacon(GuestBeacons(MESH, ME), ME, lambda *_: None) as beacon:
+            beacon.addresses = AT
+            running = asyncio.ensure_future(beacon.run(0.01))
+            await asyncio.sleep(0.05)
+            for change in (["starting"], ["10.0.0.8"]):
+                hosts[:] = change
+                is_open.clear()
+                async with asyncio.timeout(10):
+                    await is_open.wait()
+                    heard.append(CODE.read(await loop.sock_recv(inbox, MAX_BEACON_BYTES)))
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert heard == [(ME, AT)] * 2
+    assert [each.fileno() for each in opened] == [-1] * 4
+    assert "no such device" in caplog.text
 
 
 @pytest.mark.socket
