@@ -499,7 +499,7 @@ class Mesh:
         strangers = [
             peer
             for peer, contact in self.links.items()
-            if records.role(contact.credential, peer, self._wall_s) is None
+            if records.has_ended(contact.credential, peer, self._wall_s)
         ]
         return [self._drop(peer, CloseReason.REMOVED, now) for peer in strangers]
 

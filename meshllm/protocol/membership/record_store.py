@@ -133,7 +133,14 @@ class RecordStore:
     def expelled(self, wall_s: float) -> set[NodeId]:
         """Return the nodes with a profile that are not members at this time of day."""
         holders = self._credentials.items()
-        return {node for node, shown in holders if self.role(shown, node, wall_s) is None}
+        return {node for node, shown in holders if self.has_ended(shown, node, wall_s)}
+
+    def has_ended(self, credential: Credential, node: NodeId, wall_s: float) -> bool:
+        """Return whether a membership that was verified has been revoked or has expired.
+
+        It verifies no signature again: a member can cause this often.
+        """
+        return wall_s >= expires_at_s(credential) or is_revoked(credential, node, self.removals)
 
     def expires_at_s(self) -> float:
         """Return the time of day when the next membership expires."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from meshllm.errors import PeerFault, UserError
 from meshllm.names import NodeId
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot, digest
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
+from meshllm.protocol.membership.link_table import MERGE_COST, Contact
 from meshllm.protocol.membership.record_store import Record, RecordStore, slot_of
 from meshllm.protocol.membership.records import MAX_MEMBERS, StateRecord, alive
 from meshllm.protocol.trust.credential import Credential
@@ -84,7 +84,7 @@ class Replica:
             kept = store.get(item.slot)
             if kept is not None and kept.mark == item.mark:
                 continue
-            if not contact.spend(AMENDMENTS_COST if item.kind is Kind.AMENDMENTS else 1):
+            if not contact.spend(_cost(item, kept)):
                 break
             if item.author == self.me and item.kind in _OWN:
                 self._adopt_count(item)
@@ -148,3 +148,13 @@ class Replica:
     def _linked_to(self, item: Item) -> set[NodeId]:
         state = self.records.states.get(item.author, StateRecord())
         return {node for node, _ in state.links}
+
+
+def _cost(item: Item, kept: Item | None) -> int:
+    """Return what an item takes of the allowance of a peer.
+
+    Removals have a limit, but one member can be removed again and again: whatever the order of two
+    items is, somebody can sign many that ascend in it.
+    """
+    is_again = item.kind is Kind.REMOVAL and kept is not None
+    return MERGE_COST if is_again or item.kind is Kind.AMENDMENTS else 1

@@ -790,6 +790,18 @@ def test_a_received_removal_closes_the_link_too() -> None:
     assert LAST.node not in node.profiles
 
 
+def test_a_removal_verifies_no_signature_of_the_members_again() -> None:
+    node = linked(FOUNDER, LAST)
+    node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.5)
+    removal = sign(FOUNDER, remove(FOUNDER, MESH, CLIENT.node, int(WALL)))
+
+    with patch("meshllm.protocol.trust.credential.verify") as verify:
+        node.receive(FOUNDER.node, Items((removal,)), 2.0)
+
+    assert CLIENT.node in node.removals
+    verify.assert_not_called()  # not for the author either: the founder has no certificate
+
+
 def test_a_membership_that_expires_ends_the_link() -> None:
     node = linked(FOUNDER, LAST)
     node.receive(LAST.node, Items((sign(LAST, PROFILE),)), 1.5)

@@ -8,7 +8,7 @@ from meshllm.errors import PeerFault, UserError
 from meshllm.names import GroupId, NodeId
 from meshllm.protocol.membership.charter import Amendments, Term
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES, Item, Kind, Slot
-from meshllm.protocol.membership.link_table import AMENDMENTS_COST, Contact
+from meshllm.protocol.membership.link_table import MERGE_COST, Contact
 from meshllm.protocol.membership.records import (
     MAX_MEMBERS,
     MAX_PLAN_BYTES,
@@ -17,10 +17,11 @@ from meshllm.protocol.membership.records import (
     StateRecord,
 )
 from meshllm.protocol.membership.sync import FORGET, Replica
-from meshllm.protocol.trust.credential import Credential, Role, found, issue
+from meshllm.protocol.trust.credential import Credential, Role, found, issue, remove
 from meshllm.protocol.trust.identity import NodeKey
 from tests.builders.identities import (
     CHARTER,
+    CLIENT,
     CREDENTIALS,
     FOUNDED,
     FOUNDER,
@@ -29,6 +30,7 @@ from tests.builders.identities import (
     MIDDLE,
     PROFILE,
     STATE,
+    STRANGER,
     WALL,
     sign,
 )
@@ -113,13 +115,26 @@ def test_items_beyond_the_allowance_are_ignored() -> None:
 
 def test_amendments_take_more_of_the_allowance_as_they_take_longer_to_read() -> None:
     node, at = replica(), contact()
-    at.allowance = 2 * AMENDMENTS_COST - 1
+    at.allowance = 2 * MERGE_COST - 1
     amended = Amendments((Term("members", 1, "2"),))
 
     news, _ = node.take(LAST.node, at, [sign(key, amended) for key in (LAST, FOUNDER)], WALL)
 
     assert [item.author for item in news] == [LAST.node]
-    assert at.allowance == AMENDMENTS_COST - 1
+    assert at.allowance == MERGE_COST - 1
+
+
+def test_removing_a_member_again_takes_more_of_the_allowance() -> None:
+    node, at = replica(), contact()
+    at.allowance = 2 + 2 * MERGE_COST
+    again = [sign(FOUNDER, remove(FOUNDER, MESH, CLIENT.node, at_s)) for at_s in range(9)]
+    other = sign(FOUNDER, remove(FOUNDER, MESH, STRANGER.node, 1))
+    again.sort(key=lambda item: item.precedence)
+
+    news, _ = node.take(LAST.node, at, [other, *again], WALL)
+
+    assert news == [other, *again[:3]]
+    assert at.allowance == 0
 
 
 def test_an_author_that_lost_its_count_receives_its_newer_item() -> None:
