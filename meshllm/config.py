@@ -252,7 +252,7 @@ def check(name: str, value: object, origin: str) -> Scalar:
     """Return the validated value of a setting; raise `UserError` that names its ``origin``."""
     key = find_key(name, origin)
     if key.kind is float and type(value) is int:
-        value = float(value)
+        value = _as_float(value)
     choices = get_args(key.kind)
     if choices and value not in choices:
         hint = f"one of {_list(choices)}"
@@ -265,6 +265,13 @@ def check(name: str, value: object, origin: str) -> Scalar:
     if isinstance(value, int | float) and not low <= value <= high:
         raise UserError(f"`{name}` is {value}, not between {low} and {high} ({origin})")
     return cast("Scalar", value)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # it has more than 308 digits
+        return inf if value > 0 else -inf
 
 
 def _check_text(name: str, value: str, origin: str) -> None:

@@ -215,6 +215,7 @@ def test_a_planted_violation_is_found(plant: str) -> None:
 
 
 BROAD = {
+    "meshllm.cli.app._wants_traceback": "part of the boundary: it reports an error already",
     "meshllm.cli.app.main": "the boundary: no traceback without --debug",
     "meshllm.model.steps.replay._record": "model code; the step runs without a replay",
     "meshllm.model.text.tokenizer._load": "the tokenizers library raises Exception itself",

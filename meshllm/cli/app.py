@@ -261,5 +261,5 @@ def _wants_traceback(words: Sequence[str]) -> bool:
 
     try:
         return "--debug" in words or load({}).settings.debug
-    except MeshError:
+    except Exception:  # a bug, too, is reported: that of the command
         return False

@@ -303,6 +303,26 @@ def test_an_invalid_setting_is_reported_although_debug_is_read_from_it(
     assert result.stderr == "error: `nodes` is 'many', not a whole number (MESHLLM_NODES)\n"
 
 
+def test_a_number_of_any_length_is_reported(meshllm: Invoke, home: Path) -> None:
+    (home / "meshllm.toml").write_text(f"temperature = -1{'0' * 310}")
+
+    result = meshllm("config", "show")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `temperature` is -inf, not between 0 and 100")
+
+
+def test_a_bug_in_the_settings_is_reported(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshllm.config.files", _raising(ZeroDivisionError("oh")))
+
+    result = meshllm("config", "show")
+
+    assert (result.exit_code, result.stderr.count("ZeroDivisionError: oh\n")) == (1, 1)
+    assert "Traceback" not in result.stderr
+
+
 @pytest.fixture
 def deleted(home: Path) -> None:
     """Work in a directory that was deleted."""

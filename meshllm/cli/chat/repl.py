@@ -6,7 +6,7 @@ import signal
 import sys
 import termios
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from platformdirs import user_state_path
@@ -206,7 +206,16 @@ def _history() -> History:
         os.close(open_own(path, os.O_APPEND))
     except OSError:
         return InMemoryHistory()
-    return FileHistory(path)
+    return _FileHistory(path)
+
+
+class _FileHistory(FileHistory):
+    """Keeps lines in memory once the file cannot be written, as on a full disk."""
+
+    def store_string(self, string: str) -> None:
+        """Write a line, which is in memory already: an error would break the prompt."""
+        with suppress(OSError):
+            super().store_string(string)
 
 
 class _Commands(Completer):

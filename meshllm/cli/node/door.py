@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +14,14 @@ from meshllm.config import Settings, expanded, state_path
 
 if TYPE_CHECKING:
     from meshllm.api.tcp import Door
+    from meshllm.status import ModelStatus
 
 SETTINGS = ("key_file", "require_key", "tls_cert", "tls_key", "origins", "trace")
 
 
 @contextmanager
 def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
-    """Open the door of the settings at `HOST:PORT`, and print how to use it.
-
-    stdout is the URL, the variables of OpenAI's clients, and a request to try.
-    """
+    """Open the door of the settings at `HOST:PORT`; it is announced once its models are known."""
     from meshllm.api.access.accounts import Accounts
     from meshllm.api.tcp import DoorOptions, open_door, parse_address
     from meshllm.traces.file import TraceFile
@@ -47,11 +45,18 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
             render.talk(
                 "warning: without `--tls-cert` others on the network can read keys and text"
             )
-        render.out(_announcement(door, chosen.model))
-        render.talk(f"page: {door.url.removesuffix('v1')}")
-        if host := _host_for_others(door):
-            render.talk(f"from other machines: {door.url_at(host)}")
         yield door
+
+
+def announce(door: "Door", served: Sequence["ModelStatus"], model: str | None = None) -> None:
+    """Print how to use a door, with the first of the models that it serves, or else ``model``.
+
+    stdout is the URL, the variables of OpenAI's clients, and a request to try.
+    """
+    render.out(_announcement(door, served[0].name if served else model or "MODEL"))
+    render.talk(f"page: {door.url.removesuffix('v1')}")
+    if host := _host_for_others(door):
+        render.talk(f"from other machines: {door.url_at(host)}")
 
 
 def _host_for_others(door: "Door") -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
-from meshllm.cli.node.door import opened_door
+from meshllm.cli.node.door import announce, opened_door
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.events import Notice, notices
 from meshllm.cli.shared.local import import_heavy
@@ -259,10 +259,13 @@ async def _run(
             tasks.append(group.create_task(share_revocations(control, accounts)))
             while not is_answered(socket):  # noqa: ASYNC110  # uvicorn has no event for it
                 await asyncio.sleep(_POLL_S)
+            if options.join is not None:
+                await opened.hear()
             if door is not None:
+                announce(door, await control.models(), options.model)
                 tasks.append(group.create_task(door.serve(control)))
             if provider is None:
-                ticket = await _invite(opened, notify, file, is_new=options.join is not None)
+                ticket = await _invite(opened, notify, file)
                 if options.relays and ticket:
                     again = _print_with_relay(control, ticket, notify, file)
                     tasks.append(group.create_task(again))
@@ -324,12 +327,8 @@ async def _show_waiting(line: render.Status, ring: "RingStatus", since: float) -
         line.show(f"{ring.reason or ring.state}, {waited} s")
 
 
-async def _invite(
-    opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None, *, is_new: bool
-) -> str:
+async def _invite(opened: "MeshNode", notify: Callable[[Notice], None], file: Path | None) -> str:
     """Print a ticket if the mesh lacks nodes, or a file is to get one; return it, or nothing."""
-    if is_new:
-        await opened.hear()
     count = opened.ticket_uses
     if not count and file is None:
         text = "all members are known; `meshllm ring ticket` makes a ticket for another one"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshllm.cli.node.door import SETTINGS as DOOR_SETTINGS
-from meshllm.cli.node.door import opened_door
+from meshllm.cli.node.door import announce, opened_door
 from meshllm.cli.node.node import SETTINGS, Transports, print_unit, run_node, set_up
 from meshllm.cli.shared.client import NodeClient, is_running, socket_path
 from meshllm.cli.shared.options import is_given, takes
 from meshllm.cli.terminal import render
-from meshllm.config import Scalar, Settings, change, load, state_path
+from meshllm.config import Scalar, Settings, load, state_path
 from meshllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ async def _serve_running(chosen: Settings, address: str) -> None:
 
     client = NodeClient(socket_path(chosen))
     served = await client.models()
-    shown = change(chosen, {"model": served[0].name}) if served else chosen
-    with draining() as drain, opened_door(shown, address) as door:
+    with draining() as drain, opened_door(chosen, address) as door:
+        announce(door, served)
         await _until_signal(drain, door.serve(client))
 
 
@@ -140,9 +140,8 @@ async def _serve_mesh(chosen: Settings, ticket: "Ticket", address: str) -> None:
         async with open_mesh_client(chosen.join or "", state_path(chosen)) as client:
             node = ClientControl(client)
             status = await node.status()
-            served = (*status.models, *status.provided)
-            shown = change(chosen, {"model": served[0].name if served else "MODEL"})
-            with opened_door(shown, address) as door:
+            with opened_door(chosen, address) as door:
+                announce(door, (*status.models, *status.provided))
                 inviter = short(ticket.inviter)
                 render.talk(f"prompts go to the mesh of node `{inviter}`, which made the ticket")
                 await _until_signal(drain, door.serve(node), client.failed)

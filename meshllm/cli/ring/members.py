@@ -15,7 +15,7 @@ from meshllm.errors import UserError
 
 if TYPE_CHECKING:
     from meshllm.cli.shared.client import NodeClient
-    from meshllm.status import Members, MemberStatus
+    from meshllm.status import Members, MemberStatus, Named
 
 RoleName = Literal["node", "client"]
 
@@ -112,6 +112,8 @@ def remove(
     """
     import asyncio
 
+    from meshllm.cli.ring.status import clean
+
     chosen = settings(flags)
     there = _members(chosen).members
     found = find(there, member)
@@ -124,9 +126,9 @@ def remove(
 
         render.dump(to_json(done))
         return
-    by_node = {each.node: each for each in there}
-    for node in (done.node, *(each.node for each in done.taken)):
-        render.talk(f"{_title(by_node[node])} was removed")
+    known = {each.node: each for each in there}
+    for gone in clean((done, *done.taken)):  # one may have joined since
+        render.talk(f"{_title(known.get(gone.node, gone))} was removed")
     spared = {each.node for each in done.spared}
     if staying := [each for each in there if each.node in spared and not each.is_self]:
         names = ", ".join(map(_name, staying))
@@ -195,7 +197,7 @@ def _inviter(member: "MemberStatus", names: dict[str, str]) -> str | None:
     return "(founder)" if member.role == "node" else None
 
 
-def _title(member: "MemberStatus") -> str:
+def _title(member: "MemberStatus | Named") -> str:
     return " ".join(each for each in (member.name, member.node) if each)
 
 

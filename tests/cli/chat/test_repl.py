@@ -12,6 +12,8 @@ from typing import Self
 
 import pytest
 
+from meshllm.cli.chat.repl import _history
+
 ROOT = Path(__file__).parents[3]
 FAKE = """
 import fcntl, termios
@@ -296,6 +298,18 @@ def test_the_history_file_is_private(terminal: Terminal, home: Path) -> None:
     history = home / "state" / "meshllm" / "history"
     assert "+hello\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_line_that_cannot_be_written_stays_in_memory(home: Path) -> None:
+    history = _history()
+    history.append_string("one")
+    file = home / "state" / "meshllm" / "history"
+    file.unlink()
+    file.mkdir()
+
+    history.append_string("two")
+
+    assert history.get_strings() == ["one", "two"]
 
 
 def test_markdown_is_rendered_unless_plain() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshllm.api.access.accounts import Accounts, KeyLimits
-from meshllm.cli.node.door import opened_door
+from meshllm.cli.node.door import announce, opened_door
 from meshllm.config import Settings
+from meshllm.status import ModelStatus
+from tests.builders.fake_node import FOX
 
 pytestmark = pytest.mark.socket
 
@@ -37,6 +39,7 @@ def test_a_door_on_every_address_names_the_one_for_other_machines(
         accounts.create("a", KeyLimits(), 0.0)
 
     with opened_door(chosen, f"{bound}:0") as door:
+        announce(door, ())
         port = door.bound.getsockname()[1]
 
     lines = [line for line in capsys.readouterr().err.splitlines() if "other machines" in line]
@@ -47,12 +50,30 @@ def test_a_name_of_another_machine_ends_no_word_of_the_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "fox'; touch taken; '\x1b"
-    chosen = replace(Settings(), model=name, state=str(tmp_path / "state"))
+    chosen = replace(Settings(), state=str(tmp_path / "state"))
 
-    with opened_door(chosen, "127.0.0.1:0"):
+    with opened_door(chosen, "127.0.0.1:0") as door:
+        announce(door, (replace(FOX, name=name),))
         curl = capsys.readouterr().out.splitlines()[2]
 
     words = shlex.split(curl)
     assert words[-2] == "-d"
     assert json.loads(words[-1])["model"] == name
     assert "\x1b" not in curl
+
+
+@pytest.mark.parametrize(
+    ("served", "given", "told"),
+    [((FOX,), "cow", "fox"), ((), "cow", "cow"), ((), None, "MODEL")],
+)
+def test_the_request_to_try_names_what_is_served(
+    served: tuple[ModelStatus, ...],
+    given: str | None,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with opened_door(replace(Settings(), state=str(tmp_path)), "127.0.0.1:0") as door:
+        announce(door, served, given)
+
+    assert json.loads(shlex.split(capsys.readouterr().out)[-1])["model"] == told

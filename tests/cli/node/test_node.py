@@ -30,8 +30,9 @@ from meshllm.node.membership.state_store import StateStore
 from meshllm.node.options import InferenceConfig, NodeOptions
 from meshllm.protocol.trust.credential import Role
 from meshllm.protocol.trust.ticket import Ticket, parse_ticket
-from meshllm.status import MeshStatus, NodeState
+from meshllm.status import MeshStatus, ModelStatus, NodeState
 from meshllm.testing.clock import run_virtual
+from tests.builders.fake_node import FOX
 from tests.builders.status import status_of, waiting, with_node
 from tests.cli.conftest import Invoke
 
@@ -78,6 +79,9 @@ class FakeNode:
 
     async def hear(self) -> None:
         self.has_heard = True
+
+    async def models(self) -> list[ModelStatus]:
+        return [FOX] if self.has_heard else []
 
     async def revoke(self, tags: Sequence[bytes]) -> None:
         assert not tags
@@ -333,6 +337,13 @@ def test_no_ticket_is_printed_if_all_members_are_known(
     assert (home / "ticket").read_text() == "meshllm1abc\n"
     assert asked.stdout.startswith("meshllm1abc\n")
     assert node.has_heard is bool(options)
+
+
+def test_the_request_to_try_names_the_model_of_the_mesh(meshllm: Invoke, node: FakeNode) -> None:
+    result = meshllm("node", "--serve", "127.0.0.1:0", "--model", "builtin,cow", "--join", TICKET)
+
+    assert result.exit_code == 0, result.stderr
+    assert '{"model": "fox", ' in result.stdout.splitlines()[2]
 
 
 def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:

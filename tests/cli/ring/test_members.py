@@ -157,6 +157,18 @@ def test_guests_go_or_stay_and_are_listed(meshllm: Invoke, node: FakeClient) -> 
     assert node.posted == [(node_id(1), node_id(3))]
 
 
+def test_a_guest_that_joined_meanwhile_is_named_too(meshllm: Invoke, node: FakeClient) -> None:
+    node.removed = Removed(node_id(1), "desk", (), (Named(node_id(7), "late\x1b"),))
+
+    result = meshllm("ring", "remove", node_id(1), "--yes")
+
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        f"desk {node_id(1)} was removed",
+        f"late\\x1b {node_id(7)} was removed",
+    ]
+
+
 def test_an_unknown_node_cannot_be_spared(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "remove", node_id(1), "--yes", "--spare", node_id(7))
 
