@@ -204,7 +204,7 @@ def _name(member: "MemberStatus") -> str:
 
 
 def _is_interactive() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()  # None if it is closed
 
 
 def _normalise(text: str) -> str:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshllm.cli.ring.members import find, lay_out
+from meshllm.cli.ring.members import _confirm, find, lay_out
 from meshllm.errors import UserError
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.status import Named, Removed, to_json
@@ -169,6 +169,13 @@ def test_a_removal_needs_a_confirmation(meshllm: Invoke, node: FakeClient) -> No
     assert result.exit_code == 2
     assert result.stderr.endswith("hint: add `--yes`\n")
     assert node.posted == []
+
+
+def test_a_closed_stdin_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+
+    with pytest.raises(UserError, match="stdin is not a terminal"):
+        _confirm(member(1), [])
 
 
 @pytest.mark.parametrize(("answer", "code", "count"), [("y\n", 0, 1), ("n\n", 1, 0), ("\n", 1, 0)])
