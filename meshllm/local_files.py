@@ -58,6 +58,13 @@ def check_regular(path: Path, limit: int) -> None:
         raise _refusal(errno.EFBIG, f"{found.st_size} bytes, more than {limit}", path)
 
 
+def stat_all(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file of a folder, except of those that are removed meanwhile."""
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            yield path.stat()
+
+
 def check_within(path: Path, folder: Path) -> None:
     """Raise `OSError` if a path of a folder leads out of it.
 

@@ -23,6 +23,7 @@ from meshllm.local_files import (
     read_regular,
     reason_of,
     replacing,
+    stat_all,
 )
 
 SOMEBODY = 4242
@@ -40,6 +41,12 @@ def file(tmp_path: Path) -> Path:
 def somebody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be another user than the one who owns the files."""
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+
+
+def test_a_file_that_is_removed_while_a_folder_is_read_is_left_out(file: Path) -> None:
+    (file.parent / "gone").symlink_to("nothing")
+
+    assert [each.st_size for each in stat_all(file.parent)] == [4]
 
 
 @pytest.fixture

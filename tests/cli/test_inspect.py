@@ -48,3 +48,14 @@ def test_config_shows_origins(meshllm: Invoke, monkeypatch: pytest.MonkeyPatch, 
     assert ["model", "builtin", "default"] in lines
     assert {"name": "nodes", "value": 3, "origin": "MESHLLM_NODES"} in shown["settings"]
     assert shown["files"][-1] == str(home / "meshllm.toml")
+
+
+def test_config_shows_a_ticket_only_by_its_name(
+    meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_JOIN", "meshllm1secret")
+
+    for words in ((), ("--origin",), ("--json",)):
+        told = meshllm("config", "show", *words).stdout
+        assert ("(hidden)" in told, "meshllm1secret" in told) == (True, False)
+    assert "meshllm1secret" in meshllm("config", "show", "join").stdout

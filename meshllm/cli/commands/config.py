@@ -15,7 +15,7 @@ import typer
 from meshllm.cli.shared.complete import setting_names
 from meshllm.cli.shared.options import Json, help_of, shown
 from meshllm.cli.terminal import render
-from meshllm.config import current, files, find_key, keys, load
+from meshllm.config import change, current, files, find_key, keys, load
 from meshllm.errors import UserError
 from meshllm.local_files import hint_of, reason_of
 
@@ -66,10 +66,16 @@ def show(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show every setting, or one."""
+    """Show every setting, or one.
+
+    The ticket of `join`, a secret, is shown only if it is asked for by name.
+    """
     config = load({})
+    chosen = config.settings
+    if name is None and chosen.join is not None:
+        chosen = change(chosen, {"join": "(hidden)"})
     names = keys() if name is None else [find_key(_key(name), "NAME").name]
-    values = {each: current(config.settings, each) for each in names}
+    values = {each: current(chosen, each) for each in names}
     if as_json:
         settings = [
             {"name": each, "value": value, "origin": config.origins[each]}
@@ -80,7 +86,7 @@ def show(
     rows = [
         (
             each,
-            shown(config.settings, each),
+            shown(chosen, each),
             config.origins[each] if origin else help_of(keys()[each]),
         )
         for each in values

@@ -19,6 +19,7 @@ from meshllm.cli.shared.options import Json, settings, takes
 from meshllm.cli.terminal import render
 from meshllm.config import Scalar, Settings, cache_path
 from meshllm.errors import ModelError, UserError
+from meshllm.local_files import stat_all
 from meshllm.model.locate import INDEX
 from meshllm.names import Span, counted
 
@@ -216,7 +217,7 @@ def _fetched() -> Iterator[_Installed]:
             name = json.loads(index.read_text())["metadata"]["name"]
         except (OSError, ValueError, LookupError, TypeError):
             name = index.parent.name
-        size = sum(path.stat().st_size for path in index.parent.iterdir())
+        size = sum(each.st_size for each in stat_all(index.parent))
         yield _Installed(f"{name} (from peers)", size, str(index.parent))
 
 

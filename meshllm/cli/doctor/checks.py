@@ -23,6 +23,7 @@ from meshllm.cli.shared.units import listed
 from meshllm.cli.terminal.render import bytes_of
 from meshllm.config import Settings, cache_path, change, state_path
 from meshllm.errors import LinkLost, MeshError, ModelError
+from meshllm.local_files import stat_all
 from meshllm.model import device
 from meshllm.model.files.manifest import manifest
 from meshllm.model.files.source import resolve, stored_dtype
@@ -113,7 +114,7 @@ def _check_creatable(folder: Path) -> Finding:
 
 def check_clock(folder: Path, now_s: float) -> Finding:
     """Compare the clock, by which tickets expire, with the newest file of the state folder."""
-    newest = max((path.stat().st_mtime for path in folder.glob("*")), default=0.0)
+    newest = max((each.st_mtime for each in stat_all(folder)), default=0.0)
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if newest > now_s + 1:
         behind = f"{found} is {newest - now_s:.0f} s before the last run of the node"

@@ -75,7 +75,9 @@ def ticket(
     render.out(made)
     command = "node" if role == "node" else "chat"
     times = "once" if uses == 1 else f"{uses} times"
-    render.talk(f"valid {times} within {expires}; to use it: meshllm {command} --join {made}")
+    is_seen = sys.stdout.isatty() and sys.stderr.isatty()  # else stderr may be a log
+    shown = made if is_seen else "TICKET"
+    render.talk(f"valid {times} within {expires}; to use it: meshllm {command} --join {shown}")
 
 
 @takes("state")
@@ -206,7 +208,7 @@ def _name(member: "MemberStatus") -> str:
 
 
 def _is_interactive() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()  # None if it is closed
 
 
 def _normalise(text: str) -> str:

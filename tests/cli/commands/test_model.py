@@ -190,6 +190,7 @@ def test_list_names_what_was_fetched_from_peers(
         folder = tmp_path / "cache" / "meshllm" / "weights" / name
         folder.mkdir(parents=True)
         (folder / "model.safetensors.index.json").write_text(index)
+        (folder / "gone").symlink_to("nothing")  # as if it were removed while the folder is read
 
     models = json.loads(meshllm("model", "list", "--json").stdout)["models"]
 

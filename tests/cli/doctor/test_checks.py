@@ -130,6 +130,7 @@ def test_an_invalid_key_fails(home: Path) -> None:
 def test_a_clock_behind_the_last_run_is_reported(home: Path) -> None:
     (home / "mesh.json").touch()
     written = (home / "mesh.json").stat().st_mtime
+    (home / "gone").symlink_to("nothing")  # as if it were removed while the folder is read
 
     assert checks.check_clock(home, written + 5).verdict == "ok"
     assert "is 60 s before the last run" in checks.check_clock(home, written - 60).found

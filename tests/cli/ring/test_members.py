@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshllm.cli.ring.members import find, lay_out
+from meshllm.cli.ring.members import _confirm, find, lay_out
 from meshllm.errors import UserError
 from meshllm.node.requests.peer_requests import MAX_PER_CLIENT
 from meshllm.status import Named, Removed, to_json
@@ -20,15 +20,25 @@ def test_stdout_is_only_the_ticket(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "ticket")
 
     assert result.stdout == "meshllm1abc\n"
-    assert result.stderr == "valid once within 1h; to use it: meshllm node --join meshllm1abc\n"
+    assert result.stderr == "valid once within 1h; to use it: meshllm node --join TICKET\n"
     assert node.posted == [("node", 3600, 1)]
 
 
 def test_a_client_ticket_shows_the_chat_command(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("ring", "ticket", "--role", "client", "--expires", "7d", "--uses", "5")
 
-    assert result.stderr == "valid 5 times within 7d; to use it: meshllm chat --join meshllm1abc\n"
+    assert result.stderr == "valid 5 times within 7d; to use it: meshllm chat --join TICKET\n"
     assert node.posted == [("client", 604_800, 5)]
+
+
+def test_a_terminal_gets_the_whole_command(
+    meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.testing._NamedTextIOWrapper.isatty", lambda _: True, raising=False)
+
+    result = meshllm("ring", "ticket")
+
+    assert "to use it: meshllm node --join meshllm1abc" in result.stderr
 
 
 def test_a_ticket_as_json(meshllm: Invoke, node: FakeClient) -> None:
@@ -181,6 +191,13 @@ def test_a_removal_needs_a_confirmation(meshllm: Invoke, node: FakeClient) -> No
     assert result.exit_code == 2
     assert result.stderr.endswith("hint: add `--yes`\n")
     assert node.posted == []
+
+
+def test_a_closed_stdin_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+
+    with pytest.raises(UserError, match="stdin is not a terminal"):
+        _confirm(member(1), [])
 
 
 @pytest.mark.parametrize(("answer", "code", "count"), [("y\n", 0, 1), ("n\n", 1, 0), ("\n", 1, 0)])
