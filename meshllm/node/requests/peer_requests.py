@@ -192,5 +192,5 @@ def _check_length(data: bytes, longest: int) -> None:
     if len(data) > longest:
         raise UserError(
             f"The request is {len(data)} bytes long; the limit is {longest}",
-            hint="the limit follows from the context length of the mesh",
+            hint="the limit follows from the longest context of a model of the mesh",
         )
