@@ -290,10 +290,9 @@ class MeshNode:
         return contact.credential.limits if contact else NO_LIMITS
 
     def _longest_request(self) -> int:
-        """Return the limit on the bytes of a request, from the context length of the mesh."""
-        charter = self.machine.charter
-        context = charter.shape.context if charter else 0
-        return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + TOKEN_BYTES * context)
+        """Return the limit on the bytes of a request, from the longest context in the mesh."""
+        text_bytes = TOKEN_BYTES * self.rings.longest_context
+        return min(REQUEST_BYTES, REQUEST_HEAD_BYTES + text_bytes)
 
     def expel(self, removal: Removal) -> None:
         """Publish the removal of a member, and close the link to it."""

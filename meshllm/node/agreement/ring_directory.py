@@ -18,7 +18,7 @@ from meshllm.protocol.agreement.candidates import decoded, highest_epoch
 from meshllm.protocol.agreement.groups import find_group, groups_in, groups_of, is_exact
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import Lifecycle, ModelOffer
+from meshllm.protocol.membership.records import MAX_CONTEXT, Lifecycle, ModelOffer
 from meshllm.protocol.planning.plan import Ends, Plan
 from meshllm.protocol.ring.interruption import RingPlan
 from meshllm.request import Backend
@@ -53,6 +53,14 @@ class RingDirectory:
             for offer in reversed(state.offers)
             if offer.model == model
         }
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens of a request that any ring or provider takes."""
+        charter, states = self._machine.charter, self._machine.states.values()
+        served = (each.shape.context for each in charter.served) if charter else ()
+        offered = (offer.context or MAX_CONTEXT for state in states for offer in state.offers)
+        return max((*served, *offered), default=0)
 
     def ids_of(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the ids of nodes; raise `UserError` if a name is unknown or that of several."""

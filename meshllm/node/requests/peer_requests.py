@@ -30,6 +30,7 @@ from meshllm.protocol.membership.codec import (
 from meshllm.protocol.membership.strikes import MAX_STRIKES, WINDOW_S, Strikes
 from meshllm.protocol.trust.credential import NO_LIMITS, ClientLimits
 from meshllm.request import Backend, Event, Request
+from meshllm.strict_json import WrongField
 
 MAX_PER_CLIENT = 2  # concurrent requests of one client
 MAX_OF_CLIENTS = 4  # of all clients together: the rest of the ring is for its owners
@@ -83,12 +84,12 @@ class PeerRequests:
         """Handle a message about a request.
 
         Raises:
-            PeerFault: the peer has sent too many invalid requests.
+            PeerFault: the peer has sent too many malformed requests.
         """
         match message:
             case Generate(request_id, data):
                 if self._strikes.is_out(peer, loop_time()):
-                    raise PeerFault(f"{MAX_STRIKES} invalid requests within {WINDOW_S:.0f} s")
+                    raise PeerFault(f"{MAX_STRIKES} malformed requests within {WINDOW_S:.0f} s")
                 self._open(peer, request_id, data, is_client=is_client)
             case CancelRequest(request_id):
                 if task := self._running.get((peer, request_id)):
@@ -171,14 +172,19 @@ class PeerRequests:
             reservation.end(time.time())
 
     async def _read(self, peer: NodeId, data: bytes) -> Request:
-        """Parse a request, off the event loop unless it is short; count an invalid one."""
+        """Parse a request, off the event loop unless it is short; count a malformed one.
+
+        A length or a value that is refused may be what somebody asked at the door of an honest
+        peer, who cannot know the limits of this node.
+        """
+        _check_length(data, self._longest())
         try:
-            _check_length(data, self._longest())
             if len(data) <= SHORT_BYTES:
                 return request_from_json(data)
             return await self._off_loop(request_from_json, data)
-        except UserError:
-            self._strikes.strike(peer, loop_time())
+        except UserError as error:
+            if not isinstance(error, WrongField):
+                self._strikes.strike(peer, loop_time())
             raise
 
 
@@ -192,5 +198,5 @@ def _check_length(data: bytes, longest: int) -> None:
     if len(data) > longest:
         raise UserError(
             f"The request is {len(data)} bytes long; the limit is {longest}",
-            hint="the limit follows from the context length of the mesh",
+            hint="the limit follows from the longest context of a model of the mesh",
         )

@@ -387,7 +387,7 @@ class RequestRouter:
         """Handle a message about a request.
 
         Raises:
-            PeerFault: the peer has sent too many invalid requests.
+            PeerFault: the peer has sent too many malformed requests.
         """
         if isinstance(message, AnswerEvent):
             self._remote.receive(peer, message)

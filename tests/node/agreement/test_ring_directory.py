@@ -16,7 +16,13 @@ from meshllm.node.agreement.plan_hold import CALM_S
 from meshllm.node.agreement.ring_member import FORM_S
 from meshllm.node.session.text import RingBackend
 from meshllm.protocol.agreement.groups import REFUSES, groups_of
-from meshllm.protocol.membership.records import Lifecycle, RingMembership, StateRecord
+from meshllm.protocol.membership.records import (
+    MAX_CONTEXT,
+    Lifecycle,
+    ModelOffer,
+    RingMembership,
+    StateRecord,
+)
 from meshllm.protocol.planning.plan import Ends, Plan, PlanStage
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import C, D
@@ -91,6 +97,25 @@ def test_the_entry_is_known_when_it_serves() -> None:
         assert not waiting.done()
         place.work()
         assert await waiting == [RingEntry(ENTRY, FIRST_GROUP)]
+
+    run(story)
+
+
+def test_the_longest_context_is_that_of_all_models_and_providers() -> None:
+    whole, *_ = several()
+    further = whole.models[0]
+    longer = replace(further, shape=replace(further.shape, context=4096))
+
+    async def story() -> None:
+        place = Place()
+        place.machine.charter = None
+        assert place.directory.longest_context == 0
+        place.machine.charter = replace(whole, models=(longer,))
+        assert place.directory.longest_context == 4096
+        place.states[STAGE] = StateRecord(offers=(ModelOffer("fox", context=8192),))
+        assert place.directory.longest_context == 8192
+        place.states[STAGE] = StateRecord(offers=(ModelOffer("fox"),))  # of unknown context
+        assert place.directory.longest_context == MAX_CONTEXT
 
     run(story)
 

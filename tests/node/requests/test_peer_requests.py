@@ -72,14 +72,14 @@ def test_an_invalid_request_is_reported_to_its_sender(world: World, data: bytes)
     assert isinstance(told, UserError)
 
 
-def test_a_peer_with_many_invalid_requests_is_refused(world: World) -> None:
+def test_a_peer_with_many_malformed_requests_is_refused(world: World) -> None:
     router = world.add(ME)
 
     async def story() -> None:
         for number in range(MAX_STRIKES):
             router.receive(OTHER, Generate(bytes([number]) * 16, b"{"), is_client=True)
             await asyncio.sleep(0.1)
-        with pytest.raises(PeerFault, match="invalid requests"):
+        with pytest.raises(PeerFault, match="malformed requests"):
             router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=True)
         router.receive(ENTRY, Generate(ASK, b"{"), is_client=True)
         await asyncio.sleep(WINDOW_S)
@@ -87,6 +87,27 @@ def test_a_peer_with_many_invalid_requests_is_refused(world: World) -> None:
 
     world.run(story)
     assert [len(world.said(peer)) for peer in (OTHER, ENTRY)] == [MAX_STRIKES + 1, 1]
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+@pytest.mark.parametrize(
+    "data", [b" " * (SHORT_BYTES + 1), b'{"max_tokens": -1}'], ids=["length", "value"]
+)
+def test_a_peer_whose_user_asks_for_too_much_keeps_its_link(
+    world: World, data: bytes, *, is_client: bool
+) -> None:
+    router = world.add(ME, FakeRing(attempts=[answer()]))
+    router.peers._longest = lambda: SHORT_BYTES
+
+    async def story() -> None:
+        for number in range(MAX_STRIKES):
+            request = Generate(bytes([number]) * 16, data)
+            router.receive(OTHER, request, is_client=is_client)
+            await asyncio.sleep(0.1)
+        router.receive(OTHER, Generate(ASK, request_to_json(REQUEST)), is_client=is_client)
+
+    world.run(story)
+    assert text_of(world.said(OTHER)) == TEXT
 
 
 def test_a_request_longer_than_the_context_needs_is_refused_unread(world: World) -> None:
