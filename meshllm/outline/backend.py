@@ -7,6 +7,9 @@ session of its own: these continue copies of its cache, travel round the ring to
 joined in order. Without an outline the request is answered as usual. A point that fails ends the
 answer with its error, and closing the generator cancels all sessions.
 
+The outline is asked for without reasoning. Whether a model can do that is known where it runs, and
+engines cannot: it refuses, and the request is answered as usual unless it must be outlined.
+
 The seed of a point follows from that of the request and the number of the point, its limits from
 the outline: the same seed gives the same answer, whatever comes first.
 """
@@ -23,6 +26,7 @@ from meshllm.outline.join import Join
 from meshllm.outline.outlining import Outlining
 from meshllm.outline.points import Point
 from meshllm.request import Answer, Backend, Event, Interruption, Piece, Prefilled, Request
+from meshllm.strict_json import WrongField
 
 TOGETHER = 8  # sessions of one answer at a time
 
@@ -44,7 +48,7 @@ class OutlineBackend:
         all sessions.
 
         Raises:
-            WrongField: the mode is `on`, and the request cannot be answered by outline.
+            WrongField: the mode is `on`, and the request or the model cannot do that.
         """
         is_auto, error = self.mode is OutlineMode.AUTO, objection(request)
         if error and not is_auto:
@@ -60,7 +64,7 @@ class OutlineBackend:
 
     async def _outlined(self, outlining: Outlining) -> AsyncGenerator[Event, None]:
         begin = _now()
-        async with aclosing(self.backend.generate(outlining.asked)) as events:
+        async with aclosing(self._outline(outlining)) as events:
             async for event in events:
                 if isinstance(event, Prefilled | Interruption):
                     yield event
@@ -75,6 +79,18 @@ class OutlineBackend:
         async with aclosing(answer) as events:
             async for event in events:
                 yield event
+
+    async def _outline(self, outlining: Outlining) -> AsyncGenerator[Event, None]:
+        """Yield the events of the outline; none if the model cannot write it and need not."""
+        try:
+            async with aclosing(self.backend.generate(outlining.asked)) as events:
+                async for event in events:
+                    yield event
+        except WrongField as error:
+            if error.name != "max_reasoning_tokens":
+                raise
+            if not outlining.may_decline:
+                raise _unlimited() from None
 
     async def _expanded(
         self, outlining: Outlining, points: Sequence[Point], begin: float
@@ -108,6 +124,11 @@ class OutlineBackend:
                         )
                     case _:
                         yield event
+
+
+def _unlimited() -> WrongField:
+    text = "`outline` cannot be used with a provider, or a model whose reasoning cannot be limited"
+    return WrongField("meshllm.outline", text, hint="omit it, or ask another model")
 
 
 def _now() -> float:

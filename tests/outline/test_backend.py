@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -6,6 +7,7 @@ import pytest
 
 from meshllm.errors import LinkLost
 from meshllm.names import LossCause
+from meshllm.node.provider.engine_json import call_of
 from meshllm.outline.backend import OutlineBackend
 from meshllm.outline.eligibility import SEARCHED_CHARS, OutlineMode, may_be_long
 from meshllm.request import (
@@ -218,6 +220,29 @@ async def test_without_an_outline_the_answer_is_the_usual_one(
     assert answer.prompt_tokens == 20
     assert [event for event in events if isinstance(event, Prefilled)][-1] == Prefilled(20, 20)
     assert len(answer.tokens) == len(outline.split(" ")) + 3
+
+
+class Engine(Writer):
+    """Refuses what the engine of a provider cannot do."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
+        call_of(request)
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                yield event
+
+
+async def test_auto_answers_as_usual_what_a_provider_answers() -> None:
+    events = await events_of(Engine(), mode=OutlineMode.AUTO)
+
+    assert text_of(events) == answer_of(events).text == "the usual answer"
+
+
+async def test_an_outline_of_a_provider_is_refused() -> None:
+    with pytest.raises(WrongField, match="cannot be used with a provider") as refusal:
+        await events_of(Engine())
+
+    assert refusal.value.name == "meshllm.outline"
 
 
 async def test_auto_stops_an_outline_that_is_an_answer(writer: Writer) -> None:
