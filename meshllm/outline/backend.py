@@ -127,7 +127,7 @@ class OutlineBackend:
 
 
 def _unlimited() -> WrongField:
-    text = "`outline` cannot make an answer of a provider, or of a model that reasons without limit"
+    text = "`outline` cannot be used with a provider, or a model whose reasoning cannot be limited"
     return WrongField("meshllm.outline", text, hint="omit it, or ask another model")
 
 

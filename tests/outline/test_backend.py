@@ -239,7 +239,7 @@ async def test_auto_answers_as_usual_what_a_provider_answers() -> None:
 
 
 async def test_an_outline_of_a_provider_is_refused() -> None:
-    with pytest.raises(WrongField, match="cannot make an answer of a provider") as refusal:
+    with pytest.raises(WrongField, match="cannot be used with a provider") as refusal:
         await events_of(Engine())
 
     assert refusal.value.name == "meshllm.outline"

@@ -8,6 +8,9 @@ from any holder, because the file of a part has the same bytes on every node. A 
 once it has the digest in force; if not, the holder is not asked again in this run. What an earlier
 attempt left may be of other weights with the same configuration: then the file begins again first.
 
+A holder that fails is given up; one that is much slower than an idle one, for that part. The idle
+one continues.
+
 Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
 has fetched meanwhile is not fetched again. A lock ends with its process.
 
@@ -26,6 +29,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +38,7 @@ from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault
 from meshllm.names import Digest, NodeId, short
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
+from meshllm.node.timer import loop_time
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.weights.codec import (
     CHUNK_BYTES,
@@ -48,6 +54,7 @@ from meshllm.protocol.weights.holders import name_of
 MAX_HOLDERS = 4  # asked at once
 POLL_S = 1.0  # s between two looks at a folder into which another process fetches
 IDLE_S = 30.0  # s without a chunk after which a holder is given up
+SLOWER = 4  # times as slow as an idle holder, over `IDLE_S` or more: that one continues
 
 if TYPE_CHECKING:  # it imports torch, which a provider does not need
     from meshllm.model.files.parts import PartFolder
@@ -218,9 +225,18 @@ class WeightFetcher:
             yield link
 
     async def collect(
-        self, link: SecureLink, model: Digest, name: str, place: "PartFolder", limit: int
+        self,
+        link: SecureLink,
+        model: Digest,
+        name: str,
+        place: "PartFolder",
+        limit: int,
+        *,
+        received: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Collect a file, from where an earlier attempt ended.
+
+        ``received`` is told the bytes of each chunk, and may raise `MeshError`.
 
         Raises:
             MeshError: the holder refuses, is lost, or sends something invalid.
@@ -244,6 +260,7 @@ class WeightFetcher:
                     raise PeerFault(f"`{name}` in a chunk of {len(data)} bytes instead of {due}")
                 offset += len(data)
                 await self.off_loop(file.write, data)
+                received(len(data))
 
     async def _size(self, link: SecureLink, want: WantFile) -> int:
         await link.send(encode(want))
@@ -282,6 +299,31 @@ def _writing(folder: Path) -> Iterator[None]:
         raise ModelError(f"`{folder}` cannot be written: {error.strerror}") from None
 
 
+class _TooSlow(LinkLost):
+    """A part comes faster from another holder."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A holder, and how fast it sends the part that it was asked for last."""
+
+    node: NodeId
+    has: Collection[int]
+    begin: float = 0.0
+    """In loop time."""
+    received: int = 0
+    """Bytes of that part."""
+    rate: float = 0.0
+    """Bytes per second."""
+
+    def receive(self, count: int) -> float:
+        """Note received bytes; return for how many seconds the part has been sent."""
+        self.received += count
+        took_s = loop_time() - self.begin
+        self.rate = self.received / max(took_s, 1e-3)
+        return took_s
+
+
 class _Run:
     """Parts that are fetched from several holders at once."""
 
@@ -303,47 +345,75 @@ class _Run:
         self._sizes = sizes
         self._count = len(left)
         self._taken: set[int] = set()
+        self._idle: list[_Holder] = []
         self._room = asyncio.Semaphore(MAX_HOLDERS)
 
     async def ask(self, node: NodeId, has: Collection[int]) -> None:
-        """Fetch one part after the other from a holder, once fewer than `MAX_HOLDERS` are asked."""
-        async with self._room:
-            if self._next(has) is not None:
-                await self._ask(node, has)
+        """Fetch one part after the other from a holder, once fewer than `MAX_HOLDERS` are asked.
 
-    async def _ask(self, node: NodeId, has: Collection[int]) -> None:
+        What it did not send is fetched from holders that have nothing else to send.
+        """
+        async with self._room:
+            holder: _Holder | None = _Holder(node, has)
+            while holder and self._next(holder.has) is not None:
+                if await self._ask(holder):
+                    self._idle.append(holder)
+                holder = self._take_idle()
+
+    async def _ask(self, holder: _Holder) -> bool:
+        """Fetch what a holder has; return whether it can be asked again."""
         part: int | None = None
         try:
-            async with self._fetcher.link(node) as link:
-                while (part := self._next(has)) is not None:
+            async with self._fetcher.link(holder.node) as link:
+                while (part := self._next(holder.has)) is not None:
                     self._taken.add(part)
                     done = self._count - len(self.left)
                     self._fetcher.progress = f"fetching weights, {done} of {self._count} parts"
                     with _writing(self._place.folder):
-                        await self._fetch(link, part)
+                        await self._fetch(link, holder, part)
                     del self.left[part]
+        except _TooSlow as error:
+            logger.info("node %s: %s", short(holder.node), error)
         except MeshError as error:
-            self.reason = f"{short(node)}: {error}"
-            logger.warning("node %s sent no weights: %s", short(node), error)
+            self.reason = f"{short(holder.node)}: {error}"
+            logger.warning("node %s sent no weights: %s", short(holder.node), error)
+            return False
         finally:
             self._taken.discard(-1 if part is None else part)
+        return True
+
+    def _take_idle(self) -> _Holder | None:
+        """Return a holder that is not asked now, and has a part that nobody sends."""
+        found = next((each for each in self._idle if self._next(each.has) is not None), None)
+        if found:
+            self._idle.remove(found)
+        return found
 
     def _next(self, has: Collection[int]) -> int | None:
         return next((part for part in self.left if part in has and part not in self._taken), None)
 
-    async def _fetch(self, link: SecureLink, part: int) -> None:
+    async def _fetch(self, link: SecureLink, holder: _Holder, part: int) -> None:
         from meshllm.model.files.parts import limit_of, part_name
+
+        def received(count: int) -> None:
+            took_s = holder.receive(count)
+            fastest = max((each.rate for each in self._idle if part in each.has), default=0.0)
+            if took_s > IDLE_S and fastest > SLOWER * holder.rate:
+                holder.has = frozenset(holder.has) - {part}
+                raise _TooSlow(f"`{name}` comes from another holder, {SLOWER} times as fast")
 
         fetcher, place = self._fetcher, self._place
         name = part_name(part)
         limit = limit_of(name, self._sizes)
         is_begun = place.has_begun(name)
-        await fetcher.collect(link, self._model, name, place, limit)
+        holder.begin, holder.received = loop_time(), 0
+        collect = partial(fetcher.collect, link, self._model, name, place, limit, received=received)
+        await collect()
         try:
             await fetcher.off_loop(place.verify, part, self.left[part])
         except PeerFault:
             if not is_begun:
                 raise
             logger.info("what was left of `%s` is of other weights: it begins again", name)
-            await fetcher.collect(link, self._model, name, place, limit)
+            await collect()
             await fetcher.off_loop(place.verify, part, self.left[part])

@@ -128,6 +128,25 @@ class Nodes:
 
         house.send_weights = serve
 
+    def sending_slowly(self, house: House, most: int, pause_s: float) -> None:
+        """Let a holder send the real model in small chunks, and pause before each."""
+
+        async def serve(link: SecureLink) -> None:
+            with suppress(LinkLost):
+                while True:
+                    _, data = await link.receive()
+                    want = decode(data)
+                    assert isinstance(want, WantFile)
+                    self.asked.append((house.me, want.name, want.offset))
+                    file = ModelParts(self.source).open(want.name)
+                    await link.send(encode(FileSize(file.size)))
+                    for at in range(want.offset, file.size, most):
+                        await asyncio.sleep(pause_s)
+                        await link.send(encode(FileChunk(file.read(at, min(most, file.size - at)))))
+            await link.close()
+
+        house.send_weights = serve
+
     async def describe(self, *houses: House) -> PartFolder:
         await self.fetcher.describe(self.charter, [house.me for house in houses])
         return self.fetcher.place(self.charter)
@@ -281,6 +300,33 @@ def test_a_holder_that_sends_something_else_is_given_up(
 
         await nodes.fetch([1], cellar)
         assert nodes.here == [1]
+
+    run(story)
+
+
+def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that(
+    run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = 1024
+
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        await nodes.describe(cellar)
+        monkeypatch.setattr(fetcher, "CHUNK_BYTES", small)
+        nodes.sending_slowly(barn, small, pause_s=20.0)
+        nodes.sending_slowly(cellar, small, pause_s=0.01)
+        wanted = {part: nodes.digests[part] for part in range(4)}
+        holders = {barn.me: frozenset(range(4)), cellar.me: frozenset(range(3))}
+        await nodes.fetcher.fetch(nodes.charter, wanted, holders, nodes.sizes)
+
+        assert nodes.here == [0, 1, 2, 3]
+        assert nodes.asked == [
+            (barn.me, part_name(0), 0),
+            (cellar.me, part_name(1), 0),
+            (cellar.me, part_name(2), 0),
+            (cellar.me, part_name(0), 2 * small),
+            (barn.me, part_name(3), 0),
+        ]
 
     run(story)
 
