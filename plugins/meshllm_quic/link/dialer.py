@@ -56,18 +56,17 @@ async def _via_relay(
 ) -> list[Route]:
     """Register at a relay, as it requires of senders; do not wait if a direct address is known."""
     endpoint.relays.add(relay, is_wanted=False, is_needed=True)
-    if not endpoint.is_relay(relay):
-        raise LinkLost(f"Cannot use the relay of `{place}`: {MAX_RELAYS} relays are in use")
     via_relay = ViaRelay(relay, key[:TAG_BYTES])
     if (known := endpoint.known.get(key)) is not None:
         return [Direct(known), via_relay]
     try:
         async with asyncio.timeout(RELAY_S):
-            await endpoint.relays.wait_ready(relay)
+            if await endpoint.relays.wait_ready(relay):
+                return [via_relay]
     except TimeoutError:
         endpoint.relays.give_up(relay)
         raise LinkLost(
             f"No answer from the relay of `{place}` within {RELAY_S:g} s",
             hint=f"check that it runs and that UDP or TCP port {place.port} is open",
         ) from None
-    return [via_relay]
+    raise LinkLost(f"Cannot use the relay of `{place}`: {MAX_RELAYS} relays are in use")

@@ -2,9 +2,10 @@
 
 Their number is small, so that addresses dialled by this node can reveal it to few relays. Relays
 from the configuration stay. Others serve the links through them, and are evicted for the next one
-that a dial needs: first unused ones, then those that are only a fallback. A stream over TCP is used
-while UDP is blocked: the relay is also asked over UDP, as an observer, and its first reply ends the
-stream.
+that a dial needs: first unused ones, then those that are only a fallback. Peers choose their
+addresses, so such a relay is only tried until it answers: it keeps no other dial waiting, and
+evicts nothing. A stream over TCP is used while UDP is blocked: the relay is also asked over UDP, as
+an observer, and its first reply ends the stream.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from meshllm_quic.relay.relay_stream import RelayStream, stream_uri
 from meshllm_quic.wire.packets import AddressReply, AddressRequest, Packet
 
 MAX_RELAYS = 3
+MAX_TRIED = 32
+"""Relays that dials need and that have not answered; a new one replaces the oldest."""
 MAX_QUESTIONS = 64
 """Pending requests to observers."""
 
@@ -64,6 +67,8 @@ class _RelayClient:
     registration: Registration
     is_wanted: bool
     """From the configuration: never evicted."""
+    is_tried: bool
+    """A dial needs it, and it has not answered: it is not in use."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
     """Dials that wait for the registration."""
@@ -97,17 +102,22 @@ class Relays:
         """Register at a relay, unless `MAX_RELAYS` are in use.
 
         A wanted (configured) relay evicts any other; one that a dial needs evicts one that carries
-        no link now.
+        no link now, once it has answered.
         """
         if relay in self._clients:
             self._clients[relay].is_wanted |= is_wanted
             return
         most = RelayUsage.ROUTE if is_wanted else RelayUsage.RESERVE if is_needed else None
-        if len(self._clients) >= MAX_RELAYS and not self._make_room(most):
+        least = self._least_used(most) if self._in_use >= MAX_RELAYS else None
+        if self._in_use >= MAX_RELAYS and least is None:
             return
+        if is_needed:
+            self._limit_tried()
+        elif least is not None:
+            self.drop(least)
         sign, random = self._identity.sign, self._port.random
         registration = Registration(relay, self._identity.key, sign, random)
-        self._clients[relay] = _RelayClient(registration, is_wanted)
+        self._clients[relay] = _RelayClient(registration, is_wanted, is_tried=is_needed)
         self._do(relay, registration.start(self._loop.time()))
 
     def drop(self, relay: Address) -> None:
@@ -115,6 +125,7 @@ class Relays:
         client = self._clients.pop(relay, None)
         if client is not None:
             _end_stream(client)
+            client.ready.set()
         self._note()
 
     def give_up(self, relay: Address) -> None:
@@ -124,16 +135,20 @@ class Relays:
             self.drop(relay)
 
     def __contains__(self, relay: Address) -> bool:
-        return relay in self._clients
+        client = self._clients.get(relay)
+        return client is not None and not client.is_tried
 
-    async def wait_ready(self, relay: Address) -> None:
-        """Wait until this node is registered at a relay that was added."""
-        if (client := self._clients.get(relay)) is not None:
-            client.waiters += 1
-            try:
-                await client.ready.wait()
-            finally:
-                client.waiters -= 1
+    async def wait_ready(self, relay: Address) -> bool:
+        """Wait until this node is registered at a relay that was added; False: it was dropped."""
+        client = self._clients.get(relay)
+        if client is None:
+            return False
+        client.waiters += 1
+        try:
+            await client.ready.wait()
+        finally:
+            client.waiters -= 1
+        return self._clients.get(relay) is client
 
     def send(self, relay: Address, packets: Sequence[bytes]) -> bool:
         """Send through the stream to a relay; return whether there is an open one."""
@@ -169,14 +184,32 @@ class Relays:
             _end_stream(client)
         self._clients.clear()
 
-    def _make_room(self, most: RelayUsage | None) -> bool:
-        """Evict the relay with the lowest usage, if that is at most ``most``."""
-        unwanted = [relay for relay, client in self._clients.items() if not client.is_wanted]
+    @property
+    def _in_use(self) -> int:
+        return sum(not client.is_tried for client in self._clients.values())
+
+    def _least_used(self, most: RelayUsage | None) -> Address | None:
+        """Return the relay in use with the lowest usage, if that is at most ``most``."""
+        unwanted = [
+            relay for relay, at in self._clients.items() if not (at.is_wanted or at.is_tried)
+        ]
         least = min(unwanted, key=self._usage, default=None)
-        if most is None or least is None or self._usage(least) > most:
-            return False
-        self.drop(least)
-        return True
+        is_spare = most is not None and least is not None and self._usage(least) <= most
+        return least if is_spare else None
+
+    def _limit_tried(self) -> None:
+        """Make room for one more relay that is tried."""
+        tried = [relay for relay, at in self._clients.items() if at.is_tried and not at.is_wanted]
+        if len(tried) >= MAX_TRIED:
+            self.drop(tried[0])
+
+    def _settle(self, relay: Address, client: _RelayClient) -> bool:
+        """Use a relay that has answered; drop it, and return False, if there is no room."""
+        if self._in_use >= MAX_RELAYS:
+            most = RelayUsage.ROUTE if client.is_wanted else RelayUsage.RESERVE
+            self.drop(self._least_used(most) or relay)
+        client.is_tried = False
+        return relay in self
 
     def _usage(self, relay: Address) -> RelayUsage:
         return RelayUsage.ROUTE if self._clients[relay].waiters else self._port.usage(relay)
@@ -194,6 +227,8 @@ class Relays:
     def _change(self, relay: Address, client: _RelayClient) -> None:
         now, registration = self._loop.time(), client.registration
         if registration.is_registered:
+            if client.is_tried and not self._settle(relay, client):
+                return
             client.ready.set()
         else:
             client.ready.clear()
@@ -248,6 +283,8 @@ class Relays:
         for relay, client in list(self._clients.items()):
             if (due := client.registration.deadline) is not None and now >= due:
                 self._do(relay, client.registration.expire(now))
+                if client.is_tried and client.registration.is_silent:
+                    self.give_up(relay)  # the dial was cancelled, or took a direct address
         for observer in self.observations.expire(now):
             nonce = self._port.random(8)
             while len(self._questions) >= MAX_QUESTIONS:

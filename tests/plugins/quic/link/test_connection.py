@@ -22,6 +22,7 @@ from meshllm_quic.link.connection import (
     REFUSED_S,
     Connection,
 )
+from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import QuicAddress, show_key
 from meshllm_quic.relay.relays import MAX_RELAYS
@@ -481,3 +482,23 @@ async def test_the_number_of_relays_is_limited() -> None:
         with pytest.raises(LinkLost, match="3 relays are in use"):
             await nodes.transports[0].dial(f"quic://{show_key(bytes(32))}@21.0.0.98:8790")
         assert len(endpoint.relays.states()) == MAX_RELAYS
+
+
+@virtual
+async def test_relays_at_silent_hosts_delay_no_dial_through_another_relay() -> None:
+    async with relayed("none", "none") as nodes:
+        dialling = QuicTransport(nodes.internet.host("c"))
+        silent = [
+            asyncio.create_task(dialling.dial(f"quic://{show_key(bytes(32))}@21.0.0.{host}:8790"))
+            for host in range(90, 90 + MAX_RELAYS)
+        ]
+        await asyncio.sleep(0.1)
+
+        async with asyncio.timeout(1.0):
+            link = await dialling.dial(nodes.address)
+
+        for task in silent:
+            task.cancel()
+        assert isinstance(link, QuicLink)
+        assert link.peer_key == nodes.one.peer_key
+        await link.close()

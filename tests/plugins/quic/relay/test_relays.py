@@ -12,7 +12,7 @@ from meshllm_quic.relay import relays as relays_module
 from meshllm_quic.relay.registration import MAX_RETRY_S, SILENT_S
 from meshllm_quic.relay.relay import Relay
 from meshllm_quic.relay.relay_limiter import stream_source
-from meshllm_quic.relay.relays import MAX_RELAYS, Relays, RelayUsage
+from meshllm_quic.relay.relays import MAX_RELAYS, MAX_TRIED, Relays, RelayUsage
 from meshllm_quic.wire.packets import decode
 from tests.simulation.ears import virtual
 
@@ -27,6 +27,7 @@ class Shore:
     def __init__(self) -> None:
         self.random: Callable[[int], bytes] = Random(1).randbytes
         self.is_blocked = False
+        self.silent = set[Address]()
         self.tcp = asyncio.Event()
         self.tcp.set()
         self.streams = 0
@@ -37,7 +38,7 @@ class Shore:
         self._loop = asyncio.get_running_loop()
 
     def send_packet(self, packet: bytes, to: Address) -> None:
-        if not self.is_blocked:
+        if not self.is_blocked and to not in self.silent:
             self._loop.call_soon(self.ask, packet, to, OURS)
 
     def ask(self, packet: bytes, to: Address, source: Address) -> None:
@@ -148,12 +149,15 @@ async def test_a_needed_relay_evicts_an_unused_one() -> None:
     here = shore()
     for relay in (FIRST, SECOND, THIRD):
         here.relays.add(relay, is_wanted=False, is_needed=True)
+    await asyncio.sleep(0.1)
     here.usages = {FIRST: RelayUsage.ROUTE, SECOND: RelayUsage.RESERVE}
 
     here.relays.add(FOURTH, is_wanted=False, is_needed=True)
+    await asyncio.sleep(0.1)
     assert here.relay_addresses == [FIRST, SECOND, FOURTH]
     here.usages[FOURTH] = RelayUsage.ROUTE
     here.relays.add(THIRD, is_wanted=False, is_needed=True)
+    await asyncio.sleep(0.1)
     assert here.relay_addresses == [FIRST, FOURTH, THIRD]
     here.usages[THIRD] = RelayUsage.ROUTE
     here.relays.add(FIFTH, is_wanted=False, is_needed=True)
@@ -191,10 +195,115 @@ async def test_a_relay_that_a_dial_waits_for_is_not_evicted() -> None:
 
     here.relays.add(FOURTH, is_wanted=False, is_needed=True)
     here.relays.give_up(FIRST)
-    assert here.relay_addresses == [FIRST, SECOND, THIRD]
+    assert here.relay_addresses == [FIRST, SECOND, THIRD, FOURTH]
     here.is_blocked = False
-    await asyncio.gather(*waiting)
+    assert await asyncio.gather(*waiting) == [True] * MAX_RELAYS
+    assert here.relays.registered == (FIRST, SECOND, THIRD)
 
     here.relays.give_up(FIRST)
+    assert FIRST not in here.relays
+    here.relays.stop()
+
+
+@virtual
+async def test_relays_that_do_not_answer_keep_no_dial_from_another_relay() -> None:
+    here = shore()
+    here.silent = {FIRST, SECOND, THIRD}
+    here.tcp.clear()
+    for relay in here.silent:
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+    waiting = [asyncio.create_task(here.relays.wait_ready(each)) for each in here.silent]
+    await asyncio.sleep(0.1)
+
+    here.relays.add(FOURTH, is_wanted=False, is_needed=True)
+    async with asyncio.timeout(1.0):
+        assert await here.relays.wait_ready(FOURTH)
+
+    assert here.relays.registered == (FOURTH,)
+    for task in waiting:
+        task.cancel()
+    here.relays.stop()
+
+
+@virtual
+async def test_a_fallback_gives_way_only_to_a_relay_that_has_answered() -> None:
+    here = shore()
+    here.silent = {FOURTH}
+    here.tcp.clear()
+    for relay in (FIRST, SECOND, THIRD):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+        here.usages[relay] = RelayUsage.RESERVE
+    await asyncio.sleep(0.1)
+
+    here.relays.add(FOURTH, is_wanted=False, is_needed=True)
+    waiting = asyncio.create_task(here.relays.wait_ready(FOURTH))
+    await asyncio.sleep(SILENT_S + 1.0)
+    assert here.relays.registered == (FIRST, SECOND, THIRD)
+    assert FOURTH not in here.relays
+    here.silent.clear()
+
+    assert await waiting
+    assert here.relays.registered == (SECOND, THIRD, FOURTH)
+    assert FOURTH in here.relays
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_answers_when_all_in_use_carry_links_is_dropped() -> None:
+    here = shore()
+    here.silent = {FIRST}
+    here.tcp.clear()
+    here.relays.add(FIRST, is_wanted=False, is_needed=True)
+    waiting = asyncio.create_task(here.relays.wait_ready(FIRST))
+    for relay in (SECOND, THIRD, FOURTH):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+        here.usages[relay] = RelayUsage.ROUTE
+    await asyncio.sleep(0.1)
+    here.silent.clear()
+
+    assert not await waiting
+    assert not await here.relays.wait_ready(FIRST)
+    assert here.relay_addresses == [SECOND, THIRD, FOURTH]
+    here.relays.stop()
+
+
+@virtual
+async def test_of_too_many_relays_that_do_not_answer_the_oldest_is_dropped_unless_configured() -> (
+    None
+):
+    here = shore()
+    here.is_blocked = True
+    here.tcp.clear()
+    for relay in (FIRST, SECOND):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+    here.relays.add(FIRST, is_wanted=True)
+    waiting = asyncio.create_task(here.relays.wait_ready(SECOND))
+    await asyncio.sleep(0.1)
+
+    for number in range(MAX_TRIED):
+        here.relays.add((f"20.0.2.{number}", 8790), is_wanted=False, is_needed=True)
+
+    assert not await waiting
+    assert here.relay_addresses[:2] == [FIRST, ("20.0.2.0", 8790)]
+    assert len(here.relay_addresses) == 1 + MAX_TRIED
+    here.relays.stop()
+
+
+@virtual
+async def test_a_relay_that_does_not_answer_is_dropped_once_nothing_needs_it() -> None:
+    here = shore()
+    here.is_blocked = True
+    here.tcp.clear()
+    for relay in (FIRST, SECOND, THIRD, FOURTH):
+        here.relays.add(relay, is_wanted=False, is_needed=True)
+    here.usages[SECOND] = RelayUsage.RESERVE
+    here.relays.add(THIRD, is_wanted=True)
+    waiting = asyncio.create_task(here.relays.wait_ready(FOURTH))
+
+    await asyncio.sleep(SILENT_S + 1.0)
+    assert here.relay_addresses == [SECOND, THIRD, FOURTH]
+    waiting.cancel()
+    await asyncio.sleep(MAX_RETRY_S + 1.0)
+
     assert here.relay_addresses == [SECOND, THIRD]
     here.relays.stop()
