@@ -332,8 +332,9 @@ class World:
             key = member(number)[0].node
             for other, node in self.nodes.items():
                 plan = node.ring_member.plan
-                is_awake = not self.running[other].process.is_paused
-                if at.hung_s > OUT_S and plan and plan.rank(key) is not None and is_awake:
+                # One that has lost it may wait for it to come back.
+                is_here = key in node.machine.alive and not self.running[other].process.is_paused
+                if at.hung_s > OUT_S and plan and plan.rank(key) is not None and is_here:
                     self.fault(f"{number} hangs, and {other} follows a plan with it")
 
     # Membership

@@ -423,7 +423,7 @@ def _options(config: Config) -> "NodeOptions":
             hint="omit one of them",
         )
     named = config.origins["model"] != DEFAULT and not chosen.auto
-    model, *more = (listed(chosen.model) or ()) if named else (None,)
+    model, *more = (listed(chosen.model) or (chosen.model,)) if named else (None,)
     return NodeOptions(
         state=state_path(chosen),
         model=model,

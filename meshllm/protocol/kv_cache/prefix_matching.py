@@ -168,8 +168,8 @@ class PrefixCache(Generic[Cache]):
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
-        was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost; whoever
-        has the name of the ``base`` that it took over may resume it, too.
+        was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost; it
+        may be resumed by the name of the ``base`` that it took over, too.
         ``is_claimed``: the cache may hold other tokens, so that no prompt may match them. Others
         of the ``scope`` may.
         """

@@ -257,8 +257,10 @@ def test_a_founder_needs_its_model_before_it_prints_a_ticket(
 ) -> None:
     typo = meshllm("node", "--model", "builtn")
     absent = meshllm("node", "--model", "no/model")
+    empty = [meshllm("node", "--model", name).exit_code for name in ("", ",")]
 
     assert (typo.exit_code, absent.exit_code, node.options) == (4, 4, None)
+    assert empty == [4, 4]
     assert typo.stdout == absent.stdout == ""
     assert typo.stderr.endswith("hint: did you mean `builtin`?\n")
 
