@@ -1,5 +1,7 @@
 """Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once.
 
+That is for nodes and doors: what only shows something restores its terminal on SIGTERM.
+
 A closed terminal (SIGHUP) drains, too. It does not exit at once: both the system and a shell may
 send one.
 """
@@ -15,6 +17,7 @@ from typing import Any
 import typer
 
 INTERRUPTED = 130
+TERMINATED = 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -42,6 +45,24 @@ class Drain:
             self.leave()
         elif self.task is not None:
             self.task.cancel()
+
+
+@contextmanager
+def restoring_terminal() -> Iterator[None]:
+    """Let the first SIGTERM inside the context raise `SystemExit`; the second exits at once.
+
+    By default it ends a process without `finally`, which leaves its terminal without echo.
+    """
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
