@@ -25,7 +25,7 @@ Examples:
 """
 
 
-@takes("model", "device", "listen", "relay", "state")
+@takes("model", "device", "listen", "state")
 def doctor(transport: Transports = None, as_json: Json = False, **flags: Scalar) -> None:
     """Check this machine, its node and the links to its peers.
 
