@@ -24,6 +24,7 @@ from meshllm.cli.chat.outlined import outlined
 from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
+from meshllm.cli.shared.signals import unwinding_on_sigterm
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
@@ -49,7 +50,8 @@ def converse(
     """Run a conversation until the user exits."""
     repl = _Repl(conversation, outlined(opener, mode), stats=stats, quiet=quiet)
     repl.may_outline = mode is not None
-    event_loop.run(repl.run())
+    with unwinding_on_sigterm():
+        event_loop.run(repl.run())
 
 
 class _Repl:

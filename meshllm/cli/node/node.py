@@ -1,7 +1,6 @@
 """`meshllm node`: runs a node until a signal or an error ends it."""
 
 import logging
-import os
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from meshllm.cli.shared.units import listed, parse_duration
 from meshllm.cli.terminal import render
 from meshllm.config import DEFAULT, Config, Scalar, current, load, state_path
 from meshllm.errors import MeshError, ModelMissing, UserError
-from meshllm.local_files import hint_of, reason_of
+from meshllm.local_files import hint_of, reason_of, replacing
 from meshllm.log import event, setup
 from meshllm.names import Span
 
@@ -121,6 +120,8 @@ def run_node(
     set_up(invocation, config)
     options = _options(config)
     _check_early(options)
+    if ticket_file is not None:
+        _check_replaceable(ticket_file)
     if make_provider is None:
         _check_model(options)
     chosen = config.settings
@@ -168,6 +169,14 @@ def _check_early(options: "NodeOptions") -> None:
         _check_dialable(address, options.transports)
     with store.locked():
         return
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise `UserError` for what a file must not replace, such as a device or a link to one."""
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder `{path.parent}`", hint="create it, or check the path")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"`{path}` is not a regular file", hint="name a new file")
 
 
 def _check_model(options: "NodeOptions") -> None:
@@ -391,9 +400,8 @@ def _is_relayed(address: str) -> bool:
 def _write_private(path: Path, text: str) -> None:
     """Write a file that only its owner can read, replacing an older one."""
     try:
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(text)
+        with replacing(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise UserError(
             f"`{path}` cannot be written: {error.strerror}", hint=hint_of(error)

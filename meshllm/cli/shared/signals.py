@@ -1,5 +1,7 @@
 """Graceful shutdown: the first SIGINT or SIGTERM drains, the second exits at once.
 
+That is for nodes and doors: what shows or measures something only unwinds on SIGTERM.
+
 A closed terminal (SIGHUP) drains, too. It does not exit at once: both the system and a shell may
 send one.
 """
@@ -15,6 +17,7 @@ from typing import Any
 import typer
 
 INTERRUPTED = 130
+TERMINATED = 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -49,12 +52,18 @@ class Drain:
 
 
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise `KeyboardInterrupt` inside the context, so that what was begun is undone.
+def unwinding_on_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM inside the context raise `SystemExit`; the second ends at once.
 
-    Enter it in the main thread.
+    By default it ends a process without `finally`, which leaves its terminal without echo, and its
+    processes and files behind. Enter it in the main thread.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Terminal:
                 **environ,
             },
         )
+        self.name = os.ttyname(theirs)
         os.close(theirs)
         self.seen = ""
 
@@ -298,6 +300,26 @@ def test_the_history_file_is_private(terminal: Terminal, home: Path) -> None:
     history = home / "state" / "meshllm" / "history"
     assert "+hello\n" in history.read_text()
     assert history.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("line", ["", "loop\r"])
+def test_sigterm_restores_the_terminal(line: str) -> None:
+    with Terminal() as terminal:
+        tty = os.open(terminal.name, os.O_RDWR | os.O_NOCTTY)
+        terminal.wait_for(PROMPT)
+        terminal.press(line)
+        if line:
+            terminal.wait_for(" on on")
+        busy = termios.tcgetattr(tty)[3]
+        terminal.process.terminate()
+        code = terminal.process.wait(PATIENCE)
+        after = termios.tcgetattr(tty)[3]
+        os.close(tty)
+
+    assert code == 143
+    assert not busy & termios.ECHO
+    assert after & termios.ECHO
+    assert after & termios.ICANON
 
 
 def test_a_line_that_cannot_be_written_stays_in_memory(home: Path) -> None:

@@ -66,7 +66,7 @@ def engines(
     return cases
 
 
-def test_sigterm_ends_a_benchmark_as_ctrl_c_does(
+def test_sigterm_ends_a_benchmark_and_what_it_started(
     meshllm: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, cleaned = signal.getsignal(signal.SIGTERM), []
@@ -80,7 +80,7 @@ def test_sigterm_ends_a_benchmark_as_ctrl_c_does(
 
     monkeypatch.setattr(ring_table, "measure", measure)
 
-    assert meshllm("bench").exit_code == 130
+    assert meshllm("bench").exit_code == 143
     assert cleaned
     assert signal.getsignal(signal.SIGTERM) is before
 

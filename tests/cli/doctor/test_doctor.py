@@ -57,6 +57,12 @@ def test_a_machine_without_a_node_is_checked(meshllm: Invoke, node: FakeClient) 
     assert "websocket is selected and loads" in result.stdout
 
 
+def test_a_relay_has_no_effect_on_the_checks(meshllm: Invoke, node: FakeClient) -> None:
+    result = meshllm("doctor", "--relay", "relay.example:7777")
+
+    assert (result.exit_code, "No such option" in result.stderr) == (2, True)
+
+
 def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, node: FakeClient) -> None:
     result = meshllm("doctor", "--json")
 

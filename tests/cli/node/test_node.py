@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import io
 import json
 import logging
@@ -20,9 +21,9 @@ import pytest
 import torch
 
 from meshllm.api.port import NodePort
-from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _print_with_relay, _report
+from meshllm.cli.node.node import OPEN_FILES, SWITCH_S, _print_with_relay, _report, _write_private
 from meshllm.cli.shared.events import Notice
-from meshllm.errors import MeshError, NotAuthorised
+from meshllm.errors import MeshError, NotAuthorised, UserError
 from meshllm.log import setup
 from meshllm.model import device
 from meshllm.names import NodeId, Span, WireMode
@@ -351,9 +352,43 @@ def test_the_request_to_try_names_the_model_of_the_mesh(meshllm: Invoke, node: F
 def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
     result = meshllm("node", "--ticket-file", "nowhere/ticket")
 
-    assert result.exit_code == 2
-    assert "error: `nowhere/ticket` cannot be written: No such file" in result.stderr
-    assert result.stderr.endswith("\nhint: check the path\n")
+    assert (result.exit_code, node.options) == (2, None)
+    assert "error: There is no folder `nowhere`" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_a_ticket_replaces_only_files(
+    meshllm: Invoke, node: FakeNode, home: Path, kind: str
+) -> None:
+    path = home / "ticket"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/stdout")
+    else:
+        path.mkdir()
+    before = path.lstat()
+
+    result = meshllm("node", "--ticket-file", "ticket")
+
+    assert (result.exit_code, node.options) == (2, None)
+    assert "`ticket` is not a regular file" in result.stderr
+    assert path.lstat().st_ino == before.st_ino
+
+
+def test_an_old_ticket_stays_if_the_disk_is_full(
+    meshllm: Invoke, node: FakeNode, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "ticket").write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.open", full)
+    with pytest.raises(UserError, match="No space left"):
+        _write_private(home / "ticket", "new")
+
+    assert (home / "ticket").read_text() == "old"
 
 
 def test_unset_options_are_left_to_the_mesh(meshllm: Invoke, node: FakeNode) -> None:

@@ -126,7 +126,10 @@ def test_a_terminal_that_cannot_be_redrawn_gets_the_text(terminal: tuple[int, in
     assert b"\x1b" not in shown
 
 
-def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_watched_terminal_is_redrawn_in_place_and_restored(
+    terminal: tuple[int, int], number: signal.Signals, code: int
+) -> None:
     ours, theirs = terminal
     words = [sys.executable, "-c", _WATCH, "ring", "status", "--watch"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
@@ -138,10 +141,10 @@ def test_a_watched_terminal_is_redrawn_in_place_and_restored(terminal: tuple[int
         os.close(theirs)
         shown = _read_until(ours, b"advice")
         assert b"advice" in shown, shown.decode(errors="replace")  # else it ended by itself
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         shown += _read_until(ours, None)
 
-    assert process.returncode == 130, shown.decode(errors="replace")
+    assert process.returncode == code, shown.decode(errors="replace")
     assert shown.startswith(b"\x1b[?1049h")
     assert b"\x1b[?1049l" in shown
     assert "───▶".encode() in shown
