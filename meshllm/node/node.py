@@ -48,7 +48,7 @@ from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.peer_address import Machine, machine_secret
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.offloop import OffLoop
-from meshllm.node.options import NodeOptions
+from meshllm.node.options import FIRST_MODEL, NodeOptions
 from meshllm.node.provider import Provider
 from meshllm.node.requests.request_json import REQUEST_BYTES
 from meshllm.node.requests.router import RequestRouter
@@ -204,6 +204,13 @@ class MeshNode:
         if members > 1 and others:
             return max(0, members - 1 - len(others))
         return max(1, members - 1)
+
+    @property
+    def first_model(self) -> str | None:
+        """The first model of the mesh, or what this node gives it; None if another one decides."""
+        if self.machine.charter is not None:
+            return self.machine.charter.shape.name
+        return self._options.model or (None if self._options.join else FIRST_MODEL)
 
     async def hear(self) -> None:
         """Wait a moment for the charter of the mesh, which comes after the records of its nodes."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from meshllm.names import Quant, Span, WireMode
 from meshllm.protocol.drafting.drafter import Drafting
 
+FIRST_MODEL = "builtin"  # of a mesh whose founder gives no `--model`
+
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:

@@ -20,13 +20,12 @@ from meshllm.model.timing import measure_speed, memory_budget
 from meshllm.names import Digest, ModelKey, Quant
 from meshllm.node.compute.worker import Worker
 from meshllm.node.founding import amend, found_charter, refuse_layers, refuse_other
-from meshllm.node.options import InferenceConfig, NodeOptions
+from meshllm.node.options import FIRST_MODEL, InferenceConfig, NodeOptions
 from meshllm.node.ring.model_runtime import ModelRuntime
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.records import Profile
 
 RUNTIME_BYTES = 256 << 20  # overhead of a serving process, whatever the model
-FIRST_MODEL = "builtin"  # of a mesh whose founder gives no `--model`
 
 logger = logging.getLogger(__name__)
 

@@ -296,9 +296,11 @@ async def test_a_leaving_node_announces_it(mesh: Mesh) -> None:
 async def test_a_ticket_is_for_those_members_that_are_not_known(mesh: Mesh) -> None:
     a = await mesh.start("a", members=3)
     alone = a.ticket_uses
+    assert a.first_model == "builtin"
     await until(lambda: a.machine.charter is not None, a)
     b = await mesh.start("b", join=a.ticket)
     await b.hear()
+    assert b.first_model == "builtin"
     second = b.ticket_uses
     await until(lambda: b.me in a.machine.alive, a)
     c = await mesh.start("c", join=a.ticket)

@@ -271,7 +271,7 @@ async def _run(
             if options.join is not None:
                 await opened.hear()
             if door is not None:
-                announce(door, await control.models(), options.model)
+                announce(door, await control.models(), opened.first_model)
                 tasks.append(group.create_task(door.serve(control)))
             if provider is None:
                 ticket = await _invite(opened, notify, file)

@@ -53,6 +53,7 @@ class FakeNode:
     asked: int = 0
     is_open: bool = False
     has_heard: bool = False
+    first_model: str | None = None
     is_over: bool = False
     """The reports are at an end, and ``last`` is called."""
 
@@ -347,6 +348,17 @@ def test_the_request_to_try_names_the_model_of_the_mesh(meshllm: Invoke, node: F
 
     assert result.exit_code == 0, result.stderr
     assert '{"model": "fox", ' in result.stdout.splitlines()[2]
+
+
+@pytest.mark.parametrize(("known", "name"), [("cow", "cow"), (None, "MODEL")])
+def test_a_mesh_that_serves_nothing_yet_has_the_model_that_it_will_serve(
+    meshllm: Invoke, node: FakeNode, known: str | None, name: str
+) -> None:
+    node.first_model = known
+
+    result = meshllm("node", "--serve", "127.0.0.1:0")
+
+    assert f'{{"model": "{name}", ' in result.stdout.splitlines()[2]
 
 
 def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
