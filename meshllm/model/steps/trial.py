@@ -24,6 +24,7 @@ from meshllm.model.device import CPU, name_of, to_device, to_host
 from meshllm.model.json_cache import load_cached, model_code, store_cached
 from meshllm.model.kernels.jit import machine
 from meshllm.model.modules.linear_bf16 import MOST_ROWS
+from meshllm.model.modules.quant_linear import QuantLinear
 from meshllm.model.pauses import pause
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.shard import Shard
@@ -177,7 +178,8 @@ def _kinds(shard: Shard) -> set[str]:
             shard.model.named_modules(), _traits(shard.model), strict=True
         )
         if (own := [*module.parameters(recurse=False)])
-        and not any(id(each) in inner or each.is_meta for each in own)
+        and not any(id(each) in inner for each in own)
+        and (isinstance(module, QuantLinear) or not any(each.is_meta for each in own))
     ]
     return {*kinds, str(ends)} if ends else kinds
 

@@ -32,7 +32,7 @@ from meshllm.protocol.agreement.agreement import Agreement
 from meshllm.protocol.agreement.groups import find_group
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
-from meshllm.protocol.membership.records import RingMembership
+from meshllm.protocol.membership.records import Lifecycle, RingMembership
 from meshllm.protocol.planning.chunking import RingTimes, ring_times
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.planning.problem import kv_rooms
@@ -224,15 +224,20 @@ class RingMember:
     def waits_for_lost(self, agreement: Agreement) -> bool:
         """Return whether there is no plan without nodes that are lost, and the old one may go on.
 
-        The others can still serve it, and the mesh has not removed those that are lost.
+        The others can still serve it; those that are lost have neither left nor been removed.
         """
         if agreement.plan is not None or self.plan is None or not agreement.has_lost(self.plan):
             return False
         able = {offer.node for offer in agreement.offers}
         return all(
-            stage.node in (able if stage.node in agreement.alive else self._machine.profiles)
+            stage.node in able if stage.node in agreement.alive else self._is_lost(stage.node)
             for stage in self.plan.stages
         )
+
+    def _is_lost(self, node: NodeId) -> bool:
+        machine, state = self._machine, self._machine.states.get(node)
+        has_left = state is not None and state.lifecycle is Lifecycle.LEFT
+        return node in machine.profiles and node not in machine.alive and not has_left
 
     def _leaving(self, plan: Plan | None) -> set[NodeId]:
         """Return the nodes of a plan that leave, and can hand over their KV caches."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from meshllm.errors import MeshError
+from meshllm.errors import MeshError, OutOfMemory
 from meshllm.model.shape import free_memory
 from meshllm.model.split.received_rows import ReceivedRows
 from meshllm.model.split.session_cache import SessionCache
@@ -93,7 +93,8 @@ class HeldLayers:
     async def load(self, plan: Plan, budget: KvBudget | None) -> None:
         """Load the span of the plan in force; keep those caches that fit into the budget.
 
-        Without a budget, as a node of the plan has left, all are kept: another plan will follow.
+        Without a budget, as a node of the plan has left, all are kept, unless the memory is short:
+        another plan will follow.
 
         Raises:
             MeshError: it cannot be loaded; all caches are dropped, to free memory for the next try.
@@ -104,30 +105,37 @@ class HeldLayers:
         self._foreseen = None, False
         self._drop_span()
         received, self._begun, self._lent = self._take_received(), {}, 0
-        store = self.store
+        if store := self.store:
+            used = budget or store.prefixes.index.budget
+            store.move(plan, self._me, used, loop_time())
         try:
-            if store and budget:
-                store.move(plan, self._me, budget, loop_time())
-            used = store.prefixes.index.budget if store else budget
-            room, has = used.rooms[0].total if used else 0, self._has_caches
-            self.span = await self._model.hold(plan, self._me, room, has_caches=has)
-            if store:
-                await self._model.worker.run(store.regroup, self.span.layers, received)
-            elif received:
-                self._begun = await self._model.worker.run(begun, self.span.layers, received)
-        except MeshError:
+            await self._hold(plan, budget, received)
+        except MeshError as error:
             self.store = None
-            raise
+            if not (store and budget is None and isinstance(error, OutOfMemory)):
+                raise
+            await self._hold(plan, budget, received)
+
+    async def _hold(self, plan: Plan, budget: KvBudget | None, received: Received) -> None:
+        store = self.store
+        used = store.prefixes.index.budget if store else budget
+        room, has = used.rooms[0].total if used else 0, self._has_caches
+        self.span = await self._model.hold(plan, self._me, room, has_caches=has)
+        if store:
+            await self._model.worker.run(store.regroup, self.span.layers, received)
+        elif received:
+            self._begun = await self._model.worker.run(begun, self.span.layers, received)
 
     def caches(self, plan: Plan, budget: KvBudget, before: Plan | None) -> SessionStore:
         """Return the caches of the plan in force; ``before`` is the plan before it."""
         now = loop_time()
         if self.store is None:
-            self.store = SessionStore.empty(plan, budget, self._model, self._me, before, now)
+            self.store = SessionStore.empty(plan, budget, self._model, self._me, before)
             if self.span:
                 self.store.add(self._begun, self.span.span, now)
             self._begun = {}
         self.store.move(plan, self._me, budget, now)
+        self.store.opened(now)
         if (lent := self._lent + self._lent_rows) and not budget.lend(lent, self._take_back):
             self._take_back()
         return self.store

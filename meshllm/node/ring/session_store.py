@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Self
 
 from meshllm.model.split.received_rows import ReceivedRows
@@ -29,8 +30,8 @@ class SessionStore:
     """The plan that it was moved to last."""
     prefixes: PrefixCache[SessionCache]
     """Its index and caches, and on the entry the texts."""
-    moved_s: float = 0.0
-    """When that was, on the driver's clock."""
+    opened_s: float = inf
+    """When the ring of that plan opened, on the driver's clock."""
 
     @classmethod
     def empty(
@@ -40,7 +41,6 @@ class SessionStore:
         model: ModelRuntime,
         me: NodeId,
         before: Plan | None,
-        now: float,
     ) -> Self:
         """Keep nothing yet: the span of this node is new to it, and what moved ``before``."""
         index = prefix_index_for(budget, model.prefix_bytes, model.max_crop, resumes=model.resumes)
@@ -48,7 +48,7 @@ class SessionStore:
         own = plan.stages[plan.rank(me) or 0].span
         moved = _moved(before, plan) if before and before.layers == plan.layers else ()
         prefixes.lose({*moved, *range(own.start, own.stop)})
-        return cls(plan, prefixes, now)
+        return cls(plan, prefixes)
 
     def move(self, plan: Plan, me: NodeId, budget: KvBudget, now: float) -> None:
         """Count what is kept in the budget of another plan, and note the layers that it moves.
@@ -58,14 +58,18 @@ class SessionStore:
         `PrefixCache.resume`.
         """
         if plan != self.plan:
-            if now > self.moved_s + RESUME_S:  # else a session of the ring before may go on
+            if now > self.opened_s + RESUME_S:  # else a session of a ring before it may go on
                 self.prefixes.settle()
-            self.moved_s = now
+            self.opened_s = inf
         if plan.stages[0].node != self.plan.stages[0].node:
             self.prefixes.change_entry(is_entry=plan.rank(me) == 0)
         self.prefixes.lose(_moved(self.plan, plan))
         self.prefixes.move(budget)
         self.plan = plan
+
+    def opened(self, now: float) -> None:
+        """Note that a ring of the plan opens."""
+        self.opened_s = min(self.opened_s, now)
 
     def regroup(self, layers: SpanRunner, received: Received) -> None:
         """Move all caches to the pieces of another span; runs on the compute thread."""

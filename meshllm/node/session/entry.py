@@ -400,10 +400,10 @@ class EntryNode:
                 loop_time(),
                 chunks=machine.kept_chunks,
                 lost=machine.lost,
-                is_lost=self._lost is not None,
+                is_lost=generation.outcome is self._lost,
                 is_claimed=base is not None and base.is_claimed,
                 scope=generation.scope,
-                base=base.session if base and base.whole else None,
+                base=(base.session, base.length) if base and base.whole else None,
             )
 
     def _pick(self, session: SessionId, generation: Generation, job: Pick) -> None:

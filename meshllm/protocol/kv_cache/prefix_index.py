@@ -103,7 +103,7 @@ class PrefixIndex:
         self.resumes = resumes
         """Whether sessions of a lost ring can go on with their caches."""
         self._items: dict[SessionId, _Item] = {}  # the latest used last
-        self._names: dict[SessionId, SessionId] = {}  # of them, by the session that they resumed
+        self._names: dict[SessionId, tuple[SessionId, int]] = {}  # of them, see `name`
 
     @property
     def keeps(self) -> bool:
@@ -170,17 +170,22 @@ class PrefixIndex:
             self._items[session] = item if item.is_lost else replace(item, used=now)
         return item.capacity
 
-    def name(self, session: SessionId, base: SessionId | None) -> None:
-        """Let a session be resumed by the name of the one whose cache it took over, too.
+    def name(self, session: SessionId, base: SessionId, length: int) -> None:
+        """Let a session be resumed by the name of the one whose first positions it took over, too.
 
         A ring may be lost before the `Resume` has reached all ranks; the others know no other name.
+        Behind ``length`` the two may differ.
         """
-        if base is not None and session in self._items:
-            self._names[base] = session
+        if session in self._items:
+            self._names[base] = session, length
 
-    def name_of(self, session: SessionId) -> SessionId:
-        """Return the session that is kept by this name, or as what continued it; else itself."""
-        return session if session in self._items else self._names.get(session, session)
+    def name_of(self, session: SessionId, length: int) -> SessionId:
+        """Return the session that is kept by this name, or that took over so many positions of it.
+
+        It is the session itself if there is none.
+        """
+        name, shared = self._names.get(session, (session, 0))
+        return session if session in self._items or length > shared else name
 
     def holds(self, session: SessionId) -> bool:
         """Return whether a session is kept."""
@@ -233,7 +238,7 @@ class PrefixIndex:
         return item.used + (RESUME_S if item.is_lost else self._idle_s)
 
     def _forget_names(self, session: SessionId) -> None:
-        self._names = {base: name for base, name in self._names.items() if name != session}
+        self._names = {base: name for base, name in self._names.items() if name[0] != session}
 
     def _drop(self, session: SessionId) -> None:
         del self._items[session]

@@ -87,7 +87,8 @@ class PrefixCache(Generic[Cache]):
         None if the cache is gone or too short, or holds other tokens. A rank that was not the entry
         knows neither the tokens nor how they were computed: the hit is claimed, and ``chunks`` say.
         """
-        name, length = self.index.name_of(session), len(tokens)
+        length = len(tokens)
+        name = self.index.name_of(session, length)
         text = self._texts.get(name)
         if not tokens or (text and text.tokens[:length] != array("i", tokens)):
             return None
@@ -107,7 +108,7 @@ class PrefixCache(Generic[Cache]):
         Its layers are computed again, like the other ones that have moved, and no others. None if
         the entry should have a cache, or none can be resumed. The cache is what was handed over.
         """
-        own, name = range(span.start, span.stop), self.index.name_of(session)
+        own, name = range(span.start, span.stop), self.index.name_of(session, length)
         is_new = bool(own) and self._moved.issuperset(own)
         if not (length and is_new and self.index.resumes) or name in self._texts:
             return None
@@ -163,13 +164,13 @@ class PrefixCache(Generic[Cache]):
         is_lost: bool = False,
         is_claimed: bool = False,
         scope: PrefixScope = OWN,
-        base: SessionId | None = None,
+        base: tuple[SessionId, int] | None = None,
     ) -> None:
         """Keep the cache of a session, of which the first ``prompt`` tokens were a prompt.
 
         It holds ``tokens`` and perhaps more, and has room for ``capacity``; ``chunks`` tell how it
         was computed, ``lost`` are layers without a cache. ``is_lost``: its ring was lost; it
-        may be resumed by the name of the ``base`` that it took over, too.
+        may be resumed by the name of the ``base``, of which it took over so many positions, too.
         ``is_claimed``: the cache may hold other tokens, so that no prompt may match them. Others
         of the ``scope`` may.
         """
@@ -180,7 +181,8 @@ class PrefixCache(Generic[Cache]):
             self._texts[session] = _Text(held, min(prompt, len(tokens)), tuple(chunks), scope)
         is_own = is_owners(scope) and not is_lost  # the other ranks got no Close that says so
         gone = self.index.put(session, len(tokens), capacity, now, is_own=is_own, is_lost=is_lost)
-        self.index.name(session, base if is_lost else None)
+        if base and is_lost:
+            self.index.name(session, *base)
         self._drop(gone)
 
     def lose(self, layers: Collection[int]) -> None:
@@ -207,9 +209,8 @@ class PrefixCache(Generic[Cache]):
 
     def forget(self, session: SessionId) -> None:
         """Drop a text whose cache another rank has lost."""
-        name = self.index.name_of(session)
-        if self.index.take(name, 0, 0.0, whole=True):
-            self._drop([name])
+        if self.index.take(session, 0, 0.0, whole=True):
+            self._drop([session])
 
     def expire(self, now: float) -> None:
         """Drop the texts that were not used in a while."""

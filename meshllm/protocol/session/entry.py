@@ -34,7 +34,7 @@ raised, a Cancel runs ahead, and the next step starts at the last known token. E
 steps behind those in flight; it replaces steps that were not injected by then.
 
 A prompt that shares a prefix with an earlier text continues from the caches that the ranks kept:
-the first Embed starts after the prefix, and a Resume runs ahead. A rank that has lost it reports a
+the first Embed starts after the prefix, behind a Resume. A rank that has lost it reports a
 Gap like any other. What has been all round the ring by the end is kept likewise for later prompts.
 If the ring is lost, there is no Close: `interrupt` keeps what had been all round it, every stage
 keeps what it has, and the next attempt at the same answer continues from there like any prompt.

@@ -39,7 +39,8 @@ Races, and their outcome:
 - Close against anything: Close. The cache is freed or kept at once, and the session is remembered
   as closed so that Data which Close overtook cannot revive it. Running rows find no session and
   are discarded; they write after all kept positions.
-- Resume against anything: it only applies to a session that is still unknown.
+- Resume against anything: it only applies to a session that is still unknown. If Close overtook it,
+  the base that it names is freed: the entry has forgotten it.
 - A newer gen against its own repeated Data: the order of the link. As long as only committed tokens
   are injected a row is the same in every gen, so even lost or reordered messages cannot corrupt a
   cache. Draft rows need what a link guarantees: messages in order, or loss of the link. Then a step
@@ -152,7 +153,7 @@ class _SessionState:
     feeds_lost: bool = False  # the layer after this rank's last is lost
     has_missed: bool = False  # its cache is gone, and cannot be refilled any more
     settled: int = 0  # positions that no draft may take back
-    base: SessionId | None = None  # the session whose cache it took over
+    base: tuple[SessionId, int] | None = None  # what it took over, and how many positions of it
     ends: deque[int] = field(default_factory=lambda: deque(maxlen=1 + MAX_PENDING))
 
     def grow(self, data: Data) -> None:
@@ -370,9 +371,12 @@ class Stage:
 
     def _resume(self, resume: Resume, now: float) -> list[Action]:
         session, length = resume.session, resume.length
-        base = self._index.name_of(resume.base)
-        if resume.epoch != self.epoch or session in self._closed or session in self._sessions:
+        base = self._index.name_of(resume.base, length)
+        if resume.epoch != self.epoch or session in self._sessions:
             return []
+        if session in self._closed:  # Close has overtaken it; nobody knows the base any more
+            is_left = resume.whole and self._index.take(base, 0, now, whole=True) > 0
+            return [Free(base)] if is_left else []
         if len(self._sessions) >= self._max_sessions or length > self._context:
             return []
         whole, lost = resume.whole, resume.lost
@@ -392,14 +396,17 @@ class Stage:
         self._sessions[session] = state = _SessionState(
             now, kv_len=length, capacity=capacity, feeds_lost=feeds_lost, settled=length
         )
-        state.base = resume.base if whole else None
+        state.base = (resume.base, length) if whole else None
         return [*map(Free, gone), Adopt(session, base, length, whole)]
 
     def _lowered(self, resume: Resume) -> Resume:
         """Lower the positions that lost layers hold to those of the ones here."""
         if not resume.held or not any(map(self._span.overlaps, resume.lost)):
             return resume
-        return replace(resume, held=min(resume.held, self._held(self._index.name_of(resume.base))))
+        return replace(
+            resume,
+            held=min(resume.held, self._held(self._index.name_of(resume.base, resume.length))),
+        )
 
     def _resume_empty(self, resume: Resume, now: float, *, feeds_lost: bool) -> list[Action]:
         """Start a session whose first positions are computed again, as all layers here are new.
@@ -407,14 +414,14 @@ class Stage:
         What another node has handed over of them is kept as fewer positions of the base.
         """
         session, length = resume.session, resume.length
-        base = self._index.name_of(resume.base)
+        base = self._index.name_of(resume.base, length)
         is_begun = self._index.take(base, 0, now, whole=True) > 0
         if not self.budget.reserve(session, length):
             return [Free(base)] if is_begun else []
         self._sessions[session] = state = _SessionState(
             now, kv_len=length, capacity=length, feeds_lost=feeds_lost, settled=length
         )
-        state.base = resume.base
+        state.base = (resume.base, length) if resume.whole else None
         begin = [Adopt(session, base, length, whole=True)] if is_begun else []
         return [*map(Free, self._index.make_room()), *begin]
 
@@ -495,7 +502,8 @@ class Stage:
         length = keep if keep <= state.kv_len else 0
         capacity = state.capacity
         gone = self._index.put(session, length, capacity, now, is_own=is_own, is_lost=is_lost)
-        self._index.name(session, state.base if is_lost else None)
+        if state.base and is_lost:
+            self._index.name(session, *state.base)
         return [*([] if session in gone else [Keep(session)]), *map(Free, gone)]
 
     def _fault(self, data: Data, code: FaultCode, text: str) -> Forward:

@@ -115,6 +115,7 @@ def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_r
         nothing = replace(AGREEMENT, plan=None, alive=alone, offers=AGREEMENT.offers[:1])
         assert [each.node for each in nothing.offers] == [ENTRY]
         place.machine.profiles = dict.fromkeys((ENTRY, STAGE))
+        place.alive.discard(STAGE)
         waits = place.member.waits_for_lost
         assert not waits(nothing)  # nothing is followed
         place.serve()
@@ -123,6 +124,12 @@ def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_r
         assert not waits(replace(nothing, plan=LATER))
         assert not waits(replace(nothing, alive=AGREEMENT.alive, offers=AGREEMENT.offers))
         assert not waits(replace(nothing, offers=()))  # the other one hangs
+        place.states[STAGE] = StateRecord(Lifecycle.LEFT)
+        assert not waits(nothing)
+        del place.states[STAGE]
+        place.alive.add(STAGE)  # in another ring
+        assert not waits(nothing)
+        place.alive.discard(STAGE)
         del place.machine.profiles[STAGE]
         assert not waits(nothing)
 

@@ -64,20 +64,26 @@ def test_a_node_that_has_nothing_knows_which_layers_are_lost(
     model = cast("ModelRuntime", SimpleNamespace(prefix_bytes=None, max_crop=None, resumes=True))
     plan, earlier = plan_of(2, ME, THIRD), plan_of(1, *before) if before else None
 
-    store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier, 0.0)
+    store = SessionStore.empty(plan, KvBudget([room(2)]), model, ME, earlier)
 
     found = store.prefixes.resume_empty(OWN, 3, [], Span(0, 2))
     assert found is not None
     assert found[0].lost == moved
 
 
-@pytest.mark.parametrize(("later_s", "moved"), [(1.0, (Span(0, 4),)), (61.0, None)])
-def test_what_two_changes_of_plan_moved_is_lost_unless_they_are_far_apart(
-    later_s: float, moved: tuple[Span, ...] | None
+@pytest.mark.parametrize(
+    ("opens", "later_s", "moved"),
+    [(True, 1.0, (Span(0, 4),)), (True, 61.0, None), (False, 61.0, (Span(0, 4),))],
+)
+def test_what_two_changes_of_plan_moved_is_lost_unless_a_ring_was_open_long_enough_between(
+    opens: bool, later_s: float, moved: tuple[Span, ...] | None
 ) -> None:
     model = cast("ModelRuntime", SimpleNamespace(prefix_bytes=None, max_crop=None, resumes=True))
     budget, first = KvBudget([room(2)]), plan_of(1, OTHER, THIRD)
-    store = SessionStore.empty(plan_of(2, ME, THIRD), budget, model, ME, first, 0.0)
+    store = SessionStore.empty(plan_of(2, ME, THIRD), budget, model, ME, first)
+    if opens:
+        store.opened(0.0)
+        store.opened(50.0)  # again, after the loss of a link
 
     store.move(plan_of(3, ME, OTHER), ME, budget, later_s)
 

@@ -7,16 +7,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from meshllm.errors import LinkLost
+from meshllm.errors import LinkLost, OutOfMemory
 from meshllm.model.split.kv_cache import SpanCache
 from meshllm.model.split.session_cache import SentRows
 from meshllm.model.steps.runner import Runner
 from meshllm.names import NodeId
 from meshllm.node.ring.model_runtime import ModelRuntime
+from meshllm.node.ring.span_loader import LoadedSpan
 from meshllm.node.session.generation import Ended, GenerationRequest, Token
 from meshllm.protocol.planning.plan import Plan
 from meshllm.protocol.session.messages import Resume, SessionMessage
@@ -403,25 +405,71 @@ def test_an_entry_from_nothing_knows_what_was_lost_before_the_ring_between_opene
     run_virtual(main())
 
 
+WITHOUT_ROOMS = {
+    "takes layers over": (
+        plan_of((A, "0:3"), (C, "3:6"), epoch=2),
+        plan_of((A, "0:6"), epoch=3),
+        (0, 1),
+    ),
+    "gives layers away, and takes them back": (
+        plan_of((A, "0:1"), (B, "1:4"), (C, "4:6"), epoch=2),
+        plan_of((A, "0:2"), (B, "2:4"), (C, "4:6"), epoch=3),
+        (4, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROOMS)
 def test_caches_outlive_a_plan_of_which_a_node_has_left(
-    world: World, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    world: World, rows: Rows, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    between = plan_of((A, "0:3"), (C, "3:6"), epoch=2)
+    between, after, kept = WITHOUT_ROOMS[name]
 
     async def main() -> None:
         async with ring_of_three(world) as (places, undisturbed):
             rows.clear()
             ingress, entry = Ingress(), places[0]
+            alive = [place for place in places if after.rank(place.me) is not None]
+
+            def follow(plan: Plan) -> None:
+                for place in alive:
+                    place.runtime.follow(plan)
+
             with monkeypatch.context() as patch:
                 patch.setattr(entry, "rooms", lambda _: None)
-                await ingress.ask(entry, lambda: entry.runtime.follow(between))
+                await ingress.ask(entry, lambda: follow(between))
                 await until(lambda: entry.told[-1][0])
-            entry.runtime.follow(plan_of((A, "0:6"), epoch=3))
-            await until(partial(at_work, entry))
+            follow(after)
+            await until(partial(at_work, *alive))
             await ingress.ask(entry)
 
             assert ingress.answer == undisturbed
-            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in (0, 1))
+            assert all(rows[layer] <= TOKENS + IN_FLIGHT for layer in kept)
+
+    run_virtual(main())
+
+
+def test_caches_make_room_for_the_layers_of_a_plan_of_which_a_node_has_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, tries = ModelRuntime.hold, list[bool]()
+
+    async def held(self: ModelRuntime, *plan: Any, has_caches: bool) -> LoadedSpan:
+        tries.append(has_caches)
+        if has_caches:
+            raise OutOfMemory("no room")
+        return await hold(self, *plan, has_caches=has_caches)
+
+    async def main() -> None:
+        async with ring_of_three(world) as ((entry, *_), _):
+            monkeypatch.setattr(entry, "rooms", lambda _: None)
+            monkeypatch.setattr(ModelRuntime, "hold", held)
+            entry.runtime.follow(plan_of((A, "0:3"), (C, "3:6"), epoch=2))
+            await until(lambda: entry.told[-1][0])
+
+            assert tries == [True, False]
+
+    run_virtual(main())
 
 
 SAME_ENTRY = [name for name, (plan, _) in TAKEOVERS.items() if plan.stages[0].node == A]

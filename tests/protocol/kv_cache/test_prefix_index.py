@@ -38,17 +38,17 @@ def test_a_session_has_the_name_of_the_one_that_it_took_over_while_it_is_kept() 
     index = shelf_of(2)
     index.put(B, 4, 4, 0.0, is_lost=True)
 
-    index.name(B, A)
-    index.name(B, None)
-    index.name(C, A)  # not kept
-    assert [index.name_of(each) for each in (A, B, C)] == [B, B, C]
+    index.name(B, A, 3)
+    index.name(C, A, 3)  # not kept
+    assert [index.name_of(each, 3) for each in (A, B, C)] == [B, B, C]
+    assert index.name_of(A, 4) == A  # they may differ there
 
     assert index.take(B, 4, 1.0, whole=True)
-    assert index.name_of(A) == A
+    assert index.name_of(A, 3) == A
     index.put(B, 4, 4, 2.0, is_lost=True)
-    index.name(B, A)
+    index.name(B, A, 3)
     index.clear()
-    assert index.name_of(A) == A
+    assert index.name_of(A, 3) == A
 
 
 def test_nothing_is_evicted_for_a_session_that_does_not_fit() -> None:

@@ -593,15 +593,40 @@ def test_a_base_is_taken_once_and_copied_often() -> None:
         replace(RESUME, length=5),
         replace(RESUME, base=THREE),
         replace(RESUME, epoch=EPOCH + 1),
-        replace(RESUME, session=ONE),
     ],
-    ids=["too long", "unknown", "other epoch", "closed"],
+    ids=["too long", "unknown", "other epoch"],
 )
 def test_a_resume_that_cannot_be_met_leaves_a_gap(resume: Resume) -> None:
     stage = shelved()
 
     assert stage.receive(resume, 1.0) == [Forward(resume)]
     assert stage.receive(data(3, session=TWO), 1.0) == [Forward(Gap(TWO, EPOCH, 0, 0))]
+
+
+@pytest.mark.parametrize(
+    ("resume", "freed"),
+    [(RESUME, [Free(ONE)]), (replace(RESUME, whole=False), []), (replace(RESUME, base=THREE), [])],
+    ids=["whole", "copied", "unknown"],
+)
+def test_a_resume_behind_its_close_leaves_nothing_that_nobody_knows(
+    resume: Resume, freed: list[Free]
+) -> None:
+    stage = shelved()
+    stage.receive(Close(TWO, EPOCH), 1.0)
+
+    assert stage.receive(resume, 1.0) == [*freed, Forward(resume)]
+    assert stage._index.holds(ONE) is not bool(freed)
+
+
+def test_a_session_that_took_over_a_part_has_no_more_of_its_name() -> None:
+    stage = shelved()
+    stage.receive(RESUME, 1.0)
+    stage.receive(data(3, session=TWO), 1.0)
+    stage.computed(TWO, None, 1.0, SPENT)
+    stage.interrupt(2.0)
+
+    assert stage._index.name_of(ONE, RESUME.length) == TWO
+    assert stage._index.name_of(ONE, RESUME.length + 1) == ONE
 
 
 def test_a_resume_does_not_change_a_running_session() -> None:
