@@ -336,3 +336,15 @@ def test_an_entry_that_knows_other_tokens_does_not_continue_with_nothing() -> No
     prefixes.lose([0, 1])
 
     assert prefixes.resume_empty(A, 3, CHUNKS, Span(0, 2)) is None
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_answer_of_a_lost_ring_goes_on_by_the_name_of_what_it_took_over(is_lost: bool) -> None:
+    prefixes: PrefixCache[str] = PrefixCache(index(), None)
+    prefixes.keep(B, [1, 2, 3, 4], 2, "b", 4, 0.0, is_lost=is_lost, base=(A, 3))
+
+    assert prefixes.resume(A, [1, 2, 3, 4], [], 1.0) is None  # behind what it took over
+    found = prefixes.resume(A, [1, 2, 3], [], 1.0)
+
+    assert bool(found) is is_lost
+    assert not found or (found[0].session, found[1]) == (A, "b")
