@@ -256,15 +256,22 @@ def check(name: str, value: object, origin: str) -> Scalar:
     choices = get_args(key.kind)
     if choices and value not in choices:
         hint = f"one of {_list(choices)}"
-        raise UserError(f"Invalid value {value!r} for `{name}` ({origin})", hint=hint)
+        raise UserError(f"Invalid value {_shown(value)} for `{name}` ({origin})", hint=hint)
     if not choices and type(value) is not key.kind:
-        raise UserError(f"`{name}` is {value!r}, not {_WORDS[key.kind]} ({origin})")
+        raise UserError(f"`{name}` is {_shown(value)}, not {_WORDS[key.kind]} ({origin})")
     if isinstance(value, str):
         _check_text(name, value, origin)
     low, high = _RANGES.get(name, (-inf, inf))
     if isinstance(value, int | float) and not low <= value <= high:
-        raise UserError(f"`{name}` is {value}, not between {low} and {high} ({origin})")
+        raise UserError(f"`{name}` is {_shown(value)}, not between {low} and {high} ({origin})")
     return cast("Scalar", value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # a whole number in another notation than the decimal one
+        return "a number of thousands of digits"
 
 
 def _as_float(value: int) -> float:

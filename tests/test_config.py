@@ -102,6 +102,13 @@ def test_origins_mix_setting_by_setting(folder: Path) -> None:
         ("nodes = ", "Cannot read", "repair it with `meshllm config edit`"),
         ("nodes = " + "9" * 5000, "Cannot read", "repair it with `meshllm config edit`"),
         ("nodes = " + "[" * 5000, "Cannot read", "repair it with `meshllm config edit`"),
+        ("seed = 0x" + "f" * 4000, "`seed` is a number of thousands of digits, not between", None),
+        (
+            "ends = 0x" + "f" * 4000,
+            "Invalid value a number of thousands of digits",
+            "one of `entry`, `client`",
+        ),
+        ("model = [0x" + "f" * 4000 + "]", "`model` is a number of thousands of digits", None),
         ('state = ""', "`state` is empty", "name one, or leave it out"),
         ('model = "a\\u0000b"', "`model` has a NUL character", "remove it"),
     ],

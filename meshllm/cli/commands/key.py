@@ -125,7 +125,8 @@ def list_keys(as_json: Json = False, **flags: Scalar) -> None:
         )  # fmt: skip
         render.out(render.table(header, [_row(each, now) for each in found]))
     else:
-        render.talk(f"no keys; create one with `{with_state('meshllm key create NAME', chosen)}`")
+        create = with_state("meshllm key create NAME", state_path(chosen))
+        render.talk(f"no keys; create one with `{create}`")
 
 
 @app.command()

@@ -109,13 +109,15 @@ def _serve_planned(
     from meshllm.status import to_json
 
     found = []
-    for each in planned:
-        served = asyncio.run(client.serve(each))
-        found.append(to_json(served))
-        if not as_json:
-            _tell(served)
-    if as_json:
-        render.dump({"models": found})
+    try:
+        for each in planned:
+            served = asyncio.run(client.serve(each))
+            found.append(to_json(served))
+            if not as_json:
+                _tell(served)
+    finally:
+        if as_json and found:
+            render.dump({"models": found})
 
 
 def _tell(served: "ModelStatus") -> None:

@@ -34,7 +34,7 @@ def opened_door(chosen: Settings, address: str) -> Iterator["Door"]:
         tls_cert=_path(chosen.tls_cert),
         tls_key=_path(chosen.tls_key),
         origins=listed(chosen.origins) or (),
-        create=with_state("meshllm key create NAME", chosen),
+        create=with_state("meshllm key create NAME", state_path(chosen)),
     )
     with ExitStack() as stack:
         path = _path(chosen.trace)

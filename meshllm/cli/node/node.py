@@ -173,9 +173,15 @@ def _check_early(options: "NodeOptions") -> None:
 
 def _check_replaceable(path: Path) -> None:
     """Raise `UserError` for what a file must not replace, such as a device or a link to one."""
-    if not path.parent.is_dir():
+    try:
+        has_folder = path.parent.is_dir()
+        is_free = not path.is_symlink() and (path.is_file() or not path.exists())
+    except OSError as error:
+        text = f"`{path}` cannot be written: {reason_of(error)}"
+        raise UserError(text, hint=hint_of(error)) from None
+    if not has_folder:
         raise UserError(f"There is no folder `{path.parent}`", hint="create it, or check the path")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if not is_free:
         raise UserError(f"`{path}` is not a regular file", hint="name a new file")
 
 

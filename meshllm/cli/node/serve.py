@@ -41,9 +41,14 @@ _OF_NODE = (
 @takes(*(name for name in SETTINGS if name != "serve"))
 def serve(
     invocation: typer.Context,
-    host: Annotated[str, typer.Option(metavar="HOST", help="Listen on this address.")] = HOST,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Listen on this address, or on that of `serve`.")
+    ] = HOST,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="PORT", help="Listen on this TCP port.")
+        int,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Listen on this TCP port, or on that of `serve`."
+        ),
     ] = PORT,
     transport: Transports = None,
     no_discovery: Annotated[
@@ -65,7 +70,8 @@ def serve(
     With `--join` and a ticket of `meshllm ring ticket --role client`, the mesh of the ticket
     answers: this machine holds no layers, and its keys and their usage are its own.
 
-    The setting `serve` says where to listen, unless `--host` or `--port` does.
+    Without `--host` or `--port`, the address or port of the setting `serve` is used, if that is
+    set. A running node listens there itself: beside it the defaults are used.
 
     `--print-service` prints the unit of `meshllm node --serve HOST:PORT`, which does the same.
 
@@ -73,7 +79,9 @@ def serve(
     model. Where a key is needed, the page asks for it, and shows no names of machines.
     """
     given = {**flags, "transport": transport, "discovery": False if no_discovery else None}
-    address = _address(invocation, host, port, load(given).settings.serve)
+    chosen = load(given).settings
+    is_here = not print_service and is_running(chosen)
+    address = _address(invocation, host, port, None if is_here else chosen.serve)
     config = load({**given, "serve": address})
     if print_service:
         if _of_client(config.settings.join):
@@ -83,7 +91,6 @@ def serve(
             )
         print_unit(config)
         return
-    is_here = is_running(config.settings)
     ticket = _of_client(flags["join"] if is_here else config.settings.join)
     if is_here or ticket:
         why = "a client holds no layers" if ticket else "a node is already running"
@@ -99,7 +106,7 @@ def serve(
 
 
 def _address(invocation: typer.Context, host: str, port: int, known: str | None) -> str:
-    """Return where to listen: what no flag says is as in the setting, if that is known."""
+    """Return where to listen: what no flag says is as in the setting, if one counts."""
     if known is not None:
         from meshllm.api.tcp import parse_address
 

@@ -33,7 +33,10 @@ Documentation=man:meshllm-node(1)
 ExecStart={" ".join(map(_quoted, command))}
 Restart=on-failure
 RestartSec=5
-RestartPreventExitStatus=2 4 5 130
+# systemd 254 and later wait ever longer; older ones ignore these two with a warning
+RestartSteps=6
+RestartMaxDelaySec=5min
+RestartPreventExitStatus=2 5 130
 # stdout has tickets, which the journal would keep; `meshllm ring ticket` prints one
 StandardOutput=null
 StandardError=journal

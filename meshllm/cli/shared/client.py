@@ -1,7 +1,6 @@
 """HTTP client of the running node, over its unix socket."""
 
 import json
-import shlex
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -41,9 +40,9 @@ def socket_path(settings: Settings) -> Path:
 
 def start_command(socket: Path) -> str:
     """Return the command that starts the node of a socket."""
-    if socket.parent == state_path(Settings()):
-        return "meshllm node"
-    return f"meshllm node --state {shlex.quote(str(socket.parent))}"
+    from meshllm.cli.shared.options import with_state
+
+    return with_state("meshllm node", socket.parent)
 
 
 def is_running(settings: Settings) -> bool:

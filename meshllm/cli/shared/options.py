@@ -18,7 +18,7 @@ import typer
 from meshllm.cli.shared import complete
 from meshllm.cli.shared.units import parse_memory
 from meshllm.cli.terminal.render import plain
-from meshllm.config import Key, Scalar, Settings, current, keys, load
+from meshllm.config import Key, Scalar, Settings, current, keys, load, state_path
 from meshllm.errors import UserError
 from meshllm.names import Quant, WireMode
 from meshllm.request import MODEL_SAMPLING, Request
@@ -101,11 +101,11 @@ def is_given(invocation: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def with_state(command: str, chosen: Settings) -> str:
+def with_state(command: str, state: Path) -> str:
     """Return a command for a hint, with `--state` where it would use another folder without it."""
-    if chosen.state is None or chosen.state == load({}).settings.state:
+    if state == state_path(load({}).settings):
         return command
-    return f"{command} --state {shlex.quote(chosen.state)}"
+    return f"{command} --state {shlex.quote(str(state))}"
 
 
 def check_draft(chosen: Settings) -> None:

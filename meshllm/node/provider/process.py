@@ -44,9 +44,8 @@ class EngineProcess:
 
     def kill(self) -> None:
         """Kill the process and its children, and do not wait for their end."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self._process is not None:  # it may have ended before its children
+            _signal(self._process.pid, signal.SIGKILL)
 
     async def run(self, ended: Callable[[], None] = lambda: None) -> None:
         """Run the command, again whenever it ends, with backoff; stop it when cancelled.
@@ -81,6 +80,7 @@ class EngineProcess:
             return f"code {code}"
         finally:
             await _stop(process)
+            self._process = None
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -90,9 +90,21 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 await asyncio.shield(process.wait())
-                while _signal(process.pid, 0):  # noqa: ASYNC110  # orphans
+                while _has_orphans(process.pid):  # noqa: ASYNC110
                     await asyncio.sleep(STOP_POLL_S)
             return
+
+
+def _has_orphans(group: int) -> bool:
+    """Return whether processes of a group are left whose leader has ended.
+
+    Those that have ended count too, until their parent waits for them. That is this process if it
+    is the first one of a container.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-group, os.WNOHANG) != (0, 0):
+            pass
+    return _signal(group, 0)
 
 
 def _signal(group: int, number: int) -> bool:

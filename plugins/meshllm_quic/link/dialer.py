@@ -8,7 +8,6 @@ from meshllm_quic.link.endpoint import Endpoint
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.net.address import QuicAddress
 from meshllm_quic.net.network import Address, DatagramNetwork
-from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.wire.packets import TAG_BYTES
 from meshllm_quic.wire.routes import Direct, Route, ViaRelay
 
@@ -69,4 +68,4 @@ async def _via_relay(
             f"No answer from the relay of `{place}` within {RELAY_S:g} s",
             hint=f"check that it runs and that UDP or TCP port {place.port} is open",
         ) from None
-    raise LinkLost(f"Cannot use the relay of `{place}`: {MAX_RELAYS} relays are in use")
+    raise LinkLost(f"Cannot use the relay of `{place}`: too many are in use or tried")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshllm.cli.shared.client import NodeClient
+from meshllm.errors import ModelMissing
 from meshllm.node.options import ModelOptions
 from meshllm.status import ModelStatus
 from tests.cli.conftest import Invoke
@@ -136,6 +137,23 @@ def test_the_models_of_a_plan_are_served_in_its_rings(
     assert {*calls[:2]} == {*calls[2:]} == expected
     assert sorted(done.stdout.split()) == ["big", "builtin"]
     assert {each["name"] for each in json.loads(told)["models"]} == {"big", "builtin"}
+
+
+def test_what_is_served_is_told_if_a_later_model_cannot_be(
+    meshllm: Invoke, calls: list[object], workload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(_: NodeClient, asked: ModelOptions) -> ModelStatus:
+        if calls:
+            raise ModelMissing("No such model")
+        calls.append(asked.model)
+        return replace(SERVED, name=asked.model)
+
+    monkeypatch.setattr(NodeClient, "serve", serve)
+
+    done = meshllm("model", "serve", "--plan", str(workload), "--json")
+
+    assert (done.exit_code, done.stderr) == (4, "error: No such model\n")
+    assert [each["name"] for each in json.loads(done.stdout)["models"]] == calls
 
 
 def test_engines_of_a_plan_serve_by_themselves(

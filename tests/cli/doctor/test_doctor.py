@@ -72,19 +72,18 @@ def test_a_machine_with_a_node_is_checked_with_its_peers(meshllm: Invoke, node: 
     assert "port" not in found
 
 
-def test_each_model_that_a_node_can_hold_is_checked(meshllm: Invoke, node: FakeClient) -> None:
-    result = meshllm("doctor", "--model", "builtin, no/model", "--json")
+@pytest.mark.parametrize("words", [("--model", "builtin, no/model"), ()])
+def test_each_model_that_a_node_can_hold_is_checked(
+    meshllm: Invoke, node: FakeClient, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    if not words:
+        monkeypatch.setenv("MESHLLM_MODEL", "builtin, no/model")
+
+    result = meshllm("doctor", *words, "--json")
 
     found = [each for each in json.loads(result.stdout)["findings"] if each["what"] in OF_MODEL]
     assert [each["what"] for each in found] == ["model", "weights", "execution", "model"]
     assert found[-1]["verdict"] == "fail"
-
-
-def test_a_relay_is_not_checked(meshllm: Invoke, node: FakeClient) -> None:
-    result = meshllm("doctor", "--relay", "quic://192.0.2.7:7701")
-
-    assert result.exit_code == 2
-    assert "No such option: --relay" in result.stderr
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

@@ -368,6 +368,21 @@ def test_a_ticket_file_needs_a_folder(meshllm: Invoke, node: FakeNode) -> None:
     assert "error: There is no folder `nowhere`" in result.stderr
 
 
+def test_a_ticket_file_needs_a_folder_that_may_be_used(
+    meshllm: Invoke, node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+
+    result = meshllm("node", "--ticket-file", "ticket")
+
+    assert (result.exit_code, node.options) == (2, None)
+    assert "error: `ticket` cannot be written: permission denied" in result.stderr
+    assert "hint: check who may use it" in result.stderr
+
+
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 def test_a_ticket_replaces_only_files(
     meshllm: Invoke, node: FakeNode, home: Path, kind: str

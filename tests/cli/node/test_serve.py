@@ -78,6 +78,20 @@ async def test_the_running_node_is_served(tmp_path: Path) -> None:
         assert [(name, used.requests) for name, used in accounts.usage("model")] == [("builtin", 1)]
 
 
+async def test_the_setting_is_where_the_running_node_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHLLM_SERVE", "192.0.2.7:8080")
+    state = tmp_path / "state"
+    async with (
+        running(FakeNode(), state / "door.sock"),
+        command("--state", str(state)) as (_, told),
+    ):
+        url = told[0]
+
+    assert url.startswith("http://127.0.0.1:")
+
+
 async def test_its_requests_are_recorded_on_request(tmp_path: Path) -> None:
     state, trace = tmp_path / "state", tmp_path / "trace.jsonl"
     words = ("--state", str(state), "--trace", str(trace))

@@ -9,7 +9,7 @@ import pytest
 from meshllm.cli.app import command_tree
 from meshllm.cli.node.systemd import SHELL, command, unit
 from meshllm.config import load
-from meshllm.errors import ModelMissing
+from meshllm.errors import NotAuthorised, OutOfMemory, UserError
 from tests.cli.conftest import Invoke
 
 
@@ -88,10 +88,14 @@ def test_a_service_finds_the_folders_of_the_shell(
     ]  # fmt: skip
 
 
-def test_a_node_without_its_model_is_not_restarted() -> None:
+def test_what_may_pass_is_tried_again_ever_later() -> None:
     (line,) = re.findall("^RestartPreventExitStatus=(.*)$", unit(["x"]), re.MULTILINE)
 
-    assert str(ModelMissing.exit_code) in line.split()
+    final = {str(each.exit_code) for each in (UserError, NotAuthorised)}
+    assert set(line.split()) == {*final, "130"}
+    assert str(OutOfMemory.exit_code) not in line.split()
+    assert "\nRestartSec=5\n" in unit(["x"])
+    assert "\nRestartSteps=6\nRestartMaxDelaySec=5min\n" in unit(["x"])
 
 
 def test_the_folder_of_a_model_is_made_absolute(home: Path) -> None:

@@ -11,7 +11,7 @@ from meshllm.api.serve import serve
 from meshllm.api.unix import SOCKET, is_answered
 from meshllm.cli.shared import client as module
 from meshllm.cli.shared.client import NodeClient, is_running, open_client, socket_path
-from meshllm.config import Settings
+from meshllm.config import Settings, state_path
 from meshllm.errors import LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
 from meshllm.node.options import ModelOptions
 from meshllm.protocol.trust.credential import ClientLimits
@@ -161,6 +161,21 @@ async def test_without_a_node_the_hint_is_to_start_one(
 
     assert raised.value.hint == f"start one with `{command.format(home)}`"
     assert raised.value.exit_code == 3
+
+
+async def test_the_hint_knows_the_folder_of_the_settings(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = state_path(Settings())
+    monkeypatch.setenv("MESHLLM_STATE", "mine")
+
+    with pytest.raises(LinkLost) as known:
+        await NodeClient(home / "mine" / SOCKET).status()
+    with pytest.raises(LinkLost) as other:
+        await NodeClient(usual / SOCKET).status()
+
+    assert known.value.hint == "start one with `meshllm node`"
+    assert other.value.hint == f"start one with `meshllm node --state {usual}`"
 
 
 async def test_a_node_that_stops_in_the_middle_is_a_lost_link(node: FakeNode, path: Path) -> None:

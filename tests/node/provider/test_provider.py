@@ -1,6 +1,7 @@
 """A watched engine: its models are offered while it answers, its process is started again."""
 
 import asyncio
+import ctypes
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.socket
 
 CUT = Request(({"role": "user", "content": "so cut"},), model="fox")
 FOX = ModelOffer("fox", context=2048)
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 COMMAND = [sys.executable, "-m", "tests.builders.fake_engine", "{port}"]
 
 
@@ -313,11 +315,7 @@ async def test_no_child_of_an_engine_outlives_it(
     monkeypatch.setattr(process, "STOP_S", 0.5)
     monkeypatch.setattr(process, "FIRST_RESTART_S", 60.0)
     told = tmp_path / "pid"
-    stubborn = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-    stubborn += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
-    command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; '
-    command += "" if has_crashed else "wait"
-    engine = EngineProcess(["sh", "-c", command, stubborn, str(told)])
+    engine = _with_stubborn_child(told, "" if has_crashed else "wait")
     running = asyncio.ensure_future(engine.run())
     async with asyncio.timeout(60):
         while not told.exists() or not told.read_text().strip():  # noqa: ASYNC110
@@ -331,6 +329,41 @@ async def test_no_child_of_an_engine_outlives_it(
             await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.wait([running])
+
+
+async def test_a_child_that_outlives_its_engine_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STOP_S", 3600.0)
+    monkeypatch.setattr(process, "FIRST_RESTART_S", 3600.0)
+    told, ended = tmp_path / "pid", asyncio.Event()
+    engine = _with_stubborn_child(told)
+    running = asyncio.ensure_future(engine.run(ended.set))
+    async with asyncio.timeout(60):
+        await ended.wait()
+        assert engine.pid is None
+        engine.kill()
+        while _runs(int(told.read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_the_first_process_of_a_container_takes_in_orphans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux lets another process than the first take in orphans")
+    monkeypatch.setattr(process, "STOP_S", 3600.0)
+    control = ctypes.CDLL(None).prctl
+    control(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        async with asyncio.timeout(60):
+            told = await EngineProcess(["sh", "-c", "sleep 600 &"])._run_once(lambda: None)
+    finally:
+        control(PR_SET_CHILD_SUBREAPER, 0)
+
+    assert told == "code 0"
 
 
 async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
@@ -352,6 +385,14 @@ async def test_an_engine_ends_with_its_provider(tmp_path: Path) -> None:
         await parent.wait()
         while _runs(int((tmp_path / "pid").read_text())):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def _with_stubborn_child(told: Path, last: str = "") -> EngineProcess:
+    """An engine whose child writes its process id and ignores SIGTERM; ``last`` ends it."""
+    child = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    child += " print(os.getpid(), file=open(sys.argv[1], 'w')); time.sleep(600)"
+    command = f'{sys.executable} -c "$0" "$1" & while [ ! -s "$1" ]; do sleep 0.01; done; {last}'
+    return EngineProcess(["sh", "-c", command, child, str(told)])
 
 
 def _runs(pid: int) -> bool:
