@@ -54,10 +54,9 @@ from meshllm.request import (
     ToolCallDelta,
     Written,
 )
-from meshllm.strict_json import MAX_ITEMS, WrongField, build, lay_out, parse
+from meshllm.strict_json import WrongField, build, lay_out, parse
 
 REQUEST_BYTES = 4 << 20  # a million tokens of text
-REQUEST_VALUES = 5 * MAX_ITEMS + 1024  # a turn has five, with a call nine more
 REQUEST_NUMBER_BYTES = 1 << 20  # token ids so far: more than 100,000
 EVENT_BYTES = 4 << 20  # the answer line to the owner of a node has every token id
 LINE_TOKENS = 16_384  # ids in a line between nodes: 180 KiB at most
@@ -231,7 +230,7 @@ def error_to_json(error: MeshError) -> bytes:
 def _check_limits(data: bytes) -> None:
     if len(data) > REQUEST_BYTES:
         raise UserError(f"The request is {len(data)} bytes long; the limit is {REQUEST_BYTES}")
-    check_shape(data, values=REQUEST_VALUES, number_bytes=REQUEST_NUMBER_BYTES)
+    check_shape(data, number_bytes=REQUEST_NUMBER_BYTES)
 
 
 def event_from_json(data: bytes) -> Event | None:

@@ -8,8 +8,8 @@ from any holder, because the file of a part has the same bytes on every node. A 
 once it has the digest in force; if not, the holder is not asked again in this run. What an earlier
 attempt left may be of other weights with the same configuration: then the file begins again first.
 
-A holder that fails is given up; one that is much slower than an idle one, for that part. The idle
-one continues.
+A holder that fails is given up, and an idle one sends the rest of the part. So it does if the part
+takes long and the idle one is much faster, or not tried yet; the slow one goes on if that fails.
 
 Nodes of one user on one machine share the folder: one of them fetches at a time, and what another
 has fetched meanwhile is not fetched again. A lock ends with its process.
@@ -19,6 +19,7 @@ A part that was set aside, since the founder had another one, is put back if it 
 
 import asyncio
 import logging
+import math
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -300,7 +301,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 class _TooSlow(LinkLost):
-    """A part comes faster from another holder."""
+    """A part may come faster from another holder."""
 
 
 @dataclass(slots=True)
@@ -313,8 +314,8 @@ class _Holder:
     """In loop time."""
     received: int = 0
     """Bytes of that part."""
-    rate: float = 0.0
-    """Bytes per second."""
+    rate: float = math.inf
+    """Bytes per second; infinite until it has sent something: it is worth a try."""
 
     def receive(self, count: int) -> float:
         """Note received bytes; return for how many seconds the part has been sent."""
@@ -354,11 +355,10 @@ class _Run:
         What it did not send is fetched from holders that have nothing else to send.
         """
         async with self._room:
-            holder: _Holder | None = _Holder(node, has)
-            while holder and self._next(holder.has) is not None:
+            self._idle.append(_Holder(node, has))
+            while holder := self._take_idle():
                 if await self._ask(holder):
                     self._idle.append(holder)
-                holder = self._take_idle()
 
     async def _ask(self, holder: _Holder) -> bool:
         """Fetch what a holder has; return whether it can be asked again."""
@@ -383,8 +383,9 @@ class _Run:
         return True
 
     def _take_idle(self) -> _Holder | None:
-        """Return a holder that is not asked now, and has a part that nobody sends."""
-        found = next((each for each in self._idle if self._next(each.has) is not None), None)
+        """Return the fastest holder that is not asked now, and has a part that nobody sends."""
+        able = (each for each in self._idle if self._next(each.has) is not None)
+        found = max(able, key=lambda each: each.rate, default=None)
         if found:
             self._idle.remove(found)
         return found
@@ -399,8 +400,9 @@ class _Run:
             took_s = holder.receive(count)
             fastest = max((each.rate for each in self._idle if part in each.has), default=0.0)
             if took_s > IDLE_S and fastest > SLOWER * holder.rate:
-                holder.has = frozenset(holder.has) - {part}
-                raise _TooSlow(f"`{name}` comes from another holder, {SLOWER} times as fast")
+                raise _TooSlow(
+                    f"`{name}` takes {took_s:.0f} s so far: another holder may be faster"
+                )
 
         fetcher, place = self._fetcher, self._place
         name = part_name(part)

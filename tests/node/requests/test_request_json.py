@@ -22,6 +22,7 @@ from meshllm.errors import (
     TimedOut,
     UserError,
 )
+from meshllm.json_shape import MAX_VALUES
 from meshllm.names import LossCause
 from meshllm.node.requests import request_json
 from meshllm.node.requests.request_json import (
@@ -33,7 +34,6 @@ from meshllm.node.requests.request_json import (
     PADDED_BYTES,
     REQUEST_BYTES,
     REQUEST_NUMBER_BYTES,
-    REQUEST_VALUES,
     AnswerReader,
     error_from_fields,
     error_to_fields,
@@ -74,6 +74,9 @@ EVENTS: list[Event] = [
     replace(answer_of("a", 1), reasoning="Hm", calls=(ToolCall("f", "{}"),), reasoning_tokens=3),
     replace(answer_of("", 0), embedding="AACAPwAAAAA="),
 ]  # fmt: skip
+USER: Turn = {"role": "user", "content": "a"}
+CALL: Turn = {"role": "assistant", "content": "", "tool_calls": (ToolCall("f", "{}", "a"),)}
+RESULT: Turn = {"role": "tool", "content": "done", "tool_call_id": "a"}
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _TURNS = st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text())
 
@@ -96,19 +99,19 @@ def test_a_request_round_trips(
 
 
 def test_a_request_with_tools_round_trips() -> None:
-    call = ToolCall("f", "{}", "a")
-    turns: tuple[Turn, ...] = (
-        {"role": "assistant", "content": "", "tool_calls": (call,)},
-        {"role": "tool", "content": "done", "tool_call_id": "a"},
+    request = Request(
+        (CALL, RESULT), tools=Tools('[{"name": "f"}]', is_required=True), thinks=False
     )
-    request = Request(turns, tools=Tools('[{"name": "f"}]', is_required=True), thinks=False)
 
     assert request_from_json(request_to_json(request)) == request
 
 
-def test_a_request_with_as_many_turns_as_the_api_takes_round_trips() -> None:
-    turn: Turn = {"role": "user", "content": "a"}
-    request = Request((turn,) * MAX_ITEMS, stop=("a",) * 4, trusted=("a",) * 99)
+@pytest.mark.parametrize(
+    "turns", [(USER,), (CALL, RESULT), (CALL,)], ids=["texts", "both", "calls"]
+)
+def test_a_request_with_as_many_turns_as_the_api_takes_round_trips(turns: tuple[Turn, ...]) -> None:
+    chat = turns * (MAX_ITEMS // len(turns))
+    request = Request(chat, stop=("a",) * 4, trusted=("a",) * 99)
 
     assert request_from_json(request_to_json(request)) == request
 
@@ -116,7 +119,7 @@ def test_a_request_with_as_many_turns_as_the_api_takes_round_trips() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Request(trusted=("a",) * REQUEST_VALUES), f"more than {REQUEST_VALUES} values"),
+        (Request(trusted=("a",) * MAX_VALUES), f"more than {MAX_VALUES} values"),
         (Request(ids=(10**9,) * 100_000), f"more than {REQUEST_NUMBER_BYTES} bytes of numbers"),
     ],
 )

@@ -331,6 +331,36 @@ def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that
     run(story)
 
 
+@pytest.mark.parametrize("is_refused", [False, True], ids=["sent", "refused"])
+def test_a_part_that_takes_long_comes_from_an_idle_holder_that_was_not_tried_if_that_sends_it(
+    run: Callable[[Story], None],
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    is_refused: bool,
+) -> None:
+    small = 1024
+
+    async def story(town: Town) -> None:
+        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
+        await nodes.describe(cellar)
+        monkeypatch.setattr(fetcher, "CHUNK_BYTES", small)
+        nodes.sending_slowly(barn, small, pause_s=20.0)
+        nodes.sending_slowly(cellar, small, pause_s=0.01)
+        if is_refused:
+            nodes.scripted(cellar, lambda want: [FileRefused("busy")])
+        await nodes.fetch([0], barn, cellar)
+
+        assert nodes.here == [0]
+        again = [(barn.me, part_name(0), 2 * small)] if is_refused else []
+        assert nodes.asked == [
+            (barn.me, part_name(0), 0),
+            (cellar.me, part_name(0), 2 * small),
+            *again,
+        ]
+
+    run(story)
+
+
 def test_a_description_of_another_model_is_refused(
     run: Callable[[Story], None], nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -559,7 +589,7 @@ def test_parts_are_fetched_from_more_holders_than_are_asked_at_once(
     run: Callable[[Story], None], nodes: Nodes
 ) -> None:
     async def story(town: Town) -> None:
-        names = [f"barn {number}" for number in range(fetcher.MAX_HOLDERS)]
+        names = [f"barn{number}" for number in range(fetcher.MAX_HOLDERS)]
         _, *barns, cellar = await nodes.meet(town, *names, "cellar")
         await nodes.describe(cellar)
         for barn in barns:
@@ -567,6 +597,24 @@ def test_parts_are_fetched_from_more_holders_than_are_asked_at_once(
         await nodes.fetch([1, 2], *barns, cellar)
 
         assert nodes.here == [1, 2]
+
+    run(story)
+
+
+def test_a_part_that_a_holder_does_not_send_comes_from_one_that_had_nothing_to_send_in_its_turn(
+    run: Callable[[Story], None], nodes: Nodes
+) -> None:
+    async def story(town: Town) -> None:
+        names = [f"barn{number}" for number in range(fetcher.MAX_HOLDERS)]
+        _, *barns, cellar = await nodes.meet(town, *names, "cellar")
+        await nodes.describe(cellar)
+        nodes.scripted(barns[0], lambda want: nodes.true(want)[:1])  # and is silent
+        wanted = {part: nodes.digests[part] for part in range(len(barns))}
+        holders = {barn.me: frozenset({part}) for part, barn in enumerate(barns)}
+        holders[cellar.me] = frozenset({0})
+        await nodes.fetcher.fetch(nodes.charter, wanted, holders, nodes.sizes)
+
+        assert nodes.here == list(wanted)
 
     run(story)
 
