@@ -341,7 +341,8 @@ def test_an_entry_that_knows_other_tokens_does_not_continue_with_nothing() -> No
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_an_answer_of_a_lost_ring_goes_on_by_the_name_of_what_it_took_over(is_lost: bool) -> None:
     prefixes: PrefixCache[str] = PrefixCache(index(), None)
-    prefixes.keep(B, [1, 2, 3, 4], 2, "b", 4, 0.0, is_lost=is_lost, base=(A, 3))
+    other = SessionId(b"b" * 16)
+    prefixes.keep(other, [1, 2, 3, 4], 2, "b", 4, 0.0, is_lost=is_lost, base=(A, 3))
 
     assert prefixes.resume(A, [1, 2, 3, 4], [], 1.0) is None  # behind what it took over
     found = prefixes.resume(A, [1, 2, 3], [], 1.0)
