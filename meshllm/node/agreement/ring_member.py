@@ -29,7 +29,7 @@ from meshllm.node.net.mesh_link import MeshLinks
 from meshllm.node.net.secure import SecureLink
 from meshllm.node.timer import CallLater
 from meshllm.protocol.agreement.agreement import Agreement
-from meshllm.protocol.agreement.groups import find_group
+from meshllm.protocol.agreement.groups import find_group, groups_in
 from meshllm.protocol.membership.charter import Charter
 from meshllm.protocol.membership.mesh import Mesh
 from meshllm.protocol.membership.records import Lifecycle, RingMembership
@@ -237,7 +237,9 @@ class RingMember:
     def _is_lost(self, node: NodeId) -> bool:
         machine, state = self._machine, self._machine.states.get(node)
         has_left = state is not None and state.lifecycle is Lifecycle.LEFT
-        return node in machine.profiles and node not in machine.alive and not has_left
+        # One that has just come back is not in the agreement yet.
+        is_elsewhere = node in machine.alive and state and self.group not in groups_in(state)
+        return node in machine.profiles and not (has_left or is_elsewhere)
 
     def _leaving(self, plan: Plan | None) -> set[NodeId]:
         """Return the nodes of a plan that leave, and can hand over their KV caches."""

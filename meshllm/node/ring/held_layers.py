@@ -111,10 +111,15 @@ class HeldLayers:
         try:
             await self._hold(plan, budget, received)
         except MeshError as error:
-            self.store = None
-            if not (store and budget is None and isinstance(error, OutOfMemory)):
+            if store:  # frames of the traceback still name it
+                store.prefixes.clear()
+            is_short = store is not None and budget is None and isinstance(error, OutOfMemory)
+            self.store = store = None
+            if not is_short:
                 raise
-            await self._hold(plan, budget, received)
+        else:
+            return
+        await self._hold(plan, None, received)
 
     async def _hold(self, plan: Plan, budget: KvBudget | None, received: Received) -> None:
         store = self.store

@@ -207,6 +207,11 @@ class PrefixCache(Generic[Cache]):
         self._drop([session for session in self.caches if not self.index.holds(session)])
         return gone
 
+    def clear(self) -> None:
+        """Drop all texts and caches."""
+        self.index.clear()
+        self._drop([*self.caches])
+
     def forget(self, session: SessionId) -> None:
         """Drop a text whose cache another rank has lost."""
         if self.index.take(session, 0, 0.0, whole=True):

@@ -21,6 +21,7 @@ from tests.builders.ring_places import (
     STAGE,
     Place,
     loaded,
+    several,
 )
 from tests.builders.snapshots import charter
 
@@ -127,8 +128,11 @@ def test_a_lost_node_without_which_there_is_no_plan_may_come_back_unless_it_is_r
         place.states[STAGE] = StateRecord(Lifecycle.LEFT)
         assert not waits(nothing)
         del place.states[STAGE]
-        place.alive.add(STAGE)  # in another ring
-        assert not waits(nothing)
+        place.alive.add(STAGE)
+        place.states[STAGE] = loaded()
+        assert waits(nothing)  # it has just come back
+        place.states[STAGE] = replace(loaded(), group=several()[1])
+        assert not waits(nothing)  # it is in another ring
         place.alive.discard(STAGE)
         del place.machine.profiles[STAGE]
         assert not waits(nothing)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from torch import Tensor
@@ -453,15 +454,21 @@ def test_caches_make_room_for_the_layers_of_a_plan_of_which_a_node_has_left(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold, tries = ModelRuntime.hold, list[bool]()
+    held_before: Callable[[], object] = lambda: None  # noqa: E731  # a weak reference
 
     async def held(self: ModelRuntime, *plan: Any, has_caches: bool) -> LoadedSpan:
         tries.append(has_caches)
-        if has_caches:
+        if held_before():
             raise OutOfMemory("no room")
         return await hold(self, *plan, has_caches=has_caches)
 
     async def main() -> None:
+        nonlocal held_before
         async with ring_of_three(world) as ((entry, *_), _):
+            store = entry.runtime._held.store
+            assert store is not None
+            held_before = ref(next(iter(store.prefixes.caches.values())))
+            del store
             monkeypatch.setattr(entry, "rooms", lambda _: None)
             monkeypatch.setattr(ModelRuntime, "hold", held)
             entry.runtime.follow(plan_of((A, "0:3"), (C, "3:6"), epoch=2))

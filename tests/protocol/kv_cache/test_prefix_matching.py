@@ -349,3 +349,13 @@ def test_an_answer_of_a_lost_ring_goes_on_by_the_name_of_what_it_took_over(is_lo
 
     assert bool(found) is is_lost
     assert not found or (found[0].session, found[1]) == (A, "b")
+
+
+def test_all_that_is_kept_can_be_dropped() -> None:
+    prefixes = kept()
+
+    prefixes.clear()
+
+    assert not prefixes.caches
+    assert prefixes.index.budget.kept_bytes == 0
+    assert prefixes.find((*PROMPT, *MORE), 1.0) is None
