@@ -19,7 +19,6 @@ A part that was set aside, since the founder had another one, is put back if it 
 
 import asyncio
 import logging
-import math
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -56,6 +55,7 @@ MAX_HOLDERS = 4  # asked at once
 POLL_S = 1.0  # s between two looks at a folder into which another process fetches
 IDLE_S = 30.0  # s without a chunk after which a holder is given up
 SLOWER = 4  # times as slow as an idle holder, over `IDLE_S` or more: that one continues
+UNTRIED = 1 << 20  # bytes per second of a holder that has sent nothing yet, as far as is known
 
 if TYPE_CHECKING:  # it imports torch, which a provider does not need
     from meshllm.model.files.parts import PartFolder
@@ -314,8 +314,8 @@ class _Holder:
     """In loop time."""
     received: int = 0
     """Bytes of that part."""
-    rate: float = math.inf
-    """Bytes per second; infinite until it has sent something: it is worth a try."""
+    rate: float = UNTRIED
+    """Bytes per second."""
 
     def receive(self, count: int) -> float:
         """Note received bytes; return for how many seconds the part has been sent."""
