@@ -88,7 +88,9 @@ def test_a_node_that_died_while_it_fetched_fetches_what_is_damaged_again(
     fleet.form()
 
     assert ask(barn, QUESTION) == answers[QUESTION]
-    assert {part: (whole.parent / part).read_bytes() for part in right} == right
+    places = {name: whole.parent / name for name in right}
+    until(lambda: all(each.exists() for each in places.values()), fleet.told)  # spare ones, too
+    assert {name: each.read_bytes() for name, each in places.items()} == right
     assert not left.exists()
 
 
