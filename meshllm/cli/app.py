@@ -261,5 +261,5 @@ def _wants_traceback(words: Sequence[str]) -> bool:
 
     try:
         return "--debug" in words or load({}).settings.debug
-    except Exception:  # a bug, too, is reported: that of the command
+    except Exception:  # in the settings: the error of the command is reported all the same
         return False

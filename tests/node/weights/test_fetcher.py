@@ -304,17 +304,24 @@ def test_a_holder_that_sends_something_else_is_given_up(
     run(story)
 
 
+SMALL = 1024  # bytes of a chunk
+
+
+async def slow_and_fast(nodes: Nodes, town: Town) -> tuple[House, House]:
+    """Return two holders, of which the first takes 20 s for each chunk."""
+    _, slow, fast = await nodes.meet(town, "barn", "cellar")
+    await nodes.describe(fast)
+    nodes.sending_slowly(slow, SMALL, pause_s=20.0)
+    nodes.sending_slowly(fast, SMALL, pause_s=0.01)
+    return slow, fast
+
+
 def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that(
     run: Callable[[Story], None], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = 1024
-
     async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
-        await nodes.describe(cellar)
-        monkeypatch.setattr(fetcher, "CHUNK_BYTES", small)
-        nodes.sending_slowly(barn, small, pause_s=20.0)
-        nodes.sending_slowly(cellar, small, pause_s=0.01)
+        barn, cellar = await slow_and_fast(nodes, town)
+        monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
         wanted = {part: nodes.digests[part] for part in range(4)}
         holders = {barn.me: frozenset(range(4)), cellar.me: frozenset(range(3))}
         await nodes.fetcher.fetch(nodes.charter, wanted, holders, nodes.sizes)
@@ -324,7 +331,7 @@ def test_a_part_of_a_holder_that_is_much_slower_than_an_idle_one_comes_from_that
             (barn.me, part_name(0), 0),
             (cellar.me, part_name(1), 0),
             (cellar.me, part_name(2), 0),
-            (cellar.me, part_name(0), 2 * small),
+            (cellar.me, part_name(0), 2 * SMALL),
             (barn.me, part_name(3), 0),
         ]
 
@@ -338,23 +345,18 @@ def test_a_part_that_takes_long_comes_from_an_idle_holder_that_was_not_tried_if_
     monkeypatch: pytest.MonkeyPatch,
     is_refused: bool,
 ) -> None:
-    small = 1024
-
     async def story(town: Town) -> None:
-        _, barn, cellar = await nodes.meet(town, "barn", "cellar")
-        await nodes.describe(cellar)
-        monkeypatch.setattr(fetcher, "CHUNK_BYTES", small)
-        nodes.sending_slowly(barn, small, pause_s=20.0)
-        nodes.sending_slowly(cellar, small, pause_s=0.01)
+        barn, cellar = await slow_and_fast(nodes, town)
+        monkeypatch.setattr(fetcher, "CHUNK_BYTES", SMALL)
         if is_refused:
             nodes.scripted(cellar, lambda want: [FileRefused("busy")])
         await nodes.fetch([0], barn, cellar)
 
         assert nodes.here == [0]
-        again = [(barn.me, part_name(0), 2 * small)] if is_refused else []
+        again = [(barn.me, part_name(0), 2 * SMALL)] if is_refused else []
         assert nodes.asked == [
             (barn.me, part_name(0), 0),
-            (cellar.me, part_name(0), 2 * small),
+            (cellar.me, part_name(0), 2 * SMALL),
             *again,
         ]
 
