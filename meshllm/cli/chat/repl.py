@@ -24,7 +24,7 @@ from meshllm.cli.chat.outlined import outlined
 from meshllm.cli.chat.prompt import check_utf8
 from meshllm.cli.shared.answer import stream
 from meshllm.cli.shared.local import Opener
-from meshllm.cli.shared.signals import unwinding_on_sigterm
+from meshllm.cli.shared.signals import cancelled_by_sigterm
 from meshllm.cli.terminal import render
 from meshllm.config import Settings
 from meshllm.errors import MeshError
@@ -50,8 +50,7 @@ def converse(
     """Run a conversation until the user exits."""
     repl = _Repl(conversation, outlined(opener, mode), stats=stats, quiet=quiet)
     repl.may_outline = mode is not None
-    with unwinding_on_sigterm():
-        event_loop.run(repl.run())
+    event_loop.run(repl.run())
 
 
 class _Repl:
@@ -76,6 +75,10 @@ class _Repl:
         if not self.quiet:
             about = f"{told.settings.model}{who}; /help lists commands, Ctrl-D exits"
             _note(render.wrapped(about))
+        with cancelled_by_sigterm():
+            await self._converse()
+
+    async def _converse(self) -> None:
         async with asyncio.TaskGroup() as group:
             host = group.create_task(self._host())
             while await self._turn():

@@ -71,6 +71,37 @@ def unwinding_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
+def cancelled_by_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM cancel the task that is inside; the second ends the process at once.
+
+    `unwinding_on_sigterm` raises inside any callback of an event loop, and the loop's exception
+    handler, such as prompt_toolkit's, may take what is raised there.
+
+    Raises:
+        SystemExit: a signal arrived.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    is_asked = False
+
+    def end() -> None:
+        nonlocal is_asked
+        is_asked = True
+        loop.remove_signal_handler(signal.SIGTERM)
+        if task is not None:
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_asked:
+            raise SystemExit(TERMINATED) from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
 def draining() -> Iterator[Drain]:
     """Handle these signals inside the context; enter and exit it in the same task.
 

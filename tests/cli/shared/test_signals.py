@@ -5,7 +5,7 @@ import signal
 import pytest
 import typer
 
-from meshllm.cli.shared.signals import Drain, draining
+from meshllm.cli.shared.signals import TERMINATED, Drain, cancelled_by_sigterm, draining
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -105,3 +105,35 @@ async def test_signal_handlers_are_restored() -> None:
         assert signal.getsignal(signal.SIGTERM) != before
 
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_sigterm_cancels_a_task_and_raises_in_no_callback() -> None:
+    loop = asyncio.get_running_loop()
+    taken: list[object] = []
+    loop.set_exception_handler(lambda _, context: taken.append(context))
+
+    async def command() -> object:
+        try:
+            with cancelled_by_sigterm():
+                loop.call_soon(os.kill, os.getpid(), signal.SIGTERM)
+                await asyncio.Event().wait()
+        except SystemExit as left:
+            return left.code
+        return None
+
+    assert await asyncio.create_task(command()) == TERMINATED
+    assert not taken
+
+
+async def test_another_cancellation_is_not_taken_for_sigterm() -> None:
+    async def command() -> None:
+        with cancelled_by_sigterm():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(command())
+    await asyncio.sleep(0)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
