@@ -88,7 +88,7 @@ class Settings:
     state: str | None = None
     """Folder of the node's key, membership and socket."""
     listen: str | None = None
-    """Address to listen on; port 7700 when not set."""
+    """Address to listen on; first free port from 7700 if not set."""
     advertise: str | None = None
     """More addresses of this node, such as that of a proxy."""
     relay: str | None = None
