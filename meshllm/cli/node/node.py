@@ -93,8 +93,9 @@ def node(
     holds layers of the model that lacks nodes most, if it is on this machine or another node can
     send it. It prints a ticket and the command for the next machine to stdout, unless it knows all
     `--members`, and logs to stderr. The first Ctrl-C or SIGTERM lets the other nodes take its
-    layers over, finishes the requests of its clients and leaves the mesh; the second exits at once.
-    The end of its terminal does the same as the first, unless `nohup` started it.
+    layers over, finishes the requests of its clients, for a minute at most, and leaves the mesh;
+    the second exits at once. The end of its terminal does the same as the first, unless `nohup`
+    started it.
     """
     discovery = False if no_discovery else None
     config = load({**flags, "transport": transport, "discovery": discovery})
