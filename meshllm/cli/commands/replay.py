@@ -127,6 +127,7 @@ async def _local(options: ReplayOptions, chosen: Settings, nodes: int) -> AsyncI
 
     from meshllm.bench.ring_table import DIMENSIONS, random_model
     from meshllm.bench.targets import BackendTarget
+    from meshllm.cli.shared.signals import unwinding_on_signals
     from meshllm.model.files.source import resolve
     from meshllm.model.locate import BUILTIN
     from meshllm.node.options import InferenceConfig
@@ -135,7 +136,8 @@ async def _local(options: ReplayOptions, chosen: Settings, nodes: int) -> AsyncI
     name = options.model or BUILTIN
     is_random = name in DIMENSIONS
     inference = InferenceConfig(device=chosen.device, threads=chosen.threads)
-    with random_model(name, torch.bfloat16) if is_random else nullcontext(name) as found:
+    model = random_model(name, torch.bfloat16) if is_random else nullcontext(name)
+    with unwinding_on_signals(), model as found:  # its files are removed
         ring = open_local_ring(resolve(str(found)), RingOptions(nodes, inference=inference))
         async with ring as backend:
             yield BackendTarget(backend)

@@ -188,8 +188,11 @@ def _safe_answer(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lay out rows in columns, numbers aligned right and words left, as wide as they are shown."""
-    cells = [list(header), *([_cell(value) for value in row] for row in rows)]
+    """Lay out rows in columns, numbers aligned right and words left, as wide as they are shown.
+
+    Untrusted texts are escaped, and each takes one line.
+    """
+    cells = [[_cell(value) for value in row] for row in (header, *rows)]
     widths = [max(map(width_of, column)) for column in zip(*cells, strict=True)]
     right = [all(map(_is_number, column[1:])) for column in zip(*cells, strict=True)]
     return "\n".join(
@@ -344,7 +347,7 @@ def _paint(text: str, colour: str) -> str:
 
 
 def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else plain(value)
+    return f"{value:.2f}" if isinstance(value, float) else one_line(plain(value))
 
 
 def _is_number(text: str) -> bool:

@@ -45,6 +45,13 @@ def test_wide_characters_take_two_columns() -> None:
     assert render.cut("書斎の机", 7) == "書斎の…"
 
 
+def test_a_table_escapes_names_that_others_chose() -> None:
+    assert render.table(("a\x1b[2J", "n"), [("b\nc", 1)]).splitlines() == [
+        "a\\x1b[2J  n",
+        "b\\nc      1",
+    ]
+
+
 def test_meanings_are_wrapped_beside_their_names(
     monkeypatch: pytest.MonkeyPatch, terminal: Terminal
 ) -> None:
