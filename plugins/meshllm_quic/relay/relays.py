@@ -4,7 +4,8 @@ Their number is small, so that addresses dialled by this node can reveal it to f
 from the configuration stay. Others serve the links through them, and are evicted for the next one
 that a dial needs: first unused ones, then those that are only a fallback. Peers choose their
 addresses, so such a relay is only tried until it answers: it keeps no other dial waiting, and
-evicts nothing. A stream over TCP is used while UDP is blocked: the relay is also asked over UDP, as
+evicts nothing. One that nothing uses is dropped once it is silent and its registration has expired.
+A stream over TCP is used while UDP is blocked: the relay is also asked over UDP, as
 an observer, and its first reply ends the stream.
 """
 
@@ -283,8 +284,8 @@ class Relays:
         for relay, client in list(self._clients.items()):
             if (due := client.registration.deadline) is not None and now >= due:
                 self._do(relay, client.registration.expire(now))
-                if client.is_tried and client.registration.is_silent:
-                    self.give_up(relay)  # the dial was cancelled, or took a direct address
+                if client.registration.is_over(now):  # or its dial took a direct address
+                    self.give_up(relay)
         for observer in self.observations.expire(now):
             nonce = self._port.random(8)
             while len(self._questions) >= MAX_QUESTIONS:
