@@ -80,7 +80,7 @@ async def _seek(
             return
         relays.drop(before)
     found[place] = address
-    relays.add(address, is_wanted=True, others=of_each_family(addresses))
+    relays.add(address, is_wanted=True, others=of_each_family([address, *addresses]))
 
 
 def _next(addresses: Sequence[Address], silent: Address | None) -> Address:

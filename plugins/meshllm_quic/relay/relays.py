@@ -72,7 +72,7 @@ class _RelayClient:
     is_tried: bool
     """A dial needs it, and it has not answered: it is not in use."""
     others: Sequence[Address] = ()
-    """More addresses of it."""
+    """Addresses of it, of which others may need one."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 0
     """Dials that wait for the registration."""

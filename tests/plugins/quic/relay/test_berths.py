@@ -112,7 +112,7 @@ async def test_a_relay_with_an_address_that_is_silent_is_reached_by_the_next_one
     await relay.open()
     here = relay.host.hosts()[0]
     names = Names(internet.behind("full cone").host("a"))
-    names.known["relay.example"] = f"{SILENT_V6} {here}"
+    names.known["relay.example"] = f"21.0.0.98 {here} {SILENT_V6}"
 
     async with node(names) as (transport, _):
         await asyncio.sleep(SEEK_S + 1)
