@@ -11,6 +11,7 @@ from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import Channel, Link
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
+from meshllm_quic.link import dialer
 from meshllm_quic.link.connection import (
     BROKEN,
     GRACE_S,
@@ -25,6 +26,7 @@ from meshllm_quic.link.connection import (
 from meshllm_quic.link.link import QuicLink
 from meshllm_quic.link.listener import QuicListener
 from meshllm_quic.net.address import QuicAddress, show_key
+from meshllm_quic.net.network import Address
 from meshllm_quic.relay.relays import MAX_RELAYS
 from meshllm_quic.transport import QuicTransport
 from meshllm_quic.wire.lanes import HEAD, HELLO, MESSAGE, OFFER
@@ -469,6 +471,32 @@ async def test_an_unregistered_node_is_reported() -> None:
 
         with pytest.raises(LinkLost, match="not registered at its relay"):
             await nodes.transports[0].dial(nobody_there)
+
+
+@virtual
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_relay_with_an_address_that_is_silent_is_dialled_by_the_other(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    async with relayed("none", "none") as nodes:
+        host = nodes.internet.host("c")
+        here = nodes.relay.host.hosts()[0]
+
+        async def resolve(_: str, port: int) -> list[Address]:
+            return [("2600::99", port), (here, port)]
+
+        monkeypatch.setattr(host, "resolve", resolve)
+        monkeypatch.setattr(dialer, "RELAY_S", 4.0)  # before TCP is tried, which is real here
+        dialling = QuicTransport(host)
+        async with dialling.listen():
+            assert dialling._endpoint is not None
+            if is_known:
+                dialling._endpoint.proven(nodes.one.peer_key, ("21.0.0.98", 7700))
+            link = await dialling.dial(nodes.address)
+
+            assert isinstance(link, QuicLink)
+            assert link.peer_key == nodes.one.peer_key
+            await link.close()
 
 
 @virtual
