@@ -26,6 +26,7 @@ from meshllm.node.agreement.ring_member import RingMember
 from meshllm.node.timer import CallLater, loop_time
 from meshllm.protocol.membership.gossip import MAX_ITEM_BYTES
 from meshllm.protocol.membership.records import Profile, RingShare
+from meshllm.protocol.planning.plan import MAX_SECONDS
 
 if TYPE_CHECKING:  # a provider holds no layers, and imports no torch
     from meshllm.node.compute.worker import Worker
@@ -238,12 +239,16 @@ class NodeOffer:
             own, slow = self.measured, self._slow
             self.publish(
                 weights=own.weights,
-                layer_s=tuple((rows, slow * seconds) for rows, seconds in own.layer_s),
-                head_s=slow * own.head_s,
+                layer_s=tuple((rows, _most(slow * seconds)) for rows, seconds in own.layer_s),
+                head_s=_most(slow * own.head_s),
                 memory_bytes=max(own.memory_bytes, self.shared_bytes),
             )
         else:
             self.publish(weights=self.measured.weights, layer_s=())
+
+
+def _most(seconds: float) -> float:
+    return min(seconds, MAX_SECONDS)
 
 
 def _why_hung(seconds: float) -> str:

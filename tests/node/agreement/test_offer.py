@@ -21,6 +21,7 @@ from meshllm.node.agreement.offer import (
     NodeOffer,
 )
 from meshllm.protocol.membership.records import Profile
+from meshllm.protocol.planning.plan import MAX_SECONDS
 from meshllm.testing.clock import run_virtual
 from tests.builders.snapshots import profile
 
@@ -257,6 +258,21 @@ def test_a_machine_that_was_measured_while_it_was_busy_says_how_fast_it_is(case:
         refining.cancel()
 
     run_virtual(story())
+
+
+def test_a_slow_machine_is_published_with_no_more_seconds_than_peers_take(case: Case) -> None:
+    case.offer.begin(replace(MEASURED, layer_s=((1, 100.0), (8, 1000.0)), head_s=100.0))
+
+    async def story() -> None:
+        refining = asyncio.ensure_future(case.offer.refine())
+        case.layer_s = 6400.0
+        await asyncio.sleep(3 * WATCH_S)
+        refining.cancel()
+
+    run_virtual(story())
+    told = case.told[-1]
+    assert told.layer_s == ((1, MAX_SECONDS), (8, MAX_SECONDS))
+    assert Profile.decode(told.encode()) == told
 
 
 def test_a_failure_during_a_hang_is_not_offered_again(case: Case) -> None:
