@@ -53,12 +53,13 @@ class Options:
     def cost(self, model: int, chosen: Sequence[int]) -> float:
         """Return the mean number of requests for a model on these of its replicas.
 
-        By Little's law that is its rate times their mean time; smaller is better.
+        By Little's law that is its rate times their mean time; smaller is better. A model without
+        replicas costs more than the longest queues of all others.
         """
         self.lookups += 1
         key = model, tuple(sorted(chosen))
         if key not in self._times:
-            rate = self.workload.models[model].load.rate
+            rate = self.workload.models[model].load.rate if chosen else self._rate
             self._times[key] = rate * mean_time([self.estimates[at] for at in key[1]], rate)
         return self._times[key]
 
@@ -69,7 +70,11 @@ class Options:
             self.cost(model, [at for at in chosen if self.all[at].model == model])
             for model in models
         )
-        return requests / sum(served.load.rate for served in self.workload.models)
+        return requests / self._rate
+
+    @cached_property
+    def _rate(self) -> float:
+        return sum(served.load.rate for served in self.workload.models)
 
     @cached_property
     def _by_model(self) -> list[list[int]]:

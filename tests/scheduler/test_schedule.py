@@ -8,6 +8,7 @@ import pytest
 from meshllm.errors import ModelError
 from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.machine import MachineKind
+from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, make_option
 from meshllm.scheduler.schedule import Assessment, Schedule, assess, one_more, schedule
 from meshllm.scheduler.simulator import Arrival
@@ -173,6 +174,14 @@ def test_a_model_that_no_machines_hold_is_named() -> None:
 def test_models_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ModelError, match="do not hold all 2 models at once"):
         schedule(mesh(served(LLAMA_8B), served(LLAMA_8B, 1.0, CHAT), kinds=(A100,)))
+
+
+def test_a_placement_without_a_model_is_infinitely_slow_also_if_nobody_asks_for_it() -> None:
+    both = mesh(served(LLAMA_8B), served(LLAMA_13B), kinds=(A100,))
+    (option,) = [each for each in Options(both).all if not each.model]
+    asked = [each for each in sample([each.load for each in both.models], 100) if not each.model]
+
+    assert assess(both, [option], asked).mean_s == inf
 
 
 def test_placements_that_are_about_as_good_are_compared_by_further_draws(

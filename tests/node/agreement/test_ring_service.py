@@ -12,7 +12,7 @@ from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
-from meshllm.node.agreement.ring_service import MISSING_S, RingService
+from meshllm.node.agreement.ring_service import LAST_RETRY_S, RETRY_S, RingService
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
@@ -180,12 +180,50 @@ def test_a_node_that_leaves_or_provides_does_not_move(state: str) -> None:
     run(story)
 
 
-def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
+def test_a_model_that_cannot_be_served_is_offered_again_later_and_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays: list[float] = []
+
     async def story(node: Moving) -> None:
-        node.service._give_up(OTHER, ModelError("damaged"))
-        assert node.models == [(FIRST,)]
-        await asyncio.sleep(2 * MISSING_S)
-        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
+        parts = cast("Any", node.service._parts)
+        monkeypatch.setattr(parts, "call_later", lambda delay_s, *_: delays.append(delay_s))
+        for _ in range(7):
+            node.service._give_up(OTHER, ModelError("the disk is full"))
+        assert node.models == [(FIRST,)] * 7
+        assert delays == [min(RETRY_S * 2**number, LAST_RETRY_S) for number in range(7)]
+        node.work(sessions=0)
+        node.service._give_up(FIRST, ModelError("a part was deleted"))
+        node.service._give_up(FIRST, ModelError("a part was deleted"))
+        assert delays[7:] == [RETRY_S] * 2  # it has served it each time
+
+    run(story)
+
+
+def test_a_node_begins_again_in_the_only_ring_that_it_can_serve_in() -> None:
+    async def story(node: Moving) -> None:
+        begun = list[GroupId]()
+
+        async def serving(_: object) -> None:
+            begun.append(node.group)
+            if node.group == SECOND and begun.count(SECOND) == 1:
+                raise ModelError("the disk is full")
+
+        first = cast("Any", node.service.first)
+        first.serve = serving
+        node.service._charter_known.set()
+        running = asyncio.ensure_future(node.service.run())
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        assert node.group == UNASSIGNED
+        node.want(UNASSIGNED)  # it says that it cannot hold the model
+        await asyncio.sleep(RETRY_S + SHORT_S)
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+        node.want(SECOND)
+        await asyncio.sleep(SHORT_S)
+        assert begun == [UNASSIGNED, SECOND, SECOND]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     run(story)
 
@@ -193,11 +231,14 @@ def test_a_model_that_cannot_be_held_is_offered_no_more() -> None:
 def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
     async def story(node: Moving) -> None:
         node.service._give_up(OTHER, ModelMissing("it is not here"))
-        await asyncio.sleep(MISSING_S - 1)
+        await asyncio.sleep(RETRY_S - 1)
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST,)
         news = node.place.own.news
         await asyncio.sleep(2)
         assert news.is_set()  # the survey looks again
+        assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+        node.service._give_up(OTHER, ModelMissing("it is not here still"))
+        await asyncio.sleep(RETRY_S + 1)  # no longer than before
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
 
     run(story)
