@@ -62,8 +62,8 @@ it is complete with the founder's values alone: else the model would not be serv
 A node that awaits weights takes part: it keeps its place while it fetches them, and one that a ring
 does not need is free for another.
 
-The memory of a node is what it offers for any model. A ring that follows a plan is complete even if
-this estimate, which takes all layers as large as the largest, denies it.
+The memory of a node is what it offers for any model. A ring that follows a plan which its nodes can
+hold is complete even if this estimate, which takes all layers as large as the largest, denies it.
 """
 
 from collections.abc import Mapping

@@ -81,9 +81,10 @@ class GroupTable:
         )
         self.numbers = {group.id: number for number, group in enumerate(self.groups)}
         self.sizes = tuple(Sizes.of(group.charter) for group in self.groups)
-        self.plans, self.used = plans_in_force(view), used_models(view)
-        self.told = memberships(view)
+        self.used, self.told = used_models(view), memberships(view)
         self.keys = tuple(group.charter.key for group in self.groups)
+        plans = plans_in_force(view).items()
+        self.plans = {group: plan for group, plan in plans if self._still_fits(group, plan)}
         models = [*zip(self.keys, self.groups, strict=True)]
         for node, profile in view.profiles.items():
             self.held[node] = frozenset(
@@ -94,6 +95,24 @@ class GroupTable:
         for node in sorted(view.alive()):
             if _can_take_part(view, node):
                 self._enter(node)
+
+    def _still_fits(self, group: GroupId, plan: Plan) -> bool:
+        """Return whether nodes of a ring have the memory for their layers, as the planner counts.
+
+        They tell of the plan that they followed last, also when it works no more.
+        """
+        if (number := self.numbers.get(group)) is None:
+            return True
+        shape, sessions = self.groups[number].charter.shape, self.groups[number].charter.sessions
+        states, profiles = self.view.states, self.view.profiles
+        for node in {at.node for at in plan.stages if at.span} & states.keys() & profiles.keys():
+            is_further = states[node].is_further(group)
+            own = profiles[node].in_ring(group, is_further=is_further)
+            reserve = shape.workspace_bytes if is_further else own.reserve_bytes
+            needed = memory_for(plan, node, shape, sessions=sessions, reserve=reserve)
+            if needed > own.memory_bytes:
+                return False
+        return True
 
     def _enter(self, node: NodeId) -> None:
         """Enter the groups of a node, as far as the mesh has them and the node their models."""

@@ -206,13 +206,31 @@ def test_a_ring_keeps_what_it_needs() -> None:
 
 
 def test_a_ring_that_works_is_complete_whatever_the_estimate_says() -> None:
-    charter = mesh_of(model(1, 4), model(2, 2))
+    one = model(1, 4)
+    sizes = (LAYER, LAYER, LAYER // 2, LAYER // 2)
+    charter = mesh_of(replace(one, shape=replace(one.shape, layer_bytes=sizes)), model(2, 2))
     places = {A: FIRST_GROUP, B: FIRST_GROUP, C: group(charter, 2)}
     used = ring("m1", (A, 0, 2), (B, 2, 4))
     view = view_of(charter, {A: 2, B: 1, C: 2}, places, {A: used, B: used})
 
     assert assign(view) == places
     assert shortage(view) == {}
+
+
+@pytest.mark.parametrize("why", ["less memory", "a larger context"])
+def test_a_ring_that_can_no_longer_hold_its_plan_gets_a_node(why: str) -> None:
+    is_larger = why == "a larger context"
+    one = model(1, 4)
+    shape = replace(one.shape, kv_bytes_per_token=(2 * LAYER if is_larger else 0,) * 4, context=1)
+    charter = mesh_of(replace(one, shape=shape), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: second, C: second}
+    used, other = ring("m1", (A, 0, 4)), ring("m2", (B, 0, 4))
+    memory = {A: 5 if is_larger else 1, B: 4, C: 14}
+
+    view = view_of(charter, memory, places, {A: used, B: other, C: other})
+
+    assert assign(view) == places | {C: FIRST_GROUP}
 
 
 def test_later_models_give_their_nodes_until_they_are_complete() -> None:
@@ -433,7 +451,9 @@ def test_a_plan_with_layers_on_excluded_nodes_does_not_make_a_ring_complete() ->
 
     stages = (PlanStage(A, Span(0, 0)), PlanStage(B, Span(0, 4)))  # more than the estimate
     used = Plan(1, "m1", Ends.CLIENT, stages)
-    view = view_of(replace(charter, ends=Ends.CLIENT), layers, places, {A: used, B: used})
+    shape = replace(charter.shape, layer_bytes=(LAYER, LAYER, LAYER // 2, LAYER // 2))
+    charter = replace(charter, shape=shape, ends=Ends.CLIENT)
+    view = view_of(charter, layers, places, {A: used, B: used})
     assert shortage(view) == {}
 
 
