@@ -17,7 +17,7 @@ from meshllm.protocol.agreement.groups import (
     used_models,
 )
 from meshllm.protocol.membership.charter import Charter
-from meshllm.protocol.membership.records import Lifecycle, RingMembership
+from meshllm.protocol.membership.records import Lifecycle, Profile, RingMembership
 from meshllm.protocol.planning.plan import Ends, Offer, Plan
 from meshllm.protocol.planning.problem import least_memory, memory_for, usable_of
 from meshllm.protocol.weights.holders import awaits_weights
@@ -72,6 +72,8 @@ class GroupTable:
     """The groups of whose model each node has weights, by number."""
     keys: tuple[ModelKey, ...] = ()
     """The model of each group."""
+    failing: frozenset[tuple[NodeId, ModelKey]] = frozenset()
+    """Nodes that cannot load layers of a model now, which their ring serves."""
 
     def __post_init__(self) -> None:
         view = self.view
@@ -83,8 +85,13 @@ class GroupTable:
         self.sizes = tuple(Sizes.of(group.charter) for group in self.groups)
         self.used, self.told = used_models(view), memberships(view)
         self.keys = tuple(group.charter.key for group in self.groups)
+        self.failing = frozenset(
+            (node, self.key(group))
+            for node, group in self.told
+            if (own := self._offered(node, group)) and own.is_retracted
+        )
         plans = plans_in_force(view).items()
-        self.plans = {group: plan for group, plan in plans if self._still_fits(group, plan)}
+        self.plans = {group: plan for group, plan in plans if self._can_work(group, plan)}
         models = [*zip(self.keys, self.groups, strict=True)]
         for node, profile in view.profiles.items():
             self.held[node] = frozenset(
@@ -96,23 +103,32 @@ class GroupTable:
             if _can_take_part(view, node):
                 self._enter(node)
 
-    def _still_fits(self, group: GroupId, plan: Plan) -> bool:
-        """Return whether nodes of a ring have the memory for their layers, as the planner counts.
+    def _can_work(self, group: GroupId, plan: Plan) -> bool:
+        """Return whether nodes of a ring can load their layers, and have the memory for them.
 
         They tell of the plan that they followed last, also when it works no more.
         """
-        if (number := self.numbers.get(group)) is None:
-            return True
-        shape, sessions = self.groups[number].charter.shape, self.groups[number].charter.sessions
-        states, profiles = self.view.states, self.view.profiles
-        for node in {at.node for at in plan.stages if at.span} & states.keys() & profiles.keys():
-            is_further = states[node].is_further(group)
-            own = profiles[node].in_ring(group, is_further=is_further)
-            reserve = shape.workspace_bytes if is_further else own.reserve_bytes
-            needed = memory_for(plan, node, shape, sessions=sessions, reserve=reserve)
-            if needed > own.memory_bytes:
-                return False
-        return True
+        return all(
+            not own.is_retracted and self._needed(group, plan, at.node, own) <= own.memory_bytes
+            for at in plan.stages
+            if at.span and (own := self._offered(at.node, group))
+        )
+
+    def _needed(self, group: GroupId, plan: Plan, node: NodeId, own: Profile) -> int:
+        """Return the memory that a node needs for its layers of the plan of a ring."""
+        charter, reserve = self.groups[self.numbers[group]].charter, own.reserve_bytes
+        return memory_for(plan, node, charter.shape, sessions=charter.sessions, reserve=reserve)
+
+    def _offered(self, node: NodeId, group: GroupId) -> Profile | None:
+        """Return the profile with which a ring of a node plans; None if it is unknown."""
+        state, profile = self.view.states.get(node), self.view.profiles.get(node)
+        if state is None or profile is None or group not in self.numbers:
+            return None
+        if not state.is_further(group):
+            return profile.in_ring(group, is_further=False)
+        shape = self.groups[self.numbers[group]].charter.shape
+        own = profile.in_ring(group, is_further=True)
+        return replace(own, reserve_bytes=shape.workspace_bytes)
 
     def _enter(self, node: NodeId) -> None:
         """Enter the groups of a node, as far as the mesh has them and the node their models."""
@@ -231,7 +247,8 @@ class GroupTable:
         Of a group in which it takes part no share, what it could hold if it moved there.
         """
         profile, group = self.view.profiles[node], self.groups[number]
-        if node in group.charter.exclude or not self.holds(node, number):
+        is_failing = (node, self.keys[number]) in self.failing
+        if node in group.charter.exclude or is_failing or not self.holds(node, number):
             return 0, 0
         memory, reserve, shares = profile.memory_bytes, profile.reserve_bytes, self.shares[node]
         sizes = self.sizes[number]
@@ -289,12 +306,8 @@ class GroupTable:
         """Return the memory that a node has left for a group, at most for the whole model."""
         profile, first = self.view.profiles[node], self.place[node]
         others = (size for at, size in self.given(node).items() if at != self.groups[number].id)
-        needed = profile.reserve_bytes
-        if (plan := self.plans.get(first) or self._followed(node, first)) is not None:
-            charter = self.groups[self.numbers[first]].charter
-            needed = memory_for(
-                plan, node, charter.shape, sessions=charter.sessions, reserve=needed
-            )
+        plan = self.plans.get(first) or self._followed(node, first)
+        needed = self._needed(first, plan, node, profile) if plan else profile.reserve_bytes
         left = profile.memory_bytes - needed - sum(others)
         return max(0, min(left, self.sizes[number].whole))
 

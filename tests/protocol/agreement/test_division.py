@@ -233,6 +233,36 @@ def test_a_ring_that_can_no_longer_hold_its_plan_gets_a_node(why: str) -> None:
     assert assign(view) == places | {C: FIRST_GROUP}
 
 
+def retracted(view: MeshView, at: NodeId) -> MeshView:
+    """Let a node retract its offer, as its layers cannot be loaded."""
+    failing = replace(view.profiles[at], weights=(b"w" * 16,) * 7)
+    return replace(view, profiles={**view.profiles, at: failing})
+
+
+@pytest.mark.parametrize("stages", [((A, 0, 4),), ((A, 0, 2), (D, 2, 4))])
+def test_a_node_that_cannot_load_its_layers_is_replaced(
+    stages: tuple[tuple[NodeId, int, int], ...],
+) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: second, C: second, D: FIRST_GROUP}
+    used, other = ring("m1", *stages), ring("m2", (B, 0, 4))
+    followed = {A: used, B: other, C: other, D: used}
+    view = view_of(charter, {A: 4, B: 4, C: 4, D: 2}, places, followed)
+
+    assert assign(view) == places
+    assert assign(retracted(view, A)) == places | {C: FIRST_GROUP}
+
+
+def test_a_node_that_cannot_load_its_layers_is_free_for_an_earlier_model() -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    places = {A: group(charter, 2)}
+    view = view_of(charter, {A: 4}, places, {A: ring("m2", (A, 0, 4))})
+
+    assert assign(view) == places
+    assert assign(retracted(view, A)) == {A: FIRST_GROUP}
+
+
 def test_later_models_give_their_nodes_until_they_are_complete() -> None:
     charter = mesh_of(model(1, 4), model(2, 4))
     places = {A: FIRST_GROUP, B: group(charter, 2)}
