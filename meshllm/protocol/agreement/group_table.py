@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, starmap
 
 from meshllm.names import GroupId, ModelKey, NodeId, Span
 from meshllm.protocol.agreement.candidates import MeshView, decode_plans, offer_of
@@ -22,6 +23,7 @@ from meshllm.protocol.planning.plan import Ends, Offer, Plan
 from meshllm.protocol.planning.problem import least_memory, memory_for, usable_of
 from meshllm.protocol.weights.holders import awaits_weights
 
+SMALL_RING = 3  # nodes; each is a neighbour of all others
 _PRESENT = Lifecycle.JOIN, Lifecycle.SERVING
 
 
@@ -74,6 +76,8 @@ class GroupTable:
     """The model of each group."""
     failing: frozenset[tuple[NodeId, ModelKey]] = frozenset()
     """Nodes that cannot load layers of a model now, which their ring serves."""
+    refusing: frozenset[frozenset[NodeId]] = frozenset()
+    """Pairs of nodes of which one refuses the other as a neighbour."""
 
     def __post_init__(self) -> None:
         view = self.view
@@ -85,6 +89,11 @@ class GroupTable:
         self.sizes = tuple(Sizes.of(group.charter) for group in self.groups)
         self.used, self.told = used_models(view), memberships(view)
         self.keys = tuple(group.charter.key for group in self.groups)
+        self.refusing = frozenset(
+            frozenset((node, other))
+            for node, state in view.states.items()
+            for other in state.faulty
+        )
         self.failing = frozenset(
             (node, self.key(group))
             for node, group in self.told
@@ -104,10 +113,13 @@ class GroupTable:
                 self._enter(node)
 
     def _can_work(self, group: GroupId, plan: Plan) -> bool:
-        """Return whether nodes of a ring can load their layers, and have the memory for them.
+        """Return whether nodes of a ring can load their layers, and have memory and links for them.
 
         They tell of the plan that they followed last, also when it works no more.
         """
+        ring = [at.node for at in plan.stages]
+        if any(map(self._refuse, ring, (*ring[1:], ring[0]))):
+            return False
         return all(
             not own.is_retracted and self._needed(group, plan, at.node, own) <= own.memory_bytes
             for at in plan.stages
@@ -129,6 +141,10 @@ class GroupTable:
         shape = self.groups[self.numbers[group]].charter.shape
         own = profile.in_ring(group, is_further=True)
         return replace(own, reserve_bytes=shape.workspace_bytes)
+
+    def _refuse(self, one: NodeId, other: NodeId) -> bool:
+        """Return whether two nodes cannot be neighbours, as one found the other faulty."""
+        return frozenset((one, other)) in self.refusing
 
     def _enter(self, node: NodeId) -> None:
         """Enter the groups of a node, as far as the mesh has them and the node their models."""
@@ -217,7 +233,16 @@ class GroupTable:
         if len(able) < wanted or not any(self.is_own(node, number) for node in able):
             return False
         allowed = [node for node in nodes if node not in self._excluded(number)]
-        return self.is_served(number, allowed) or self.lack(number, able) <= 0
+        return self.is_served(number, allowed) or any(
+            self.lack(number, ring) <= 0 for ring in self._rings(able, wanted)
+        )
+
+    def _rings(self, nodes: list[NodeId], least: int) -> Iterable[list[NodeId]]:
+        """Return nodes that can form a ring: all, or fewer if all of up to three are neighbours."""
+        if len(nodes) > SMALL_RING or not any(starmap(self._refuse, combinations(nodes, 2))):
+            return [nodes]
+        rings = chain.from_iterable(combinations(nodes, size) for size in range(least, len(nodes)))
+        return [[*ring] for ring in rings if not any(starmap(self._refuse, combinations(ring, 2)))]
 
     def is_filled(self, number: int) -> bool:
         """Return whether a group is complete, if with fewer nodes than requested."""

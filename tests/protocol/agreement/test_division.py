@@ -263,6 +263,42 @@ def test_a_node_that_cannot_load_its_layers_is_free_for_an_earlier_model() -> No
     assert assign(retracted(view, A)) == {A: FIRST_GROUP}
 
 
+def refusing(view: MeshView, one: NodeId, *others: NodeId) -> MeshView:
+    """Let a node refuse others as neighbours."""
+    return replace(view, states={**view.states, one: replace(view.states[one], faulty=others)})
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_nodes_that_refuse_each_other_are_no_ring(*, is_followed: bool) -> None:
+    charter = mesh_of(model(1, 4), model(2, 4))
+    second = group(charter, 2)
+    places = {A: FIRST_GROUP, B: FIRST_GROUP, C: second, D: second}
+    used, other = ring("m1", (A, 0, 2), (B, 2, 4)), ring("m2", (C, 0, 4))
+    followed = {A: used, B: used, C: other, D: other} if is_followed else {}
+    view = view_of(charter, {A: 2, B: 2, C: 4, D: 2}, places, followed)
+
+    assert assign(view) == places
+    assert assign(refusing(view, B, A)) == places | {D: FIRST_GROUP}
+    assert assign(refusing(view, B, C)) == places
+
+
+@pytest.mark.parametrize(
+    ("layers", "refused", "is_complete"),
+    [
+        ({A: 2, B: 2, C: 2}, (A,), True),
+        ({A: 2, B: 2, C: 2}, (A, C), True),
+        ({A: 1, B: 3, C: 1}, (A, C), False),
+        ({A: 1, B: 1, C: 1, D: 1}, (A,), True),
+    ],
+)
+def test_up_to_three_nodes_are_all_neighbours(
+    layers: dict[NodeId, float], refused: tuple[NodeId, ...], *, is_complete: bool
+) -> None:
+    view = view_of(model(1, 4), layers, dict.fromkeys(layers, FIRST_GROUP))
+
+    assert shortage(refusing(view, B, *refused)) == ({} if is_complete else {FIRST_GROUP: LAYER})
+
+
 def test_later_models_give_their_nodes_until_they_are_complete() -> None:
     charter = mesh_of(model(1, 4), model(2, 4))
     places = {A: FIRST_GROUP, B: group(charter, 2)}
