@@ -89,7 +89,8 @@ async def until(claim: Callable[[], bool], node: MeshNode) -> None:
     except TimeoutError:
         status = report_of(node)
         rings = [(each.model, each.replica, each.state, each.reason) for each in status.rings]
-        about = f"{node.name}: {status.ring.reason!r}, {rings}, {states(node)}"
+        nodes = [(each.name, each.state, each.reason) for each in status.nodes]
+        about = f"{node.name}: {status.ring.reason!r}, {rings}, {nodes}"
         told = "a change was not told" if claim() else "the claim does not hold"
         raise AssertionError(f"{told} after {PATIENCE_S:.0f} s; {about}") from None
 
