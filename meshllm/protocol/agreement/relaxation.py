@@ -36,6 +36,8 @@ class Best:
     """Nodes that the charter excludes, as far as it could be satisfied, and ending ones."""
     ignored: tuple[Yielding, ...] = ()
     """Terms with which no ring was found, so that the founder's values count."""
+    spare: "Best | None" = None
+    """The best without nodes that lack weights, see `plan_without`."""
 
 
 def open_case(view: MeshView, found: Candidates, before: Best | None = None) -> PlanningInput:
@@ -64,6 +66,13 @@ def find_best(case: PlanningInput, before: Best | None = None) -> Best:
         eased = _search(replace(case, view=replace(view, charter=view.charter.eased)))
         best = replace(eased, case=case, ignored=view.charter.yields) if eased.plan else best
     return best
+
+
+def plan_without(best: Best, nodes: Collection[NodeId]) -> Best:
+    """Add the best plan without some nodes, which is reused as `find_best` does."""
+    view = replace(best.case.view, ending=best.case.view.ending.union(nodes))
+    case = open_case(view, best.case.found, best.spare)
+    return replace(best, spare=find_best(case, best.spare))
 
 
 def _search(case: PlanningInput) -> Best:
