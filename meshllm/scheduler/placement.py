@@ -131,6 +131,17 @@ def make_option(
     return ReplicaOption(model, tuple(order), spans, uses, engine)
 
 
+def most_layers(served: ServedModel, kind: MachineKind) -> int:
+    """Return how many layers a machine of a kind can hold if it is not the entry."""
+    offer = kind.offer(NodeId(bytes(NODE_ID_BYTES)), served.architecture)
+    return usable_bytes(offer) // _layer_bytes(served.sizes)
+
+
+def _layer_bytes(sizes: ModelSizes) -> int:
+    """Return the bytes of a layer with the cache of one session."""
+    return sizes.layer_bytes[0] + sizes.kv_bytes_per_token[0] * sizes.context
+
+
 def _engine(
     served: ServedModel,
     kinds: Sequence[MachineKind],
@@ -164,7 +175,7 @@ def _tour(workload: Workload, machines: Sequence[int]) -> tuple[int, ...]:
 def _allot(served: ServedModel, offers: Sequence[Offer], spread: Spread) -> list[int] | None:
     """Return how many layers each machine gets, one at least; None if they do not fit."""
     sizes = served.sizes
-    layer = sizes.layer_bytes[0] + sizes.kv_bytes_per_token[0] * sizes.context
+    layer = _layer_bytes(sizes)
     rooms = [usable_bytes(offer) for offer in offers]
     rooms[0] -= sizes.ends_bytes
     most = [max(0, room) // layer for room in rooms]

@@ -10,7 +10,7 @@ from meshllm.scheduler.load import Lengths, ModelLoad, sample
 from meshllm.scheduler.machine import MachineKind
 from meshllm.scheduler.options import Options
 from meshllm.scheduler.placement import ReplicaOption, ServedModel, Spread, make_option
-from meshllm.scheduler.schedule import Assessment, Schedule, assess, one_more, schedule
+from meshllm.scheduler.schedule import Assessment, Schedule, assess, finalists, one_more, schedule
 from meshllm.scheduler.simulator import Arrival
 from tests.bench.placements import compare
 from tests.builders.meshes import (
@@ -141,15 +141,24 @@ def test_the_runner_up_is_another_placement_and_no_better(of_static: Schedule) -
     assert runner_up.replicas != best.replicas
 
 
-def test_one_more_machine_of_a_kind_never_hurts() -> None:
+def test_one_more_machine_of_each_kind_is_told_and_a_fast_one_helps() -> None:
     asked = sample([each.load for each in STATIC.models], 1500)
     best = schedule(STATIC, asked).best
 
     found = one_more(STATIC, best, asked)
 
     assert [each.kind for each in found] == ["a100", "gh200"]
-    assert all(each.mean_s <= best.mean_s for each in found)
     assert found[1].mean_s < best.mean_s
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_larger_mesh_is_searched_for_a_placement_that_is_as_good(kind: int) -> None:
+    kinds = list(STATIC.kinds)
+    kinds[kind] = replace(kinds[kind], count=kinds[kind].count + 1)
+
+    larger = finalists(Options(replace(STATIC, kinds=tuple(kinds))))[0]
+
+    assert larger.mean_s <= finalists(Options(STATIC))[0].mean_s
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4, 8, 21])
