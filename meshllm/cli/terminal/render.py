@@ -9,7 +9,7 @@ import sys
 import textwrap
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
@@ -138,8 +138,7 @@ def wrapped(text: str) -> str:
     """Break a message for a terminal between words, where a terminal would break it anywhere."""
     if not sys.stderr.isatty():
         return text
-    columns = shutil.get_terminal_size().columns
-    wrap = Wrap(columns)
+    wrap = Wrap(_columns())
     return wrap.feed(text) + wrap.flush()
 
 
@@ -209,7 +208,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def explained(rows: Sequence[tuple[str, str]]) -> str:
     """Lay out names and what each means, which is wrapped beside them on a terminal."""
     inset = max(width_of(name) for name, _ in rows) + 2
-    room = shutil.get_terminal_size().columns - inset if sys.stderr.isatty() else _UNLIMITED
+    room = _columns() - inset if sys.stderr.isatty() else _UNLIMITED
     lines = []
     for name, meaning in rows:
         first, *rest = textwrap.wrap(meaning, max(room, _NARROWEST)) or [""]
@@ -304,9 +303,9 @@ class Status:
         """Show a text in place of the current line."""
         if self.has_text or not self.stream.isatty() or os.environ.get("TERM") == "dumb":
             return
-        width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be erased
+        width = _columns() - 1  # a wrapped line cannot be erased
         self.shown = True
-        self._write(f"\r\x1b[K{dim(text[:width])}")
+        self._write(f"\r\x1b[K{dim(cut(text, width))}")
 
     def reason(self, text: str) -> None:
         """Write reasoning, which stays above the answer."""
@@ -339,6 +338,15 @@ class Status:
         except OSError as failure:
             if failure.errno not in _FULL:
                 discard(self.stream)
+
+
+def _columns() -> int:
+    """Return the width of the terminal at stderr; that of stdout may be unknown, as of a file."""
+    columns = 0
+    with suppress(OSError):
+        if "COLUMNS" not in os.environ:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    return columns or shutil.get_terminal_size().columns
 
 
 def _paint(text: str, colour: str) -> str:
