@@ -115,8 +115,8 @@ class PublicProtocol(ApiProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
-        self._headers.stop()
         self.resume_writing()
+        self._headers.stop()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -125,9 +125,11 @@ class PublicProtocol(ApiProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that the client has read."""
+        """Note that the client has read; of a whole response, await the next headers."""
         self._stall.stop()
         super().resume_writing()
+        if self.is_idle:
+            self._await_headers()
 
     def handle_websocket_upgrade(self, event: Request) -> None:
         """Leave the connection to the protocol of WebSockets, which has no next headers."""
@@ -136,7 +138,8 @@ class PublicProtocol(ApiProtocol):
 
     def _await_headers(self) -> None:
         self.since = self.loop.time()
-        self._headers.start(self.loop, self.transport, HEADERS_S)
+        if not self.flow.write_paused:  # else the client still reads the last response
+            self._headers.start(self.loop, self.transport, HEADERS_S)
 
     def _evict(self) -> None:
         """Close the connection that has been idle longest, if there are too many.

@@ -9,7 +9,7 @@ from socket import socket
 from typing import Any
 from urllib.parse import unquote
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config, Server
 
 from meshllm.api.app import owner_application
@@ -21,6 +21,7 @@ from meshllm.node.requests.request_json import REQUEST_BYTES
 HEADER_BYTES = 16 << 10
 CONNECTIONS = 256  # of one owner; further ones get 503
 ACCEPT_TURNS = 3  # of the event loop, from accepting a connection to registering it
+PIECE_BYTES = 64 << 10  # as much as a connection buffers before it waits for its client
 GOODBYE_S = 5  # s until cancelled generations have ended on every node
 
 
@@ -37,7 +38,7 @@ async def serve(node: NodePort, path: Path) -> None:
 async def run_server(application: ASGIApp, bound: socket, **settings: Any) -> None:
     """Serve an application on a bound socket until cancelled; ``settings`` are uvicorn's."""
     config = Config(
-        _OriginForm(application),
+        _OriginForm(_InPieces(application)),
         ws=SocketProtocol,
         ws_max_size=REQUEST_BYTES,
         ws_per_message_deflate=False,
@@ -81,6 +82,25 @@ class _OriginForm:
                 "headers": [(b"host", host), *others],
             }
         await self._app(scope, receive, send)
+
+
+class _InPieces:
+    """Sends long bodies in pieces, so that the deadline of a client is for one of them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on one request."""
+
+        async def send_pieces(message: Message) -> None:
+            body = memoryview(message.get("body", b""))
+            while len(body) > PIECE_BYTES:
+                await send({**message, "body": bytes(body[:PIECE_BYTES]), "more_body": True})
+                body = body[PIECE_BYTES:]
+            await send({**message, "body": bytes(body)} if "body" in message else message)
+
+        await self._app(scope, receive, send_pieces)
 
 
 class _Server(Server):

@@ -1,4 +1,4 @@
-"""What a WebSocket does with a client that does not read; HTTP is in `test_tcp`."""
+"""What a connection does with a client that does not read; more of HTTP is in `test_tcp`."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from uvicorn.server import ServerState
 
 from meshllm.api import connection
 from meshllm.api.app import owner_application
-from meshllm.api.connection import SocketProtocol
+from meshllm.api.connection import PublicProtocol, SocketProtocol
 from tests.builders.fake_node import FakeNode
 
 
@@ -29,6 +29,9 @@ class Wire(asyncio.Transport):
 
     def abort(self) -> None:
         self.aborted.set()
+
+    def is_closing(self) -> bool:
+        return self.aborted.is_set()
 
     def close(self) -> None:
         self.asked.append("close")
@@ -124,3 +127,30 @@ async def test_a_client_that_has_read_is_kept(
     await asyncio.sleep(0.01)  # the timers are stopped
 
     assert not wire_of(protocol).aborted.is_set()
+
+
+async def test_the_next_headers_have_their_time_once_the_last_response_is_read(
+    advance: Callable[[float], None],
+) -> None:
+    config = Config(owner_application(FakeNode()), log_config=None)
+    config.load()
+    public, wire = PublicProtocol(config, ServerState(), {}), Wire()
+    public.connection_made(wire)
+    public._headers.stop()  # those of a request have come
+
+    public.pause_writing()
+    public.on_response_complete()
+    await advanced(advance, connection.HEADERS_S)
+    assert not wire.aborted.is_set()
+    public.resume_writing()
+    await advanced(advance, connection.HEADERS_S / 2)
+    assert not wire.aborted.is_set()
+    await advanced(advance, connection.HEADERS_S / 2)
+
+    assert wire.aborted.is_set()
+
+
+async def advanced(advance: Callable[[float], None], seconds: float) -> None:
+    """Advance the clock, until the timers have fired."""
+    advance(seconds)
+    await asyncio.sleep(0.01)

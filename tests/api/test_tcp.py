@@ -372,6 +372,25 @@ async def test_a_client_that_does_not_read_is_dropped(
     assert received < LONG
 
 
+async def test_a_client_that_reads_steadily_has_as_long_as_it_takes(
+    door: FakeNode, accounts: Accounts, advance: Callable[[float], None]
+) -> None:
+    door.said = Piece("x" * LONG), answer_of("x" * LONG, 1)
+    body = json.dumps(BODY)
+    head = f"POST /v1{CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    async with serving(accounts, door) as open_one:
+        reader, writer = await connect(open_one)
+        writer.write(f"{head}connection: close\r\n\r\n{body}".encode())
+        for _ in range(4):
+            await reader.readexactly(LONG // 5)
+            await asyncio.sleep(0.01)  # the next piece is sent
+            advance(connection.STALL_S * 0.3)
+        received = LONG // 5 * 4 + await size_of(reader)
+        writer.close()
+
+    assert received > LONG
+
+
 async def test_many_idle_connections_make_room(
     door: FakeNode, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
