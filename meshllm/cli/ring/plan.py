@@ -188,12 +188,13 @@ def find_placement(path: Path, trace: Path | None, chosen: Settings) -> "Workloa
     """
     import asyncio
 
+    from meshllm.cli.ring.status import clean
     from meshllm.cli.ring.workload import WorkloadReport
     from meshllm.cli.ring.workload_spec import read_workload
     from meshllm.cli.shared.client import NodeClient, socket_path
 
     client = NodeClient(socket_path(chosen))
-    spec = read_workload(path, lambda: asyncio.run(client.status()), trace)
+    spec = read_workload(path, lambda: clean(asyncio.run(client.status())), trace)
     with render.Status(sys.stderr) as status:
         status.show("simulating placements")
         return WorkloadReport.make(spec)

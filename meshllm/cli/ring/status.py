@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
-from meshllm.names import LossCause, Span
+from meshllm.names import SHORT_LETTERS, LossCause, Span
 from meshllm.status import (
     Measured,
     MeshStatus,
@@ -223,8 +223,10 @@ def _links(status: MeshStatus, most: int | None) -> str:
 
 def _measured(ring: RingStatus) -> Measured | None:
     """Return the measured times if they are of the current ring."""
-    measured, spans = ring.measured, [stage.layers for stage in ring.stages]
-    return measured if measured and [hop.layers for hop in measured.hops] == spans else None
+    measured = ring.measured
+    held = [(each.node[:SHORT_LETTERS], each.layers) for each in ring.stages]
+    then = [(each.node[:SHORT_LETTERS], each.layers) for each in measured.hops] if measured else []
+    return measured if held == then else None
 
 
 def _hops(ring: RingStatus, most: int | None) -> str:
@@ -342,7 +344,8 @@ def _foot(status: MeshStatus, columns: int) -> str:
     lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
-        f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
+        f"{it.count} {_CAUSES[it.cause]}"
+        f" ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
         for it in losses
         if it.count
     ]:
