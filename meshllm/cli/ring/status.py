@@ -344,8 +344,7 @@ def _foot(status: MeshStatus, columns: int) -> str:
     lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
-        f"{it.count} {_CAUSES[it.cause]}"
-        f" ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
+        f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
         for it in losses
         if it.count
     ]:

@@ -341,7 +341,7 @@ class Status:
 
 
 def _columns() -> int:
-    """Return the width of the terminal at stderr; that of stdout may be unknown, as of a file."""
+    """Return the width of the terminal at stderr; that of stdout may be a file."""
     columns = 0
     with suppress(OSError):
         if "COLUMNS" not in os.environ:
