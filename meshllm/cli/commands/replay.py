@@ -28,7 +28,7 @@ class ReplayOptions:
     url: str | None = None
     """Base URL of an OpenAI-compatible API."""
     key_file: Path | None = None
-    """Its first line is the API key."""
+    """Its first key is that of the API."""
     nodes: int | None = None
     """Of a ring in this process."""
 
@@ -144,6 +144,6 @@ async def _local(options: ReplayOptions, chosen: Settings, nodes: int) -> AsyncI
 
 
 def _key(path: Path) -> str:
-    from meshllm.api.tcp import read_keys
+    from meshllm.api.tcp import read_key_file
 
-    return read_keys(path)[0]
+    return read_key_file(path)[0]

@@ -311,7 +311,17 @@ def test_a_replay_that_cannot_be_is_refused(
     assert "\nhint: " in result.stderr
 
 
-@pytest.mark.socket
+def test_the_key_of_another_api_may_be_short(meshllm: Invoke, trace: Path, home: Path) -> None:
+    (home / "key").touch(0o600)
+    (home / "key").write_text("sk-1\n")
+    words = ["--replay", str(trace), "--url", "http://127.0.0.1:9/v1", "--key-file", "key"]
+
+    assert "Nothing answers at" in meshllm("bench", *words).stderr
+
+    (home / "key").chmod(0o644)
+    assert "Other users can read the key file" in meshllm("bench", *words).stderr
+
+
 def test_sigterm_during_a_replay_removes_its_model(
     meshllm: Invoke, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +343,7 @@ def test_sigterm_during_a_replay_removes_its_model(
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.socket
 async def test_a_trace_is_replayed_on_the_running_node(
     meshllm: Invoke, trace: Path, tmp_path: Path
 ) -> None:
