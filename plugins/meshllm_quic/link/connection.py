@@ -135,7 +135,6 @@ class Connection:
 
     def take(self) -> None:
         """Note that the application has accepted the link."""
-        self.link.take()
         self.note_authentication(is_authenticated=True)
 
     def connect(self) -> None:
