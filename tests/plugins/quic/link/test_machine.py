@@ -98,6 +98,19 @@ def test_a_stream_that_lost_every_second_datagram_goes_on() -> None:
 @pytest.mark.parametrize("loses", [False, True])
 def test_both_ends_update_their_keys_and_what_is_in_flight_arrives(
     loses: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_hole_in_a_stream_permits_no_more_single_bytes() -> None:
+    _, server = connected()
+    far = (MAX_PIECES + 2) * PIECE_BYTES
+    take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1, b"x"))
+    server.grant(Channel.DATA, far + 1)
+
+    take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", far, b"x"))
+    for number in range(1, MAX_PIECES - 1):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 1 + 2 * number, b"x"))
+    with pytest.raises(QuicConnectionError, match="Too many pieces"):
+        take(server, Epoch.ONE_RTT, piece(STREAM, b"\4", 2 * MAX_PIECES, b"x"))
+
+
 ) -> None:
     monkeypatch.setattr("meshllm_quic.link.machine.KEY_PACKETS", 32)
     client, server = connected()
