@@ -8,6 +8,7 @@ each use is covered by a test. The extensions:
   read; here the application grants every byte, by `grant`.
 - Only the client opens streams, exactly two: one per channel.
 - A stream that arrives in tiny pieces ends the connection: aioquic searches all of them, for each.
+- So does a handshake message that begins far ahead: aioquic allocates the hole before it.
 - The keys are updated before they have encrypted more packets than is safe.
 """
 
@@ -46,6 +47,8 @@ MAX_PIECES = 256
 """Ranges of a stream, shorter than `PIECE_BYTES`, that may wait for what precedes them."""
 PIECE_BYTES = 1024
 """What follows a lost datagram is at least so long while a stream is busy."""
+MAX_CRYPTO_BYTES = 16 * 1024
+"""Of a handshake, that may wait for what precedes them; RFC 9000 section 7.5 asks for 4096."""
 KEY_PACKETS = 1 << 22
 """Sent before the keys are updated; RFC 9001 section 6.6 allows 2**23 with AES-GCM."""
 
@@ -200,9 +203,18 @@ class ConnectionMachine(QuicConnection):
         self.tls._request_client_certificate = True
 
     def _handle_crypto_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
+        receiver = self._crypto_streams[context.epoch].receiver
+        start = buf.tell()
+        end = buf.pull_uint_var() + buf.pull_uint_var()
+        buf.seek(start)
+        if end - receiver.starting_offset() > MAX_CRYPTO_BYTES:
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.CRYPTO_BUFFER_EXCEEDED,
+                frame_type=frame_type,
+                reason_phrase="Too far ahead in the handshake",
+            )
         super()._handle_crypto_frame(context, frame_type, buf)
-        stream = self._crypto_streams[context.epoch]
-        _check_pieces(stream.receiver, frame_type)
+        _check_pieces(receiver, frame_type)
 
     def _handle_stream_frame(self, context: QuicReceiveContext, frame_type: int, buf: Any) -> None:
         super()._handle_stream_frame(context, frame_type, buf)
