@@ -10,12 +10,11 @@ from aioquic.quic.events import StreamDataReceived
 from meshllm.errors import LinkLost, PeerFault, UserError
 from meshllm.testing.clock import VirtualLoop
 from meshllm.transport.contract import MAX_MESSAGE_BYTES, Channel, Guarded, Link
+from meshllm.transport.linger import MOST_S, STALL_S
 from meshllm_quic.base.identity import IDLE_S, UNAUTHENTICATED_WINDOW, Identity
 from meshllm_quic.link.connection import (
     BROKEN,
     GRACE_S,
-    LINGER_S,
-    MAX_LINGER_S,
     OPEN_S,
     REFUSED,
     REFUSED_ROUNDS,
@@ -254,9 +253,9 @@ async def test_a_peer_that_reads_slowly_delays_the_end_only_for_a_while() -> Non
 
         await other.send([bytes(1_000_000)])
         await other.close()
-        await asyncio.sleep(MAX_LINGER_S - 2.0)
+        await asyncio.sleep(MOST_S - 2.0)
         assert len(endpoint.table) == 1
-        await asyncio.sleep(LINGER_S + 2.0)
+        await asyncio.sleep(STALL_S + 2.0)
 
         assert len(endpoint.table) == 0
         await one.close()
