@@ -6,7 +6,7 @@ import pytest
 
 from meshllm.scheduler.architecture import Architecture
 from meshllm.scheduler.machine import MachineKind
-from meshllm.scheduler.options import MAX_RING, Options
+from meshllm.scheduler.options import Options
 from tests.builders.meshes import A100, GH200, KINDS, LLAMA_8B, LLAMA_70B, mesh, served
 
 A, B = replace(A100, count=2), replace(GH200, count=2)
@@ -29,11 +29,11 @@ def test_a_ring_of_machines_of_one_kind_does_not_depend_on_their_place_in_the_fi
 
 
 def test_machines_of_one_kind_of_which_one_holds_a_model_do_not_hide_larger_rings() -> None:
-    small = replace(LAPTOPS, name="old", memory_bytes=LAPTOPS.memory_bytes // 4)
+    small = replace(LAPTOPS, name="old", memory_bytes=LAPTOPS.memory_bytes // 3)
 
     found = uses(A, small)
 
-    assert max(ring for _, ring in found) == MAX_RING
+    assert {ring for whole, ring in found if not whole} == {6, 7}
 
 
 def test_mixes_without_the_memory_are_not_counted() -> None:
