@@ -527,6 +527,24 @@ async def test_the_page_returns_when_the_server_does(
         await page.get_by_text("serving: builtin").wait_for()
 
 
+async def test_single_things_are_not_plural(visit: Visit, door: FakeNode) -> None:
+    status = door.report()
+    losses = (replace(status.sessions.losses[0], count=1),)
+    assert status.model
+    counts = replace(status.sessions, active=1, waiting=0, served=1, tokens=1, losses=losses)
+    model = replace(status.model, layers=1)
+    show(door, replace(status, model=model, nodes=status.nodes[:1], sessions=counts))
+    page = await visit.open()
+
+    await page.locator("#figures").get_by_text("loss survived").wait_for()
+
+    names = await page.locator("#figures span").all_inner_texts()
+    told = {"1 layer, bfloat16", "session", "answer, 1 token", "loss survived"}
+    assert told <= set(names)
+    assert "of 1 node." in (await page.text_content("#plan-now") or "")
+    assert "1 of 1 ring, 1 layer" in (await page.text_content("#served") or "")
+
+
 def show(door: FakeNode, status: MeshStatus) -> None:
     """Let a node report another status from now on."""
     shown = replace(status)

@@ -1,5 +1,5 @@
 // The chat: conversations with a model, and the answers as they come.
-import { at, button, call, element, key, objects, patch } from "./door.js";
+import { at, button, call, counted, element, key, objects, patch } from "./door.js";
 import { copy, render } from "./markdown.js";
 import { blank, forget, isAbout, load, save, title } from "./talks.js";
 
@@ -350,7 +350,7 @@ function note(turn, { began, first }, word, tokens) {
   const took = performance.now() - first;
   const parts = [
     word,
-    tokens && `${tokens} ${tokens === 1 ? "token" : "tokens"}`,
+    tokens && counted(tokens, "token"),
     first && `first after ${((first - began) / 1000).toFixed(2)} s`,
     tokens > 1 && first && `${((1000 * (tokens - 1)) / took).toFixed(1)} tokens/s`,
     turn.seed !== undefined && `seed ${turn.seed}`,

@@ -106,6 +106,10 @@ export function row(...cells) {
   return made;
 }
 
+export const counted = (count, noun) => `${count.toLocaleString()} ${words(count, noun)}`;
+
+export const words = (count, noun) => (count === 1 ? noun : `${noun}s`);
+
 const units = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {

@@ -1,5 +1,5 @@
 // Plans to try out, for the owner: what another policy, memory or number of nodes would give.
-import { at, call, element, ms, row } from "./door.js";
+import { at, call, counted, element, ms, row } from "./door.js";
 import { rate } from "./mesh.js";
 
 const gibibyte = 2 ** 30;
@@ -18,7 +18,7 @@ export function drawPlan(mesh) {
   const isSame = shown && ids(shown) === ids(mesh);
   if (!shown) at("policy").value = mesh.policy;
   shown = mesh;
-  at("plan-now").textContent = `Now: ${rate(mesh.predicted)} tokens/s predicted, ${rate(mesh.measured)} measured, on ${mesh.hops.length} of ${mesh.nodes.length} nodes.`;
+  at("plan-now").textContent = `Now: ${rate(mesh.predicted)} tokens/s predicted, ${rate(mesh.measured)} measured, on ${mesh.hops.length} of ${counted(mesh.nodes.length, "node")}.`;
   if (!isSame) at("plan-nodes").replaceChildren(...usable(mesh).map(nodeRow));
 }
 
