@@ -13,7 +13,7 @@ from meshllm.status import MeshStatus, NodeState, PlanTerms
 from tests.api.page.conftest import Visit, ask, ready, visiting
 from tests.builders.fake_node import FOX, FakeNode
 from tests.builders.fake_ring import answer_of
-from tests.builders.status import RINGS, with_node
+from tests.builders.status import RINGS, with_node, with_ring
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -525,6 +525,17 @@ async def test_the_page_returns_when_the_server_does(
 
         await page.unroute("**/page/events")
         await page.get_by_text("serving: builtin").wait_for()
+
+
+async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, door: FakeNode) -> None:
+    name = "a` [here](https://example.org) **now** `b"
+    show(door, replace(with_ring(door.report(), advice=f"`{name}` is slow"), warnings=(name,)))
+
+    page = await visit.open()
+    await page.locator("#advice").get_by_text("is slow").wait_for()
+
+    assert await page.locator("#advice :not(code), #warnings a, #warnings strong").count() == 0
+    assert await page.locator("#advice code").first.inner_text() == "a"
 
 
 async def test_single_things_are_not_plural(visit: Visit, door: FakeNode) -> None:

@@ -131,6 +131,12 @@ function table(lines, at) {
   return [box, at];
 }
 
+// A line whose only markup is code, as parts of it are names that others chose.
+export function withCode(text) {
+  const shown = text.split(/(`[^`\n]+`)/);
+  return shown.map((part) => (part.startsWith("`") && part.length > 2 ? element("code", part.slice(1, -1)) : part));
+}
+
 const parts = /(`[^`\n]+`|\*\*[^*\n]+\*\*|(?<![\w*])\*[^*\s][^*\n]*\*(?!\w)|\[[^\][\n]{1,300}\]\([^()\s]+\))/;
 
 function inline(parent, text) {

@@ -1,6 +1,6 @@
 // The mesh as figures, a drawing, tables and a list of events; and the models that it serves.
 import { at, bytes, counted, element, ms, row, short, words } from "./door.js";
-import { render } from "./markdown.js";
+import { withCode } from "./markdown.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const loggedMost = 50;
@@ -18,7 +18,7 @@ export function drawMesh(mesh) {
   drawRing(mesh);
   drawTimes(mesh);
   drawNodes(mesh.nodes);
-  at("advice").replaceChildren(...render(mesh.advice));
+  at("advice").replaceChildren(...withCode(mesh.advice));
   at("warnings").replaceChildren(...mesh.warnings.map(warning));
   for (const line of changes(before, mesh)) log(line);
   before = mesh;
@@ -26,7 +26,7 @@ export function drawMesh(mesh) {
 
 function warning(text) {
   const made = element("li");
-  made.append(...render(text));
+  made.append(...withCode(text));
   return made;
 }
 
