@@ -383,6 +383,17 @@ async def test_the_owners_views_need_an_owners_key(
     assert door.calls == []
 
 
+async def test_a_key_is_shown_with_the_nodes_that_it_trusts(
+    visit: Visit, accounts: Accounts, owner: str
+) -> None:
+    accounts.create("clinic", KeyLimits(tokens_per_day=1, trust=("attic", "desk")), 0)
+    page = await visit.open("keys")
+
+    await unlock(page, owner)
+
+    await page.locator("#key-rows").get_by_text("1 token a day; trusts attic, desk").wait_for()
+
+
 async def test_the_owner_creates_and_revokes_keys(
     visit: Visit, accounts: Accounts, owner: str
 ) -> None:
