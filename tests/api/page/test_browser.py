@@ -281,6 +281,17 @@ async def test_markdown_is_laid_out(visit: Visit, door: FakeNode) -> None:
     assert await page.locator(".assistant hr").count() == 1
 
 
+async def test_lines_may_end_as_those_of_windows(visit: Visit, door: FakeNode) -> None:
+    text = "- one\r\n- two\r\n\r\n```py\r\nx = 1\r\n```\r\n"
+    door.said = (Piece(text), answer_of(text, 9))
+    page = await visit.open("chat")
+
+    await ask(page, "Hi")
+
+    assert await page.locator(".assistant li").all_inner_texts() == ["one", "two"]
+    assert await page.locator(".assistant pre").all_inner_texts() == ["x = 1"]
+
+
 async def test_the_probability_of_each_token_is_shown(visit: Visit, door: FakeNode) -> None:
     chosen, other = Logprob(1, "yes", tuple(b"yes"), -0.1), Logprob(2, "no", tuple(b"no"), -3.0)
     door.said = (

@@ -9,7 +9,7 @@ const depthMost = 8; // of lists and quotes
 
 export function render(text, depth = 0) {
   const blocks = [];
-  const lines = text.split("\n");
+  const lines = text.split(/\r\n?|\n/);
   for (let at = 0; at < lines.length; ) {
     const [made, next] = block(lines, at, depth);
     if (made) blocks.push(made);
