@@ -362,6 +362,24 @@ async def test_a_model_that_joins_can_be_asked(visit: Visit, door: FakeNode) -> 
     assert door.requests[0].model == "fox"
 
 
+async def test_the_model_that_was_chosen_stays_chosen_while_it_is_away(
+    visit: Visit, door: FakeNode
+) -> None:
+    door.provided = (FOX,)
+    page = await visit.open("chat")
+    await page.locator("#model option").nth(1).wait_for(state="attached")
+    await page.click("#conversation > details > summary")
+    await page.select_option("#model", "fox")
+    door.provided = ()
+    await page.locator("#model option:disabled").wait_for(state="attached")
+
+    away = await page.input_value("#model")
+    door.provided = (FOX,)
+    await page.locator("#model option:disabled").wait_for(state="detached")
+
+    assert (away, await page.input_value("#model")) == ("fox", "fox")
+
+
 async def test_models_and_who_has_them_are_listed(visit: Visit, door: FakeNode) -> None:
     page = await visit.open("models")
 

@@ -12,6 +12,7 @@ let talk = null;
 let running = null;
 let replaced; // by the answer that comes, unless it has no text
 let offered = "";
+let chosen = ""; // the model that was chosen, which may be away
 let follows = true; // the end of the conversation, which is in view
 let scrolled = 0; // how far it was scrolled
 
@@ -26,6 +27,7 @@ export function startChat() {
     talk.system = at("system").value;
     keepTalk();
   });
+  at("model").addEventListener("change", () => (chosen = at("model").value));
   at("ask").addEventListener("submit", (happened) => {
     happened.preventDefault();
     const text = at("question").value.trim();
@@ -86,9 +88,17 @@ export async function offerModels(served) {
     offered = ""; // the server is away: the next state of the mesh will try again
     return;
   }
-  const chosen = at("model").value;
+  const wanted = chosen || at("model").value;
   at("model").replaceChildren(...names.map((name) => element("option", name)));
-  if (names.includes(chosen)) at("model").value = chosen;
+  if (chosen && !names.includes(chosen)) at("model").append(away(chosen));
+  if (chosen || names.includes(wanted)) at("model").value = wanted;
+}
+
+// A request for it fails by its name, instead of being answered by another model.
+function away(name) {
+  const made = element("option", `${name} (not served now)`);
+  Object.assign(made, { value: name, disabled: true });
+  return made;
 }
 
 // Another tab has changed a conversation; while an answer comes, what others changed is shown at its end.
