@@ -567,6 +567,36 @@ async def test_the_page_returns_when_the_server_does(
         await page.get_by_text("serving: builtin").wait_for()
 
 
+async def test_a_stream_that_is_left_is_cancelled(visit: Visit) -> None:
+    page = await visit.open()
+    leave = """async () => {
+      const { objects } = await import("/page/door.js");
+      const start = (to) => to.enqueue(new TextEncoder().encode("data: {}\\n\\n"));
+      const cancel = () => (document.body.dataset.left = "");
+      for await (const _ of objects({ body: new ReadableStream({ start, cancel }) })) break;
+    }"""
+
+    await page.evaluate(leave)
+
+    await page.locator("body[data-left]").wait_for()
+
+
+async def test_an_error_of_the_mesh_is_not_drawn(visit: Visit, door: FakeNode) -> None:
+    page = await visit.open()
+    await page.locator("#nodes tr").first.wait_for()
+    note = """() => new MutationObserver(() => (window.seen = [...(window.seen ?? []),
+      document.getElementById("summary").textContent]))
+      .observe(document.getElementById("summary"), { childList: true })"""
+    await page.evaluate(note)
+    said = 'data: {"error": {"message": "It broke"}}\n\n'
+    await page.route("**/page/events", lambda route: route.fulfill(body=said))
+
+    await page.evaluate("dispatchEvent(new Event('key'))")
+    await page.wait_for_function("() => window.seen?.length > 2")
+
+    assert set(await page.evaluate("window.seen")) == {"disconnected, trying again"}
+
+
 async def test_advice_has_no_markup_of_the_names_in_it(visit: Visit, door: FakeNode) -> None:
     name = "a` [here](https://example.org) **now** `b"
     show(door, replace(with_ring(door.report(), advice=f"`{name}` is slow"), warnings=(name,)))

@@ -53,15 +53,19 @@ async function checked(reply) {
 // The objects of server-sent events, as they come; what is heard may be a comment, too.
 export async function* objects(reply, heard = () => {}) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ; ) {
-    const { done, value } = await connected(reader.read());
-    if (done) return;
-    heard();
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+  try {
+    for (let rest = ""; ; ) {
+      const { done, value } = await connected(reader.read());
+      if (done) return;
+      heard();
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ") && part !== "data: [DONE]") yield JSON.parse(part.slice(6));
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // it may be lost already
   }
 }
 

@@ -55,6 +55,8 @@ async function watch() {
       }
       if (reply.ok) {
         for await (const mesh of objects(reply, expectMore)) {
+          if (mesh.error) throw new Error(mesh.error.message);
+          draw(mesh);
           wait = 500;
           draw(mesh);
         }
