@@ -567,6 +567,23 @@ async def test_the_page_returns_when_the_server_does(
         await page.get_by_text("serving: builtin").wait_for()
 
 
+async def test_a_hidden_page_leaves_its_connection_to_others(visit: Visit) -> None:
+    page = await visit.open()
+    await page.locator("#nodes tr").first.wait_for()
+    hide = """(isHidden) => {
+      Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+
+    async with page.expect_event("requestfailed"):
+        await page.evaluate(hide, True)
+    shown = await page.inner_text("#summary")
+    async with page.expect_request("**/page/events"):
+        await page.evaluate(hide, False)
+
+    assert shown == "serving: builtin"
+
+
 async def test_a_stream_that_is_left_is_cancelled(visit: Visit) -> None:
     page = await visit.open()
     leave = """async () => {
