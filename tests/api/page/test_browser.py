@@ -467,6 +467,43 @@ async def test_a_plan_is_predicted_before_anything_moves(
     assert "125.0 tokens/s" in await page.inner_text("#plan-told")
 
 
+async def test_a_plan_begins_with_the_terms_in_force(
+    visit: Visit, door: FakeNode, owner: str
+) -> None:
+    status = door.report()
+    second = status.nodes[1]
+    show(door, with_ring(status, members=1, exclude=(second.node,)))
+    page = await visit.open("plan")
+    await unlock(page, owner)
+    box = "#plan-nodes tr:nth-child(2) input[type=checkbox]"
+    assert await page.input_value("#members") == "1"
+    assert not await page.is_checked(box)
+
+    await page.click("#predict")
+    await page.locator("#plan-stages tr").first.wait_for()
+    await page.check(box)
+    await page.fill("#members", "")
+    async with page.expect_response("**/owner/plan"):
+        await page.click("#predict")
+
+    assert door.calls == [(PlanTerms("auto"),), (PlanTerms("auto", 0, ()),)]
+
+
+async def test_the_owner_plans_with_the_nodes_that_guests_do_not_see(
+    browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
+) -> None:
+    key = accounts.create("guest", KeyLimits(), 0)
+    async with visiting(browser, door, accounts, needs_key=True) as visit:
+        page = await visit.open("plan")
+        await unlock(page, key)
+        await page.locator("#plan-nodes tr").first.wait_for(state="attached")
+
+        await unlock(page, owner)
+
+        await page.locator("#plan-nodes").get_by_text(door.report().nodes[0].name).wait_for()
+        assert await page.input_value("#plan-nodes tr:first-child input[type=number]") == "8"
+
+
 async def test_a_door_that_needs_a_key_asks_for_it(
     browser: "Browser", door: FakeNode, accounts: Accounts, owner: str
 ) -> None:
