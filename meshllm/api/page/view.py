@@ -123,6 +123,10 @@ class PageStatus:
     reason: str
     epoch: int
     policy: str
+    members: int | None
+    """Nodes that the ring should have; null lets the policy choose."""
+    exclude: tuple[str, ...]
+    """Nodes that hold no layers, as `PageNode.id`; hidden from guests."""
     model: str
     precision: str
     layers: int
@@ -164,6 +168,8 @@ def view_of(status: MeshStatus, *, is_public: bool) -> PageStatus:
         reason="" if is_public else ring.reason,
         epoch=ring.epoch,
         policy=ring.policy,
+        members=ring.members,
+        exclude=() if is_public else tuple(each[:SHORT_LETTERS] for each in ring.exclude),
         model=model.name if model else "",
         precision=precision_of(model) if model else "",
         layers=model.layers if model else 0,

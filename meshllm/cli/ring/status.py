@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from meshllm.cli.ring.picture import Box, picture
 from meshllm.cli.terminal.render import PER_TOKEN, bytes_of, cut, one_line, table
-from meshllm.names import SHORT_LETTERS, LossCause, Span
+from meshllm.names import SHORT_LETTERS, LossCause, Span, counted
 from meshllm.status import (
     Measured,
     MeshStatus,
@@ -127,7 +127,7 @@ def _join(parts: Iterable[str]) -> str:
 def _about(ring: RingStatus, model: ModelStatus | None) -> Iterator[tuple[str, str]]:
     """Yield the facts of a ring."""
     state = ring.state + (f": {ring.reason}" if ring.reason else "")
-    what = f"{model.name}, {model.layers} layers, {model.dtype}" if model else "no model"
+    what = f"{model.name}, {counted(model.layers, 'layer')}, {model.dtype}" if model else "no model"
     if model and model.quant != "none":
         what += f", {model.quant}"
     plan = f", epoch {ring.epoch}, plan {ring.digest}" if ring.digest else ""
@@ -262,7 +262,7 @@ def _figures(lines: Iterable[str], columns: int) -> list[str]:
 
 def _totals(ring: RingStatus) -> Iterator[str]:
     measured = _measured(ring)
-    tokens = f", over {measured.tokens} tokens" if measured else ""
+    tokens = f", over {counted(measured.tokens, 'token')}" if measured else ""
     for word, figures, over in (("measured", measured, tokens), ("planned", ring.predicted, "")):
         if figures and figures.ms_per_token:
             rate = 1000 / figures.ms_per_token
@@ -344,7 +344,8 @@ def _foot(status: MeshStatus, columns: int) -> str:
     lines = _figures([*_totals(status.ring), f"sessions  {told}"], columns)
     losses, notes = status.sessions.losses, list[tuple[str, str]]()
     if survived := [
-        f"{it.count} {_CAUSES[it.cause]} ({it.paused_s:.1f} s, {it.tokens} tokens replayed)"
+        f"{it.count} {_CAUSES[it.cause]}"
+        f" ({it.paused_s:.1f} s, {counted(it.tokens, 'token')} replayed)"
         for it in losses
         if it.count
     ]:

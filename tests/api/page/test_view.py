@@ -31,6 +31,15 @@ def test_the_owner_sees_names_and_times() -> None:
     assert seen.losses == status.sessions.losses
 
 
+def test_the_terms_in_force_are_shown() -> None:
+    status = with_ring(status_of(3), members=2, exclude=(node_id(2),))
+
+    seen, guests = (view_of(status, is_public=is_public) for is_public in (False, True))
+
+    assert (seen.members, seen.exclude) == (2, (status.nodes[2].short,))
+    assert guests.exclude == ()
+
+
 def test_a_public_door_hides_who_takes_part() -> None:
     status = with_node(status_of(3), 1, state=NodeState.REFUSED, reason="layer 3 of desk differs")
     status = with_ring(status, advice="`desk` is slow", reason="desk is gone")

@@ -218,6 +218,25 @@ def test_measurements_of_a_lost_node_are_not_those_of_its_replacement() -> None:
     assert "\nmeasured  nothing yet" in text
 
 
+def test_single_things_are_not_plural() -> None:
+    status = status_of(1)
+    measured = status.ring.measured
+    assert status.model
+    assert measured
+    losses = (replace(status.sessions.losses[0], tokens=1),)
+    status = replace(
+        status,
+        model=replace(status.model, layers=1),
+        sessions=replace(status.sessions, losses=losses),
+    )
+
+    text = lay_out(with_ring(status, measured=replace(measured, tokens=1)), 200)
+
+    assert "Qwen/Qwen3-0.6B, 1 layer, bfloat16" in text
+    assert "over 1 token\n" in text
+    assert "1 token replayed" in text
+
+
 def test_on_a_low_terminal_tables_are_dropped_first() -> None:
     heights = [len(lay_out(status_of(8), 80, rows).splitlines()) for rows in (60, 45, 40, 25)]
 
