@@ -62,7 +62,7 @@ class DamagedFile(ModelError):
 
 
 class ModelMissing(ModelError):
-    """A model is not on this machine."""
+    """A model is not on this machine, or nothing serves it."""
 
 
 class OutOfMemory(ModelError):

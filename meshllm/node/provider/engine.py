@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx2
 
-from meshllm.errors import Busy, LinkLost, MeshError, ModelError, PeerFault, TimedOut, UserError
+from meshllm.errors import Busy, LinkLost, MeshError, ModelMissing, PeerFault, TimedOut, UserError
 from meshllm.node.provider.engine_json import AnswerState, call_of, offers_of
 from meshllm.protocol.membership.records import ModelOffer
 from meshllm.request import Answer, Event, Request, Written
@@ -23,7 +23,7 @@ MAX_ERROR_BYTES = 64 << 10
 MESSAGE_CHARS = 1000
 
 _ERRORS: dict[int, type[MeshError]] = {
-    400: UserError, 413: UserError, 422: UserError, 404: ModelError, 429: Busy, 503: Busy,
+    400: UserError, 413: UserError, 422: UserError, 404: ModelMissing, 429: Busy, 503: Busy,
     502: LinkLost, 504: TimedOut,  # of a proxy before an engine that is gone or hangs
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ from meshllm.errors import (
     ContextTooLong,
     LinkLost,
     MeshError,
-    ModelError,
+    ModelMissing,
     TimedOut,
     UserError,
 )
@@ -318,8 +318,8 @@ class RequestRouter:
         """Return a provider of a model, as between replicas.
 
         Raises:
-            ModelError: no trusted node provides it.
-            WrongField: none of these has what the request needs.
+            ModelMissing: no node provides it.
+            WrongField: none of these is trusted, or has what the request needs.
             MeshError: the error of the last one, if all have failed.
         """
         known = self._ring.offers(request.model)
@@ -331,11 +331,10 @@ class RequestRouter:
             raise list(tried.values())[-1]
         if trusted:
             raise _unmet(trusted, request, self._ring.name_of)
-        who = "trusted node" if known else "node"
-        raise ModelError(
-            f"No {who} provides `{request.model[:100]}`",
-            hint="see `meshllm ring status` for the models that are served",
-        )
+        name, hint = request.model[:100], "see `meshllm ring status` for the models that are served"
+        if known:
+            raise WrongField("meshllm.trust", f"No trusted node provides `{name}`", hint=hint)
+        raise ModelMissing(f"No node provides `{name}`", hint=hint)
 
     @asynccontextmanager
     async def _from(

@@ -11,7 +11,7 @@ from meshllm.errors import (
     Busy,
     LinkLost,
     MeshError,
-    ModelError,
+    ModelMissing,
     PeerFault,
     TimedOut,
     UserError,
@@ -74,7 +74,7 @@ async def test_its_models(url: str) -> None:
     ("status", "kind"),
     [
         (400, UserError),
-        (404, ModelError),
+        (404, ModelMissing),
         (429, Busy),
         (503, Busy),
         (401, MeshError),

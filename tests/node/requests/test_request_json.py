@@ -15,6 +15,7 @@ from meshllm.errors import (
     LinkLost,
     MeshError,
     ModelError,
+    ModelMissing,
     NotAuthorised,
     PeerFault,
     PluginError,
@@ -333,8 +334,8 @@ def test_no_bytes_break_the_reader_of_events(data: bytes) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        MeshError, UserError, LinkLost, ModelError, NotAuthorised, TimedOut, PeerFault,
-        IntegrityFault, PluginError,
+        MeshError, UserError, LinkLost, ModelError, ModelMissing, NotAuthorised, TimedOut,
+        PeerFault, IntegrityFault, PluginError,
     ],
 )  # fmt: skip
 def test_an_error_keeps_its_kind_text_and_hint(kind: type[MeshError]) -> None:

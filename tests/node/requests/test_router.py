@@ -16,7 +16,7 @@ from meshllm.errors import (
     ContextTooLong,
     LinkLost,
     MeshError,
-    ModelError,
+    ModelMissing,
     PeerFault,
     TimedOut,
     UserError,
@@ -1132,15 +1132,19 @@ def test_a_slow_provider_gets_fewer_new_requests(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("provided", "message"), [({}, "No node provides"), ({"fox": (OTHER,)}, "No trusted node")]
+    ("provided", "kind", "message"),
+    [
+        ({}, ModelMissing, "No node provides"),
+        ({"fox": (OTHER,)}, WrongField, "No trusted node provides"),
+    ],
 )
 def test_a_model_that_nobody_provides_is_an_error(
-    world: World, provided: dict[str, tuple[NodeId, ...]], message: str
+    world: World, provided: dict[str, tuple[NodeId, ...]], kind: type[MeshError], message: str
 ) -> None:
     router = world.add(ME, FakeRing(provided=provided))
 
     async def story() -> None:
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(kind, match=message):
             await all_of(router, replace(FOX, trusted=("entry",)))
 
     world.run(story)
