@@ -50,7 +50,7 @@ class RingService:
         self._target: GroupId | None = None  # the group in which to take part soon
         self._latest = 0.0  # when to move there at the latest, in loop time
         self._unable: set[ModelKey] = set()  # models that could not be served a while ago
-        self._retry_s: dict[ModelKey, float] = {}
+        self._retry_s: dict[ModelKey, float] = {}  # of those that could not be in this run
 
     @property
     def servers(self) -> list[RingServer]:
@@ -126,7 +126,7 @@ class RingService:
                 if charter is None:
                     continue
                 keys = tuple(each.key for each in charter.served)
-                if not (offer.profile.models or len(groups_of(charter)) > 1):
+                if not (offer.profile.models or self._retry_s or len(groups_of(charter)) > 1):
                     continue
                 if keys != known:
                     known, held = keys, await preparation.held(charter.served)

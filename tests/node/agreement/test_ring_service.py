@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -240,6 +241,30 @@ def test_a_model_that_no_node_could_send_is_offered_again_later() -> None:
         node.service._give_up(OTHER, ModelMissing("it is not here still"))
         await asyncio.sleep(RETRY_S + 1)  # no longer than before
         assert node.service._may_hold(WHOLE, (FIRST, OTHER)) == (FIRST, OTHER)
+
+    run(story)
+
+
+def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> None:
+    async def story(node: Moving) -> None:
+        held = list[tuple[ModelKey, ...]]()
+
+        async def here(_: object) -> tuple[ModelKey, ...]:
+            return (FIRST,)
+
+        parts = cast("Any", node.service._parts)
+        parts.prepared = SimpleNamespace(held=here)
+        parts.offer.hold = held.append
+        parts.offer.profile = SimpleNamespace(models=(), memory_bytes=1)  # it gave up all it had
+        node.service._give_up(FIRST, ModelError("the disk is full"))
+        node.place.machine.charter = replace(WHOLE, models=(), replicas=1)
+        surveying = asyncio.ensure_future(node.service.survey())
+        await asyncio.sleep(RETRY_S - 1)
+        assert held == []
+        await asyncio.sleep(2)
+        assert held == [(FIRST,)]
+        surveying.cancel()
+        await asyncio.gather(surveying, return_exceptions=True)
 
     run(story)
 
