@@ -105,6 +105,11 @@ def node(
                 f"`{flag}` has no effect without `--serve`", hint="add `--serve HOST:PORT`"
             )
     if print_service:
+        if ticket_file is not None:
+            raise UserError(
+                "`--ticket-file` cannot be combined with `--print-service`, which starts no node",
+                hint="omit one of them",
+            )
         print_unit(config)
         return
     run_node(invocation, config, ticket_file)

@@ -574,6 +574,13 @@ def test_the_printed_unit_omits_the_ticket(meshllm: Invoke, node: FakeNode) -> N
     assert node.options is None
 
 
+def test_a_unit_writes_no_ticket_file(meshllm: Invoke) -> None:
+    result = meshllm("node", "--print-service", "--ticket-file", "ticket")
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "`--ticket-file` cannot be combined with `--print-service`" in result.stderr
+
+
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
