@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshllm.errors import ModelError, ModelMissing
@@ -134,7 +135,13 @@ class RingService:
                 if models == offer.profile.models:
                     continue
                 if not offer.profile.memory_bytes:
-                    offer.profile = await preparation.room(offer.profile)
+                    room = await preparation.room(offer.profile)
+                    if not offer.profile.memory_bytes:  # a model may have been measured meanwhile
+                        offer.profile = replace(
+                            offer.profile,
+                            memory_bytes=room.memory_bytes,
+                            reserve_bytes=room.reserve_bytes,
+                        )
                 offer.hold(models)
 
     async def accept(self, link: SecureLink) -> None:

@@ -11,13 +11,16 @@ import pytest
 from meshllm.errors import ModelError, ModelMissing
 from meshllm.names import FIRST_GROUP, GroupId, ModelKey
 from meshllm.node.agreement.further_rings import MOVE_S
+from meshllm.node.agreement.offer import NodeOffer
 from meshllm.node.agreement.plan_follower import SETTLE_S
 from meshllm.node.agreement.ring_server import NodeParts
 from meshllm.node.agreement.ring_service import LAST_RETRY_S, RETRY_S, RingService
 from meshllm.protocol.agreement.groups import UNASSIGNED, NodeGroups
+from meshllm.protocol.membership.records import Profile
 from meshllm.testing.clock import run_virtual
 from tests.builders.offers import A
 from tests.builders.ring_places import ENTRY, PLAN, Place, call_later, several
+from tests.builders.snapshots import profile
 
 WHOLE, SECOND, THIRD = several()
 FIRST, OTHER = (each.key for each in WHOLE.served)
@@ -263,6 +266,30 @@ def test_a_model_is_offered_again_if_the_mesh_serves_nothing_else_by_then() -> N
         assert held == []
         await asyncio.sleep(2)
         assert held == [(FIRST,)]
+        surveying.cancel()
+        await asyncio.gather(surveying, return_exceptions=True)
+
+    run(story)
+
+
+def test_an_offer_that_is_made_while_the_memory_is_looked_up_stays() -> None:
+    async def story(node: Moving) -> None:
+        measured, told = profile(4), list[Profile]()
+        bare = replace(measured, weights=(), layer_s=(), memory_bytes=0)
+        offer = NodeOffer(bare, told.append, node.place.member, call_later)
+
+        async def here(_: object) -> tuple[ModelKey, ...]:
+            return (FIRST, OTHER)
+
+        async def room(found: Profile) -> Profile:
+            offer.begin(measured)
+            return replace(found, memory_bytes=1)
+
+        parts = cast("Any", node.service._parts)
+        parts.prepared, parts.offer = SimpleNamespace(held=here, room=room), offer
+        surveying = asyncio.ensure_future(node.service.survey())
+        await asyncio.sleep(1)
+        assert told[-1] == offer.profile == replace(measured, models=(FIRST, OTHER))
         surveying.cancel()
         await asyncio.gather(surveying, return_exceptions=True)
 
