@@ -63,7 +63,7 @@ from meshllm.protocol.agreement.relaxation import (
 )
 from meshllm.protocol.planning.explain import standby_reasons
 from meshllm.protocol.planning.plan import Links, Offer, Plan, PlanStage, Standby
-from meshllm.protocol.planning.policies import POLICIES, SLACK
+from meshllm.protocol.planning.policies import POLICIES, SLACK, Policy
 from meshllm.protocol.planning.problem import Problem, pose
 from meshllm.protocol.weights.holders import missing_parts, needed_parts
 
@@ -184,7 +184,7 @@ def _decide(case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int)
         return _Decision(_least_moved(case, best, incumbent, new), why)
     if new.stages == incumbent.stages:
         return _Decision(incumbent, "no plan is better")
-    gain = _gain(case, incumbent, new)
+    gain = _gain(case, POLICIES[best.policy], incumbent, new)
     keeps = _satisfies(best, incumbent)
     if keeps and gain <= GAIN:
         why = f"another plan would gain {max(gain, 0):.0%}, too little for a change"
@@ -201,8 +201,9 @@ def _decide(case: PlanningInput, best: Best, incumbent: Plan | None, epoch: int)
 
 def _with_spare(best: Best) -> Best:
     """Return the planning result with the spare plan in place of the best, if it satisfies too."""
-    spare = best.spare.plan if best.spare else None
-    return replace(best, plan=spare if spare and _satisfies(best, spare) else None)
+    spare = best.spare or best
+    plan = spare.plan if spare.plan and _satisfies(best, spare.plan) else None
+    return replace(best, plan=plan, policy=spare.policy)
 
 
 def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) -> Plan:
@@ -212,7 +213,7 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
     those with about the least objective, one is chosen that nobody lacks weights for, and whose
     slowest node computes the caches of its new layers soonest: sessions wait for that.
     """
-    policy, numbers = POLICIES[case.view.charter.policy], to_numbers(case.problem)
+    policy, numbers = POLICIES[best.policy], to_numbers(case.problem)
     is_same = (incumbent.model, incumbent.layers) == (new.model, new.layers)
     if not (is_same and policy.is_timed):
         return new
@@ -224,7 +225,7 @@ def _least_moved(case: PlanningInput, best: Best, incumbent: Plan, new: Plan) ->
         if (plan := _with_stages(new, stages))
         and not _fault(case, plan)
         and _satisfies(best, plan)
-        and _gain(case, plan, new) <= GAIN
+        and _gain(case, policy, plan, new) <= GAIN
     ]
     costs = [policy.objective(case.problem, to_division(case.problem, plan)) for plan in plans]
     most = (1 + SLACK) * min(costs, default=0)
@@ -294,12 +295,12 @@ def _satisfies(best: Best, plan: Plan) -> bool:
     return best.problem.allows(ring) and not set(best.exclude) & set(nodes_of(plan))
 
 
-def _gain(case: PlanningInput, incumbent: Plan, other: Plan) -> float:
+def _gain(case: PlanningInput, policy: Policy, incumbent: Plan, other: Plan) -> float:
     """Return the fraction of time that another plan saves; of layers moved if untimed.
 
     A quotient of integers, and so the same on every machine.
     """
-    policy, problem = POLICIES[case.view.charter.policy], case.problem
+    problem = case.problem
     if not policy.is_timed:
         return _moved_layers(incumbent, other)
     before, after = (

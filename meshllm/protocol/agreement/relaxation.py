@@ -36,6 +36,8 @@ class Best:
     """Nodes that the charter excludes, as far as it could be satisfied, and ending ones."""
     ignored: tuple[Yielding, ...] = ()
     """Terms with which no ring was found, so that the founder's values count."""
+    policy: str = AUTO
+    """The policy that made the plan: that of the charter may find none."""
     spare: "Best | None" = None
     """The best without nodes that lack weights, see `plan_without`."""
 
@@ -93,7 +95,7 @@ def _search(case: PlanningInput) -> Best:
             why = _excess(plan, relaxed[0].members) or find_missing_link(plan, found)
             if not why:
                 problem = pose(found.offers, found.links, charter.shape, terms)
-                return Best(case, plan, problem, exclude=_excluded(case))
+                return Best(case, plan, problem, exclude=_excluded(case), policy=policy)
             missing = missing or why
     return Best(case, None, case.problem, missing, _excluded(case))
 

@@ -434,6 +434,31 @@ def test_a_policy_that_needs_a_missing_link_falls_back_to_auto() -> None:
     assert len(planned(agreement).stages) == 2
 
 
+@pytest.mark.parametrize(("ms", "after"), [(0.9, [A, B]), (0.1, [B, C])])
+def test_a_ring_of_the_policy_that_was_fallen_back_to_changes_for_a_gain_in_time(
+    ms: float, after: list[NodeId]
+) -> None:
+    agreed, cut = replace(charter(), policy="proportional"), [frozenset({A, C})]
+    profiles = {A: profile(3), B: profile(3), C: profile(3, ms=ms)}
+    followed = dict.fromkeys(profiles, ring((A, 0, 3), (B, 3, 4)))
+
+    agreement = World(profiles, agreed, cut=cut, followed=followed).agree()
+
+    assert nodes_of(planned(agreement)) == after
+
+
+def test_a_loss_moves_few_layers_where_the_policy_was_fallen_back_to() -> None:
+    terms = replace(WIDE, policy="proportional")
+    profiles = dict.fromkeys((A, B, C, D), replace(wide(), memory_bytes=800))
+    followed = dict.fromkeys(profiles, ring((A, 0, 5), (B, 5, 12)))
+    cut = [frozenset({A, C})]
+    world = World(profiles, terms, cut=cut, followed=followed)
+
+    agreement = replace(world, gone={B}).agree(A)
+
+    assert spans(planned(agreement)) == {A: "0:5", D: "5:12"}
+
+
 def test_a_first_ring_of_fewer_members_than_requested_counts_the_missing() -> None:
     agreed = replace(charter(), members=3)
     two = World({A: profile(4), B: profile(4)}, agreed)
