@@ -343,7 +343,7 @@ class Status:
 
 
 def _columns() -> int:
-    """Return the width of the terminal at stderr; that of stdout may be unknown, as of a file."""
+    """Return the width of the terminal at stderr; stdout may be a file, which has none."""
     columns = 0
     with suppress(OSError):
         if "COLUMNS" not in os.environ:
