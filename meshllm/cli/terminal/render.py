@@ -1,5 +1,6 @@
 """Output of the commands: data on stdout, messages on stderr."""
 
+import codecs
 import errno
 import json
 import logging
@@ -91,7 +92,8 @@ def can_redraw() -> bool:
 
 def _layout(*, markdown: bool) -> Wrap | MarkdownStream:
     columns, rows = shutil.get_terminal_size()
-    if markdown and os.environ.get("TERM") != "dumb":
+    is_unicode = codecs.lookup(sys.stdout.encoding).name == "utf-8"  # of bullets and boxes
+    if markdown and is_unicode and os.environ.get("TERM") != "dumb":
         return MarkdownStream(columns, rows)
     # The last column is reserved for the space after a word, which would start a new line.
     return Wrap(columns - 1)
@@ -341,7 +343,7 @@ class Status:
 
 
 def _columns() -> int:
-    """Return the width of the terminal at stderr; that of stdout may be a file."""
+    """Return the width of the terminal at stderr; stdout may be a file, which has none."""
     columns = 0
     with suppress(OSError):
         if "COLUMNS" not in os.environ:

@@ -187,6 +187,23 @@ def test_a_status_line_is_replaced_and_erased(
     assert terminal.getvalue() == "\r\x1b[Kone\r\x1b[Ktwo is …\r\x1b[K"
 
 
+@pytest.mark.parametrize(("encoding", "has_bullets"), [("latin-1", False), ("utf-8", True)])
+def test_markdown_is_rendered_on_terminals_with_its_characters(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, has_bullets: bool
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout", stdout)
+
+    with render.answering(markdown=True) as write:
+        write("- one\n")
+
+    assert isinstance(stdout.buffer, io.BytesIO)
+    text = stdout.buffer.getvalue().decode(encoding)
+    assert ("•" in text, "\\u2022" in text) == (has_bullets, False)
+
+
 def test_reasoning_stays_above_the_answer(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
