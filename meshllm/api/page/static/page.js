@@ -40,7 +40,8 @@ function draw(mesh) {
 }
 
 async function watch() {
-  for (let wait = 500; ; wait = Math.min(2 * wait, 8000)) {
+  for (let wait = 500, why; ; wait = Math.min(2 * wait, 8000)) {
+    why = "disconnected";
     connection = new AbortController();
     expectMore();
     try {
@@ -53,6 +54,7 @@ async function watch() {
         wait = 250;
         continue;
       }
+      if (reply.status === 503) why = "too many pages are open";
       if (reply.ok) {
         for await (const mesh of objects(reply, expectMore)) {
           wait = 500;
@@ -63,7 +65,7 @@ async function watch() {
       // the server is away, or the key has changed
     }
     clearTimeout(timer);
-    status("disconnected, trying again", "disconnected");
+    status(`${why}, trying again`, "disconnected");
     await new Promise((done) => setTimeout(done, connection.signal.aborted ? 0 : wait));
   }
 }
