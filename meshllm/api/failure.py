@@ -5,7 +5,7 @@ https://platform.openai.com/docs/guides/error-codes
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -124,7 +124,7 @@ def messages_error(error: MeshError) -> bytes:
     return compact({"type": "error", "error": fields, "request_id": request_id() or None})
 
 
-def compact(fields: Mapping[str, object]) -> bytes:
+def compact(fields: Mapping[str, object] | Sequence[object]) -> bytes:
     """Write JSON without spaces."""
     return json.dumps(fields, separators=(",", ":")).encode()
 

@@ -2,14 +2,14 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshllm.api.failure import compact, error_object
 from meshllm.api.generation.headers import trace_of
 from meshllm.errors import MeshError
-from meshllm.request import Answer, FinishReason, TokenLogprobs
+from meshllm.request import Answer, FinishReason
 from meshllm.request import Request as Asked
 
 PATIENCE = b": patience\n\n"  # a comment, which clients ignore
@@ -18,13 +18,38 @@ STREAM = "text/event-stream"
 
 
 @dataclass(slots=True)
+class WrittenLists:
+    """JSON of an object whose lists grow, written as they do: all at once would take seconds."""
+
+    rest: dict[str, object] = field(default_factory=dict)
+    lists: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def add(self, fields: Mapping[str, object] | None) -> None:
+        """Append to each list; the other fields are those of the latest."""
+        for name, value in (fields or {}).items():
+            if not isinstance(value, list):
+                self.rest[name] = value
+                continue
+            written = self.lists.setdefault(name, [])
+            if value:
+                written.append(compact(value)[1:-1])
+
+    def write(self) -> bytes:
+        """Write the object; null if nothing was added."""
+        fields = [compact(self.rest)[1:-1]] if self.rest else []
+        for name, written in self.lists.items():
+            fields.append(b'"' + name.encode() + b'":[' + b",".join(written) + b"]")
+        return b"{" + b",".join(fields) + b"}" if fields else b"null"
+
+
+@dataclass(slots=True)
 class Choice:
     """One answer, as far as it has come."""
 
     is_begun: bool = False
     """Its first chunk is written."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Collected for a reply that is not streamed."""
+    logprobs: WrittenLists = field(default_factory=WrittenLists)
+    """For a reply that is not streamed."""
     answer: Answer | None = None
 
 
@@ -58,17 +83,28 @@ class Reply:
 
     def write(self, kind: str, choices: list[dict[str, Any]], **more: object) -> bytes:
         """Write one JSON object."""
-        fields = {
+        return compact(self._fields(kind, **more, choices=choices))
+
+    def whole(self, kind: str, choices: Iterable[bytes]) -> bytes:
+        """Write the object of a reply that is not streamed, of choices that are written."""
+        rest = compact(self._fields(kind, usage=self.usage()))
+        return rest[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
+
+    def choice(self, place: int, fields: Mapping[str, object]) -> bytes:
+        """Write a choice of it with its log probabilities."""
+        logprobs = self.choices[place].logprobs.write()
+        return compact(fields)[:-1] + b',"logprobs":' + logprobs + b"}"
+
+    def _fields(self, kind: str, **more: object) -> dict[str, object]:
+        return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint or None,
-            "choices": choices,
             **more,
             "meshllm": {"seed": self.asked[0].sampling.seed, **self._trace()},
         }
-        return compact(fields)
 
     def _trace(self) -> dict[str, Any]:
         """Return the times of the answers, once all are complete and if they are asked for."""

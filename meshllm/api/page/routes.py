@@ -2,7 +2,9 @@
 
 import asyncio
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.resources import files
 
@@ -11,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshllm.api.access.gate import key_of
-from meshllm.api.failure import compact
+from meshllm.api.access.accounts import ApiKey
+from meshllm.api.access.gate import identify_again, key_of
+from meshllm.api.failure import LATER, Refused, compact
 from meshllm.api.generation.reply import PATIENCE, STREAM, event, failure
+from meshllm.api.generation.service import is_of_owner
 from meshllm.api.page.view import PageStatus, view_of
 from meshllm.api.port import ModelPort
 from meshllm.api.respond import Stream
@@ -21,7 +25,9 @@ from meshllm.status import to_json
 
 REFRESH_S = 1.0
 SILENCE_S = 15.0  # a comment tells a client whose mesh does not change that it is connected
-MAX_WATCHERS = 32  # of one door
+IDENTIFY_S = 5.0  # s after which a watcher whose key was revoked is noticed
+MAX_WATCHERS = 32  # of one door; the owner has as many of its own
+MAX_OF_KEY = 8
 
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _FOLDER = files("meshllm.api.page") / "static"
@@ -65,32 +71,56 @@ def _hash_of(content: bytes) -> str:
 
 def event_routes(node: ModelPort, *, is_public: bool) -> list[Route]:
     """Return the routes of the page's data; ``is_public`` hides from guests who takes part."""
-    watchers = asyncio.Semaphore(MAX_WATCHERS)
+    watchers = _Watchers()
 
     async def events(request: Request) -> Response:
-        if watchers.locked():
-            return Response(status_code=503, headers={"retry-after": "5"})
-        key = key_of(request)
-        is_guest = is_public and not (key and key.is_owner)
-        return Stream(_changes(node, watchers, is_public=is_guest), STREAM, _event, failure)
+        changes = _changes(node, request, watchers, is_public=is_public)
+        return Stream(changes, STREAM, _event, failure)
 
     return [Route("/page/events", events)]
 
 
+class _Watchers:
+    """Counts who watches, by key; guests cannot take the places of the owner."""
+
+    def __init__(self) -> None:
+        self._owners, self._others = Counter[str](), Counter[str]()
+
+    @contextmanager
+    def counted(self, key: ApiKey | None) -> Iterator[None]:
+        """Count one more inside the context; raise `Refused` if there are too many."""
+        is_owners, name = is_of_owner(key), key.name if key else ""
+        alike = self._owners if is_owners else self._others
+        if alike.total() >= MAX_WATCHERS or (not is_owners and alike[name] >= MAX_OF_KEY):
+            raise Refused("Too many pages are open", LATER, hint="close some of them")
+        alike[name] += 1
+        try:
+            yield
+        finally:
+            alike[name] -= 1
+
+
 async def _changes(
-    node: ModelPort, watchers: asyncio.Semaphore, *, is_public: bool
+    node: ModelPort, request: Request, watchers: _Watchers, *, is_public: bool
 ) -> AsyncGenerator[PageStatus | None, None]:
-    """Yield the state at once and after each change; None after some time without one."""
-    async with watchers:
-        shown: PageStatus | None = None
-        quiet_s = 0.0
+    """Yield the state at once and after each change; None after some time without one.
+
+    Raises:
+        Refused: too many watch, or the key has expired or was revoked since.
+    """
+    key, shown = key_of(request), None
+    quiet_s = known_s = 0.0
+    with watchers.counted(key):
         while True:
-            found = view_of(await node.status(), is_public=is_public)
+            if known_s >= IDENTIFY_S:
+                key, known_s = await identify_again(request), 0.0
+            is_guest = is_public and not (key and key.is_owner)
+            found = view_of(await node.status(), is_public=is_guest)
             if found != shown or quiet_s >= SILENCE_S:
                 yield found if found != shown else None
                 shown, quiet_s = found, 0.0
             await asyncio.sleep(REFRESH_S)
-            quiet_s += REFRESH_S
+            quiet_s, known_s = quiet_s + REFRESH_S, known_s + REFRESH_S
 
 
 def _event(found: PageStatus | None) -> bytes:

@@ -167,12 +167,12 @@ class _ChatReply(Reply):
         choice = self.choices[place]
         match happened:
             case Piece(logprobs=logprobs):
-                choice.logprobs += logprobs
+                choice.logprobs.add(self._logprobs(place, logprobs))
             case Answer():
                 choice.answer = happened
         if not isinstance(happened, Answer) or not self.is_complete:
             return b""
-        return self.write(WHOLE, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
+        return self.whole(WHOLE, map(self._whole, range(len(self.choices))))
 
     def chunks(self, news: Choices) -> bytes:
         """Write server-sent events, nothing for progress."""
@@ -197,15 +197,12 @@ class _ChatReply(Reply):
             written += self._delta(place, {"tool_calls": calls})
         return written
 
-    def _whole(self, place: int) -> dict[str, Any]:
+    def _whole(self, place: int) -> bytes:
         choice, answer = self.choices[place], self.choices[place].answer
         assert answer  # the reply is complete
-        return {
-            "index": place,
-            "message": _message(answer),
-            "logprobs": self._logprobs(place, choice.logprobs),
-            "finish_reason": reason(answer),
-        }
+        choice.logprobs.add(self._logprobs(place, ()))  # if there are none
+        fields = {"index": place, "message": _message(answer), "finish_reason": reason(answer)}
+        return self.choice(place, fields)
 
     def _delta(
         self,

@@ -173,17 +173,23 @@ class _ChatSocket:
         try:
             key = await identify_again(self.socket)
             with self.service.counted(key):
-                await self._send_events(asked.id, await self._call(asked, key))
+                done = await self._send_events(asked.id, await self._call(asked, key))
+            await self._send({"type": "done", "id": asked.id, **done})
         except WebSocketDisconnect:  # the reader is told, too
             return
         except MeshError as error:
             await self._fail(asked.id, error)
 
-    async def _send_events(self, ask: str, made: ChatCall) -> None:
+    async def _send_events(self, ask: str, made: ChatCall) -> dict[str, Any]:
+        """Send the events of an ask; return its end, which is sent once nothing of it runs."""
+        done = dict[str, Any]()
         async with aclosing(made.events) as events:
             async for _, event in events:
-                if told := _told(event, made):
+                if isinstance(event, Answer):
+                    done = _done(event, made)
+                elif told := _told(event):
                     await self._send({"type": told.pop("type"), "id": ask, **told})
+        return done
 
     async def _call(self, asked: Ask, key: ApiKey | None) -> ChatCall:
         body, apart = build_fields(asked.request, Chat, APART)
@@ -214,15 +220,13 @@ def _message(found: object) -> Ask | CancelAsk:
     return message
 
 
-def _told(event: Event, made: ChatCall) -> dict[str, Any] | None:
+def _told(event: Event) -> dict[str, Any] | None:
     """Lay out an event; None for what is not shown."""
     match event:
         case Prefilled(done=done, total=total):
             return {"type": "progress", "done": done, "total": total}
         case Piece() if event.has_text or event.logprobs:
             return {"type": "piece", "text": event.text, **_more(event)}
-        case Answer():
-            return _done(event, made)
     return None
 
 
@@ -240,7 +244,6 @@ def _done(answer: Answer, made: ChatCall) -> dict[str, Any]:
     reply = Reply("", made.model.name, made.model.fingerprint, made.asked, 1, has_usage=True)
     reply.choices[0].answer = answer
     return {
-        "type": "done",
         "finish_reason": reason(answer),
         "usage": reply.usage(),
         "seed": made.asked[0].sampling.seed,

@@ -73,9 +73,13 @@ class _TextReply(Reply):
 
     def completion(self, news: Choices) -> bytes:
         """Write the completion once it is complete; no bytes before."""
+        place, happened = news
+        if isinstance(happened, Piece) and happened.logprobs:
+            told = self._logprobs(place, happened.logprobs)
+            self.choices[place].logprobs.add(told)
         if not self._take(news) or not self.is_complete:
             return b""
-        return self.write(KIND, [*map(self._whole, range(len(self.choices)))], usage=self.usage())
+        return self.whole(KIND, map(self._whole, range(len(self.choices))))
 
     def chunks(self, news: Choices) -> bytes:
         """Write server-sent events, nothing for progress."""
@@ -93,18 +97,16 @@ class _TextReply(Reply):
     def _take(self, news: Choices) -> bool:
         """Take an event; return whether it completes a choice."""
         place, happened = news
-        match happened:
-            case Piece(logprobs=logprobs):
-                self.choices[place].logprobs += logprobs
-            case Answer():
-                self.choices[place].answer = happened
+        if isinstance(happened, Answer):
+            self.choices[place].answer = happened
         return isinstance(happened, Answer)
 
-    def _whole(self, place: int) -> dict[str, Any]:
-        choice = self.choices[place]
-        assert choice.answer  # the reply is complete
-        told = self._logprobs(place, choice.logprobs)
-        return _choice(place, choice.answer.text, told, reason(choice.answer))
+    def _whole(self, place: int) -> bytes:
+        choice, answer = self.choices[place], self.choices[place].answer
+        assert answer  # the reply is complete
+        choice.logprobs.add(self._logprobs(place, ()))  # if there are none
+        fields = {"index": place, "text": answer.text, "finish_reason": reason(answer)}
+        return self.choice(place, fields)
 
     def _logprobs(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """Lay out log probabilities; the first token of an echoed prompt has none."""

@@ -6,6 +6,7 @@ https://docs.anthropic.com/en/api/messages
 import json
 import secrets
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from meshllm.api.generation.headers import headers_of, is_traced, trace_of
 from meshllm.api.generation.reply import STREAM
 from meshllm.api.generation.service import Choices, Service
 from meshllm.api.generation.tools import tools_of_messages
-from meshllm.api.respond import Stream
+from meshllm.api.respond import Stream, while_connected
 from meshllm.errors import MeshError, UserError
 from meshllm.request import Answer, FinishReason, Piece, Prefilled, Sampling, ToolCall, Turn
 from meshllm.request import Request as Asked
@@ -310,7 +311,7 @@ def routes(service: Service) -> list[Route]:
         asked = Asked(body.turns(), max_tokens=0, tools=tools, thinks=body.thinks)
         model = await service.model(key, body.model)
         events = answer_as_needed(service, key, model, [asked], body.meshllm)
-        return JSONResponse({"input_tokens": await _count(events)})
+        return JSONResponse({"input_tokens": await while_connected(request, _count(events))})
 
     return [
         Route("/v1/messages", messages, methods=["POST"]),
@@ -323,9 +324,10 @@ async def _read(service: Service, request: Request, kind: type[T]) -> tuple[T, d
 
 
 async def _count(events: AsyncGenerator[Choices, None]) -> int:
-    async for _, event in events:
-        if isinstance(event, Answer):
-            return event.prompt_tokens
+    async with aclosing(events):
+        async for _, event in events:
+            if isinstance(event, Answer):
+                return event.prompt_tokens
     raise RuntimeError("the ring ended without an answer")
 
 

@@ -1,6 +1,6 @@
 """Responses that later requests refer to, in memory, bounded, each for its own key only."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,11 +34,12 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """Keeps the latest responses; the oldest ones make room."""
+    """Keeps the latest responses; the oldest one of the key that has most makes room."""
 
     _kept: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     _of_items: dict[str, str] = field(default_factory=dict)  # the response of each item
-    _bytes: int = 0
+    _bytes: Counter[str] = field(default_factory=Counter)  # by key, as the next one
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def put(self, name: str, response: StoredResponse) -> None:
         """Keep a response; one that is too large is not kept."""
@@ -46,9 +47,11 @@ class ResponseStore:
             return
         self._kept[name] = response
         self._of_items.update(dict.fromkeys(response.items, name))
-        self._bytes += response.size
-        while len(self._kept) > MAX_RESPONSES or self._bytes > MAX_BYTES:
-            self._forget(next(iter(self._kept)))
+        self._bytes[response.owner] += response.size
+        self._counts[response.owner] += 1
+        while (is_large := self._bytes.total() > MAX_BYTES) or len(self._kept) > MAX_RESPONSES:
+            ((most, _),) = (self._bytes if is_large else self._counts).most_common(1)
+            self._forget(next(name for name, each in self._kept.items() if each.owner == most))
 
     def get(self, name: str, owner: str) -> StoredResponse | None:
         """Return a response to its owner; None if there is none."""
@@ -69,6 +72,7 @@ class ResponseStore:
 
     def _forget(self, name: str) -> None:
         response = self._kept.pop(name)
-        self._bytes -= response.size
+        self._bytes[response.owner] -= response.size
+        self._counts[response.owner] -= 1
         for item in response.items:
             self._of_items.pop(item, None)

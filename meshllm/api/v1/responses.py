@@ -185,6 +185,7 @@ class _ResponsesReply:
     created: int = field(default_factory=lambda: int(time.time()))
     is_begun: bool = False
     _items: list[_OutputItem] = field(default_factory=list)
+    _calls: int = 0
     _count: int = 0
 
     def whole(self, news: Choices) -> bytes:
@@ -221,7 +222,7 @@ class _ResponsesReply:
             return
         if not self._items:
             yield from self._opened("message")
-        yield from self._closed()
+        yield from self._closed(_status(happened))
         whole = self._kept(happened)
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -232,15 +233,20 @@ class _ResponsesReply:
         if piece.text:
             yield from self._opened("message")
             yield self._delta(piece.text, logprobs=[])
-        for call in piece.calls:
-            if call.name:
+        for call in piece.calls:  # as `Written` takes them
+            if call.index == self._calls:
+                self._calls += 1
                 yield from self._opened("function_call", call.name)
-            if call.arguments:
+            is_open = self._is_open("function_call") and call.index == self._calls - 1
+            if call.arguments and is_open:
                 yield self._delta(call.arguments)
 
+    def _is_open(self, kind: str) -> bool:
+        return bool(self._items) and self._items[-1].fields["type"] == kind
+
     def _opened(self, kind: str, name: str = "") -> Iterator[bytes]:
-        """Open an item, unless it is open."""
-        if self._items and not name and self._items[-1].fields["type"] == kind:
+        """Open an item, unless it is open; each call is one of its own."""
+        if kind != "function_call" and self._is_open(kind):
             return
         yield from self._closed()
         item = self._add(kind, name)
@@ -251,7 +257,7 @@ class _ResponsesReply:
             place = self._place(item)
             yield self._event("response.content_part.added", **place, part=_part(""))
 
-    def _closed(self) -> Iterator[bytes]:
+    def _closed(self, status: str = "completed") -> Iterator[bytes]:
         """Close the open item."""
         if not self._items:
             return
@@ -265,7 +271,7 @@ class _ResponsesReply:
         else:
             done = {"arguments": item.text, "name": item.fields["name"]}
             yield self._event("response.function_call_arguments.done", **place, **done)
-        whole = self._item(item, "completed")
+        whole = self._item(item, status)
         yield self._event("response.output_item.done", output_index=self._last, item=whole)
 
     def _delta(self, text: str, **more: object) -> bytes:
@@ -309,7 +315,7 @@ class _ResponsesReply:
 
     def _kept(self, answer: Answer) -> dict[str, Any]:
         """Return the complete response; keep it unless `store` is false."""
-        status = "incomplete" if answer.finish_reason is FinishReason.LENGTH else "completed"
+        status = _status(answer)
         output = [self._item(each, "completed") for each in self._items]
         output[-1]["status"] = status
         whole = self._object(status, output)
@@ -439,6 +445,10 @@ async def _read(service: Service, request: Request) -> tuple[Responses, dict[str
     if not isinstance(text, dict) or asked.keys() - {"format"}:
         raise WrongField("text", "`text` takes `format` only")
     return body, given | asked
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.finish_reason is FinishReason.LENGTH else "completed"
 
 
 def _joined(turns: Iterable[Turn]) -> Iterator[Turn]:

@@ -19,8 +19,11 @@ Unknown lines and fields, which a later version may send, are ignored; so are un
 
 import json
 import re
+import struct
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, assert_never
 
 from meshllm.errors import (
@@ -299,6 +302,7 @@ def _event_of(line: _Line) -> Event | None:
         _check_tokens(line.prompt.tokens)
     if line.answer:
         _check_counts(line.answer)
+        _check_embedding(line.answer.embedding)
     match line.prefilled:
         case None:
             pass
@@ -329,6 +333,17 @@ def _check_counts(answer: Answer) -> None:
     """Raise `PeerFault` for numbers that no answer has: they count for limits, and are stored."""
     _check_count(answer.prompt_tokens, answer.cached_tokens, answer.reasoning_tokens)
     _check_count(answer.counted or 0)
+
+
+def _check_embedding(embedding: str) -> None:
+    """Raise `PeerFault` for what is not a whole number of finite float32 in base64."""
+    try:
+        data = b64decode(embedding, validate=True)
+        is_valid = all(map(isfinite, struct.unpack(f"<{len(data) // 4}f", data)))
+    except (ValueError, struct.error):
+        is_valid = False
+    if not is_valid:
+        raise PeerFault("An embedding is not base64 of finite numbers of 32 bits")
 
 
 def _check_count(*counts: int) -> None:

@@ -2,7 +2,8 @@ import asyncio
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.requests import Request
 
+from meshllm.api.access.accounts import ApiKey
 from meshllm.api.access.gate import AccessPolicy
 from meshllm.api.app import public_application
+from meshllm.api.failure import LATER, Refused
 from meshllm.api.generation.service import Service
 from meshllm.api.page import routes
+from meshllm.api.page.view import PageStatus
 from tests.builders.fake_node import FakeNode
 
 KEY = "k" * 20
@@ -158,15 +163,55 @@ async def test_only_changes_are_sent_and_silence_is_broken(
     assert found[1:] == ["comment"] * (len(found) - 1)
 
 
-async def test_watchers_are_bounded(
-    public: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, door: FakeNode
+OWNERS = ApiKey("me", "", 0, is_owner=True)
+GUESTS = [ApiKey(name, "", 0) for name in "abc"]
+
+
+async def test_watchers_are_bounded(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_WATCHERS", 3)
+    monkeypatch.setattr(routes, "MAX_OF_KEY", 2)
+    watchers = routes._Watchers()
+
+    async with AsyncExitStack() as stack:
+        for key in (GUESTS[0], GUESTS[0], GUESTS[1], OWNERS, None, OWNERS):
+            await anext(await stack.enter_async_context(watching(door, watchers, key)))
+        for key in (*GUESTS, OWNERS, None):
+            async with watching(door, watchers, key) as more:
+                with pytest.raises(Refused, match="Too many pages are open"):
+                    await anext(more)
+
+    for key in (GUESTS[0], GUESTS[0]):
+        async with watching(door, watchers, key) as again:
+            await anext(again)
+
+
+async def test_watchers_that_come_at_once_are_bounded(
+    door: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "MAX_WATCHERS", 0)
     transport = httpx2.ASGITransport(public_application(Service(door)))
     async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
         reply = await client.get("/page/events")
 
-    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
+
+
+async def test_events_end_with_the_key(door: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "REFRESH_S", 0.001)
+    monkeypatch.setattr(routes, "IDENTIFY_S", 0.002)
+    found = [GUESTS[0]]
+
+    async def identify() -> ApiKey:
+        if not found:
+            raise Refused("The API key is revoked", LATER)
+        return found.pop()
+
+    async with watching(door, routes._Watchers(), OWNERS, identify) as changes:
+        shown = [await anext(changes), await anext(changes)]
+        with pytest.raises(Refused, match="revoked"):
+            await anext(changes)
+
+    assert [each and each.is_public for each in shown] == [False, True]
 
 
 async def test_the_headers_of_the_events_come_alone(door: FakeNode) -> None:
@@ -188,14 +233,23 @@ async def events_of(
     monkeypatch.setattr(routes, "REFRESH_S", 0.001)
     monkeypatch.setattr(routes, "SILENCE_S", 0.002)
     found: list[Any] = []
-    changes = routes._changes(door, asyncio.Semaphore(1), is_public=is_public)
-    async for status in changes:
-        written = routes._event(status).decode()
-        found.append(json.loads(written[6:]) if written.startswith("data: ") else "comment")
-        if len(found) == 3:
-            break
-    await changes.aclose()
+    key = GUESTS[0] if is_public else OWNERS
+    async with watching(door, routes._Watchers(), key) as changes:
+        for _ in range(3):
+            written = routes._event(await anext(changes)).decode()
+            found.append(json.loads(written[6:]) if written.startswith("data: ") else "comment")
     return found
+
+
+def watching(
+    door: FakeNode,
+    watchers: routes._Watchers,
+    key: ApiKey | None,
+    identify: Callable[[], Awaitable[ApiKey]] | None = None,
+) -> aclosing[AsyncGenerator[PageStatus | None, None]]:
+    """Return what a key sees of a public door."""
+    scope = {"type": "http", "meshllm.key": key, "meshllm.identify": identify}
+    return aclosing(routes._changes(door, Request(scope), watchers, is_public=True))
 
 
 def contrast(one: str, other: str) -> float:

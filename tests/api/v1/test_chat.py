@@ -3,11 +3,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 import pytest
 
 from meshllm.api.respond import KEEP_ALIVE_S
+from meshllm.api.v1 import chat
 from meshllm.request import (
     FinishReason,
     Logprob,
@@ -321,6 +323,20 @@ async def test_log_probabilities_come_with_a_completion(
     told = said.json()["choices"][0]["logprobs"]
     assert told == {"content": [ENTRY, ENTRY], "refusal": None}
     assert door.requests[0].logprobs == 1
+
+
+async def test_log_probabilities_are_laid_out_as_they_come(
+    client: httpx2.AsyncClient, door: FakeNode, scored: None
+) -> None:
+    door.waits_at = 3
+    with patch.object(chat, "token_entry", wraps=chat.token_entry) as laid_out:
+        asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"logprobs": True}))
+        await door.begun.wait()
+        laid_out_before = laid_out.call_count
+        door.go.set()
+        await asking
+
+    assert (laid_out_before, laid_out.call_count) == (2, 2)
 
 
 async def test_log_probabilities_come_with_their_chunk(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -137,6 +138,24 @@ async def test_asks_follow_each_other_on_one_connection(
         assert {each["id"] for each in await until_end(socket)} == {name}
 
     assert [used.requests for _, used in accounts.usage("model")] == [3]
+
+
+async def test_an_ask_has_ended_when_its_end_is_told(
+    socket: ClientConnection, accounts: Accounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, is_told = Accounts.record, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert not is_told.wait(0.05)
+        record(*arguments)
+
+    monkeypatch.setattr(Accounts, "record", slow)
+    await ask(socket)
+    end = (await until_end(socket))[-1]
+    is_told.set()
+
+    assert end["type"] == "done"
+    assert [used.requests for _, used in accounts.usage("model")] == [1]
 
 
 async def test_asks_run_side_by_side(socket: ClientConnection, door: FakeNode) -> None:

@@ -1,10 +1,13 @@
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import httpx2
 import pytest
 
+from meshllm.api.v1 import completions
 from meshllm.errors import ContextTooLong
 from meshllm.request import Logprob, Piece, TokenLogprobs
 from meshllm.status import ModelStatus
@@ -132,6 +135,20 @@ async def test_log_probabilities_of_a_completion(
         "text_offset": [0, 3],
     }
     assert (door.requests[0].logprobs, door.requests[0].scores_prompt) == (2, False)
+
+
+async def test_log_probabilities_are_laid_out_as_they_come(
+    client: httpx2.AsyncClient, door: FakeNode, scored: None
+) -> None:
+    door.waits_at = 3
+    with patch.object(completions, "_top", wraps=completions._top) as laid_out:
+        asking = asyncio.ensure_future(client.post(PATH, json=BODY | {"logprobs": 2}))
+        await door.begun.wait()
+        laid_out_before = laid_out.call_count
+        door.go.set()
+        await asking
+
+    assert (laid_out_before, laid_out.call_count) == (2, 2)
 
 
 async def test_an_echoed_prompt_is_scored_but_for_its_first_token(

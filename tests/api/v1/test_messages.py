@@ -1,10 +1,13 @@
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import Message
 
+from meshllm.api.app import owner_application
 from meshllm.api.v1.messages import _end
 from meshllm.errors import Busy, LinkLost, MeshError
 from meshllm.request import FinishReason, Request, Sampling, ToolCall, Tools, Turn
@@ -111,6 +114,31 @@ async def test_tokens_are_counted(client: httpx2.AsyncClient, door: FakeNode) ->
 
     assert said.json() == {"input_tokens": 2}
     assert door.requests[0].max_tokens == 0
+
+
+async def test_a_client_that_leaves_while_its_tokens_are_counted_cancels(door: FakeNode) -> None:
+    door.waits_at = 1
+    body = json.dumps({"model": "builtin", "messages": [HI]}).encode()
+    headers = [(b"host", b"door"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        "type": "http", "method": "POST", "path": f"{PATH}/count_tokens", "headers": headers,
+        "scheme": "http", "query_string": b"",
+    }  # fmt: skip
+    sent: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        if sent:
+            return sent.pop()
+        await door.begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        pass
+
+    async with asyncio.timeout(60):
+        await owner_application(door)(scope, receive, send)
+
+    assert door.closed.is_set()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,20 @@ def test_the_oldest_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [bool(store.get(name, "me")) for name in "bcde"] == [False, False, False, True]
     store.put("f", stored("x" * 4 * size))
     assert [bool(store.get(name, "me")) for name in "ef"] == [True, False]
-    assert store._bytes == large.size
+    assert store._bytes.total() == large.size
+
+
+@pytest.mark.parametrize("limit", ["MAX_RESPONSES", "MAX_BYTES"])
+def test_the_key_that_has_most_makes_room(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    most = {"MAX_RESPONSES": 4, "MAX_BYTES": 4 * stored("xx").size}[limit]
+    monkeypatch.setattr(response_store, limit, most)
+    store = ResponseStore()
+    store.put("mine", stored("xx"))
+    for name in "abcdefgh":
+        store.put(name, stored("xx", owner="guest"))
+
+    assert store.get("mine", "me")
+    assert [name for name in "abcdefgh" if store.get(name, "guest")] == ["f", "g", "h"]
 
 
 @pytest.mark.parametrize("place", ["content", "tool_call_id", "name", "arguments", "id"])

@@ -1,11 +1,13 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import pytest
 
-from meshllm.request import ToolCall, Tools, Turn
+from meshllm.request import FinishReason, Piece, ToolCall, ToolCallDelta, Tools, Turn
 from tests.builders.fake_node import FakeNode
+from tests.builders.fake_ring import answer_of
 from tests.builders.tool_calls import ONE_CALL, RESPONSES_TOOL
 
 PATH = "/v1/responses"
@@ -318,3 +320,35 @@ async def test_reasoning_is_asked_for(client: httpx2.AsyncClient, door: FakeNode
 
     assert said.json()["reasoning"]["effort"] == "low"
     assert (door.requests[0].thinks, door.requests[0].effort) == (True, "low")
+
+
+async def test_unusual_deltas_of_calls_make_the_calls_of_the_answer(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    deltas = (
+        ToolCallDelta(3, "g", "no"), ToolCallDelta(0, "", '{"x":'), ToolCallDelta(0, "", "1}"),
+        ToolCallDelta(1, "", "{"), ToolCallDelta(1, "", "}"), ToolCallDelta(0, "", "no"),
+    )  # fmt: skip
+    calls = ToolCall("", '{"x":1}no'), ToolCall("", "{}")
+    end = replace(answer_of("", 5), calls=calls)
+    door.said = *(Piece("", calls=(each,)) for each in deltas), end
+
+    body = BODY | {"stream": True, "tools": [RESPONSES_TOOL]}
+    events = events_of(await client.post(PATH, json=body))
+
+    name, last = events[-1]
+    assert name == "response.completed"
+    assert [each["arguments"] for each in last["response"]["output"]] == ['{"x":1}', "{}"]
+
+
+async def test_an_item_that_is_cut_is_incomplete_in_the_stream_too(
+    client: httpx2.AsyncClient, door: FakeNode
+) -> None:
+    end = replace(answer_of("hel", 1), finish_reason=FinishReason.LENGTH)
+    door.said = Piece("hel"), end
+
+    events = dict(events_of(await client.post(PATH, json=BODY | {"stream": True})))
+
+    (whole,) = events["response.incomplete"]["response"]["output"]
+    assert events["response.output_item.done"]["item"] == whole
+    assert whole["status"] == "incomplete"

@@ -229,12 +229,22 @@ def test_the_length_of_a_line_does_not_tell_the_tokens_apart() -> None:
 
 
 def test_an_embedding_is_sent_in_one_bounded_line() -> None:
-    answer = replace(answer_of("", 0), embedding="A" * (16_384 * 16 // 3))
+    answer = replace(answer_of("", 0), embedding="A" * (16_384 * 16 // 3 // 16 * 16))
 
     (line,) = event_to_lines(answer)
 
     assert AnswerReader().take(line) == answer
     assert len(line) < 128 * 1024
+
+
+@pytest.mark.parametrize(
+    "embedding", ["?", "AAA", "AA==", "AACAPw==AACAPw==", "AADAfw==", "AACA/w=="]
+)
+def test_an_embedding_of_a_peer_is_of_finite_numbers(embedding: str) -> None:
+    data = event_to_json(replace(answer_of("", 0), embedding=embedding))
+
+    with pytest.raises(PeerFault, match="An embedding is not base64"):
+        event_from_json(data)
 
 
 def test_long_calls_and_reasoning_travel_in_bounded_lines() -> None:

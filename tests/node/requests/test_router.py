@@ -451,7 +451,7 @@ def test_a_lost_ring_loses_no_character(world: World, cut: int) -> None:
 
 @pytest.mark.parametrize("cut", range(3))
 def test_an_embedding_is_asked_for_again_when_its_ring_is_lost(world: World, cut: int) -> None:
-    found = replace(answer_of("", 0), embedding="AA==")
+    found = replace(answer_of("", 0), embedding="AACAPw==")
     events: list[Event] = [Prefilled(64, 128), Prefilled(128, 128), found]
     ring = FakeRing(attempts=[[*events[:cut], LinkLost("gone")], events])
     router = world.add(ME, ring)

@@ -40,8 +40,9 @@ function draw(mesh) {
 }
 
 async function watch() {
-  for (let wait = 500; ; wait = Math.min(2 * wait, 8000)) {
+  for (let wait = 500, why; ; wait = Math.min(2 * wait, 8000)) {
     while (document.hidden) await turned();
+    why = "disconnected";
     connection = new AbortController();
     expectMore();
     try {
@@ -54,6 +55,7 @@ async function watch() {
         wait = 250;
         continue;
       }
+      if (reply.status === 503) why = "too many pages are open";
       if (reply.ok) {
         for await (const mesh of objects(reply, expectMore)) {
           if (mesh.error) throw new Error(mesh.error.message);
@@ -66,7 +68,7 @@ async function watch() {
     }
     clearTimeout(timer);
     if (document.hidden) continue;
-    status("disconnected, trying again", "disconnected");
+    status(`${why}, trying again`, "disconnected");
     await new Promise((done) => setTimeout(done, connection.signal.aborted ? 0 : wait));
   }
 }
