@@ -124,11 +124,14 @@ def agree(view: MeshView, before: Agreement | None = None) -> Agreement:
         best, reason = None, str(error)
     else:
         best = find_best(case, best)
-        decided = _decide(case, best, incumbent, epoch)
-        if decided.lacking:
-            best = plan_without(best, decided.lacking)
+        decided = spare = _decide(case, best, incumbent, epoch)
+        without = frozenset[NodeId]()
+        while not spare.lacking <= without:
+            without |= spare.lacking
+            best = plan_without(best, without)
             spare = _decide(case, _with_spare(best), incumbent, epoch)
-            decided = spare if spare.ahead or spare.plan != incumbent else decided
+        if spare.ahead or spare.plan != incumbent:
+            decided = spare
         plan, reason, ahead = decided.plan, decided.reason, decided.ahead
         if plan is not None:
             standbys = {**standbys, **_standbys(best, plan)}

@@ -156,6 +156,15 @@ def test_a_ring_without_nodes_that_lack_weights_takes_the_place_of_a_better_one(
     assert spans(planned(ready.agree())) == {B: "0:4"}
 
 
+def test_every_node_that_lacks_weights_is_done_without() -> None:
+    lacking = {B: without(profile(4, ms=0.2), 2), C: without(profile(4, ms=0.3), 1)}
+    profiles = {A: profile(4), **lacking, D: profile(4, ms=0.5)}
+
+    agreement = World(profiles, followed={A: ring((A, 0, 4))}).agree()
+
+    assert agreement.plan == ring((D, 0, 4), epoch=6)
+
+
 @pytest.mark.parametrize(("members", "after"), [(None, {C: "0:4"}), (2, {A: "0:2", C: "2:4"})])
 def test_an_exclusion_waits_for_no_weights_if_other_nodes_satisfy_the_charter(
     members: int | None, after: dict[NodeId, str]
