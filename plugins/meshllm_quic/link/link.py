@@ -115,7 +115,7 @@ class QuicLink:
     async def close(self) -> None:
         """Flush sent messages, close, and wait a short time until they are acknowledged."""
         if not self.is_closed:
-            self.is_closed = True
+            self.is_closed = self._is_granting = True
             for channel, incoming in self._incoming.items():
                 incoming.drop()
                 self._grant(channel)

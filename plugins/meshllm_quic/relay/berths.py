@@ -58,7 +58,7 @@ async def _keep(
     while True:
         await asyncio.sleep(SEEK_S)
         if found.get(place) not in relays.registered:
-            await _seek(relays, network, place, found)
+            await _seek(relays, network, place, found, logging.DEBUG)
 
 
 async def _seek(
@@ -66,19 +66,20 @@ async def _seek(
     network: DatagramNetwork,
     place: QuicAddress,
     found: dict[QuicAddress, Address],
+    level: int = logging.WARNING,
 ) -> None:
     try:
         addresses = await network.resolve(place.host, place.port)
     except OSError as error:
-        logger.warning("cannot resolve the relay %s: %s", place, error.strerror or error)
+        logger.log(level, "cannot resolve the relay %s: %s", place, error.strerror or error)
         return
     before = found.get(place)
     address = _next(addresses, before)
-    if before is not None:
-        is_carrying = relays.usage(before) is RelayUsage.ROUTE
-        if address == before or (before in addresses and is_carrying):
+    if before not in (None, address):
+        if before in addresses and relays.usage(before) is not RelayUsage.NONE:
             return
-        relays.drop(before)
+        if before not in [at for each, at in found.items() if each != place]:
+            relays.drop(before)
     found[place] = address
     relays.add(address, is_wanted=True, others=of_each_family([address, *addresses]))
 

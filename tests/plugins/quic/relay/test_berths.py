@@ -126,9 +126,10 @@ async def test_a_relay_with_an_address_that_is_silent_is_reached_by_the_next_one
         ]
 
 
+@pytest.mark.parametrize("usage", [RelayUsage.ROUTE, RelayUsage.RESERVE])
 @virtual
-async def test_a_silent_relay_that_carries_a_link_is_not_left_for_its_next_address(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_silent_relay_that_a_link_may_need_is_not_left_for_its_next_address(
+    monkeypatch: pytest.MonkeyPatch, usage: RelayUsage
 ) -> None:
     monkeypatch.setattr("meshllm_quic.relay.relays.RelayStream", Silent)
     internet = Internet(seed=1)
@@ -141,7 +142,7 @@ async def test_a_silent_relay_that_carries_a_link_is_not_left_for_its_next_addre
     async with node(names) as (transport, _):
         endpoint = transport._endpoint
         assert endpoint is not None
-        monkeypatch.setattr(endpoint, "usage", lambda _: RelayUsage.ROUTE)
+        monkeypatch.setattr(endpoint, "usage", lambda _: usage)
         relay.host.stop()
         await asyncio.sleep(REFRESH_S + 2 * SEEK_S)
 
