@@ -33,8 +33,9 @@ def check_free_port(listen: str | None, *, is_udp: bool = False) -> Finding:
     what = f"UDP port {port}" if is_udp else f"port {port}"
     try:
         _bind(host if port else "", port, is_udp=is_udp)
-    except OSError as error:
-        found = f"{what} is not available: {error.strerror}"
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"`{host}` is no name of a host"
+        found = f"{what} is not available: {why}"
         if listen is None:
             return Finding("warn", "port", found, "nothing to do: the node picks another port")
         return Finding("fail", "port", found, "choose another with `--listen`")

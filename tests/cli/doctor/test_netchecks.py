@@ -28,6 +28,9 @@ def test_a_chosen_port_that_is_taken_fails(taken: int, monkeypatch: pytest.Monke
 def test_a_port_is_tried_at_its_host() -> None:
     assert netchecks.check_free_port("ws://192.0.2.1:20000").verdict == "fail"
     assert netchecks.check_free_port("unix:name").verdict == "ok"
+    unnamed = netchecks.check_free_port(f"ws://{64 * 'a'}:20000")
+    assert unnamed.verdict == "fail"
+    assert "is no name of a host" in unnamed.found
 
 
 @pytest.mark.socket
