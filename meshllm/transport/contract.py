@@ -83,8 +83,8 @@ class Link(Protocol):
     async def close(self) -> None:
         """Close both directions and wake all waiters; further calls do nothing.
 
-        The peer reads what was sent, then gets `LinkLost`; one that takes nothing for 5 s, or
-        longer than 30 s for all, may miss the rest. Unread messages on this side are dropped.
+        The peer reads what was sent, then gets `LinkLost`; it may miss the rest if nothing leaves
+        the send buffer for 5 s, or not all within 30 s. Unread messages on this side are dropped.
         """
         ...
 

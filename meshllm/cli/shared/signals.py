@@ -99,9 +99,9 @@ def cancelled_by_sigterm() -> Iterator[None]:
     loop.add_signal_handler(signal.SIGTERM, end)
     try:
         yield
-    except asyncio.CancelledError:
+    except BaseException as error:  # what is closed on the way out may fail, too
         if is_asked:
-            raise SystemExit(TERMINATED) from None
+            raise SystemExit(TERMINATED) from error
         raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
